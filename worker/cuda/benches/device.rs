@@ -1,8 +1,9 @@
-//! The CUDA backend beside what its GPU can do: the goals of docs/benchmarks.md, one line each.
+//! The CUDA backend compared with its GPU's limits: the goals of docs/benchmarks.md, one line each.
 //!
 //!     cargo bench -p hearth-cuda [-- linear | experts | attention | copies | compile]
 //!
-//! Shapes are DeepSeek-V3's and Qwen3's. Times are medians of runs of several launches each; peers are measured by docs/benchmarks/gpu.sh.
+//! Shapes are DeepSeek-V3's and Qwen3's. Times are medians of runs of several launches
+//! each; docs/benchmarks/gpu.sh measures other engines.
 #![allow(clippy::unwrap_used)] // a benchmark that cannot set itself up has failed
 
 use std::path::PathBuf;
@@ -16,10 +17,10 @@ use hearth_kernels::{
     MlaHeads, RopeLayout, RopeTable, RouterScore, RouterSpec, SCALE_BLOCK, Span,
 };
 
-/// Launches of one run, and runs of one figure.
+/// Launches per run, and runs per figure.
 const LAUNCHES: usize = 8;
 const RUNS: usize = 9;
-/// Sets of weights that take turns, so that no cache holds the next one.
+/// Number of weight sets used in turn, so that no cache holds the next one.
 const SETS: usize = 4;
 
 fn main() {
@@ -67,7 +68,7 @@ fn open(activations: Activations) -> CudaBackend {
     .unwrap()
 }
 
-/// Median seconds of one call.
+/// Median seconds per call.
 fn seconds(gpu: &CudaBackend, mut call: impl FnMut(usize)) -> f64 {
     let mut runs: Vec<f64> = (0..=RUNS)
         .map(|_| {
@@ -83,7 +84,7 @@ fn seconds(gpu: &CudaBackend, mut call: impl FnMut(usize)) -> f64 {
     runs[RUNS / 2]
 }
 
-/// Numbers without meaning, the same in every run.
+/// Arbitrary numbers, the same in every run.
 fn values(n: usize) -> Vec<f32> {
     (0..n)
         .map(|i| ((i * 7919 + 13) % 1009) as f32 / 500.0 - 1.0)
@@ -92,7 +93,7 @@ fn values(n: usize) -> Vec<f32> {
 
 fn weight(gpu: &CudaBackend, dtype: DType, rows: usize, cols: usize, salt: usize) -> CudaWeight {
     let bytes: Vec<u8> = (0..rows * cols * dtype.size_bytes())
-        // No NaN of FP8, no large exponent of BF16.
+        // No NaN in FP8, no large exponent in BF16.
         .map(|i| ((i * 31 + salt * 7 + i / 251) % 112) as u8 & 0xbf)
         .collect();
     let blocks_per_row = cols.div_ceil(SCALE_BLOCK);
@@ -108,13 +109,13 @@ fn tensor(gpu: &CudaBackend, rows: usize, cols: usize) -> CudaTensor {
     gpu.upload(rows, cols, &values(rows * cols)).unwrap()
 }
 
-/// A copy, which nobody has split yet: both are part of a step's cost.
+/// A copy whose terms have not been split yet: copy and split are both part of a step's cost.
 fn fresh(gpu: &CudaBackend, x: &CudaTensor) -> CudaTensor {
     let cols = gpu.shape(x).1;
     gpu.columns(x, 1, 0, cols).unwrap()
 }
 
-/// Decode: bytes of weights over time, beside the device's own reading.
+/// Decode: weight bytes per second, compared with the device's read bandwidth.
 fn decode_rows(gpu: &CudaBackend, read_gbps: f64) {
     for dtype in [DType::F8E4m3, DType::Bf16] {
         for (rows, cols) in [(18_432, 7168), (7168, 18_432), (24_576, 1536), (4096, 7168)] {
@@ -141,7 +142,7 @@ fn decode_rows(gpu: &CudaBackend, read_gbps: f64) {
     }
 }
 
-/// Prefill of 4096 tokens: TFLOPS.
+/// Prefill of 4096 tokens, in TFLOPS.
 fn prefill_rows(activations: Activations) {
     let gpu = open(activations);
     let tokens = 4096;
@@ -165,7 +166,7 @@ fn prefill_rows(activations: Activations) {
     }
 }
 
-/// 256 experts of 2048×7168, 8 a token.
+/// 256 experts of 2048×7168, 8 per token.
 fn experts(activations: Activations) {
     let gpu = open(activations);
     let (count, hidden, inter, top_k) = (256, 7168, 2048, 8);
@@ -208,7 +209,7 @@ fn experts(activations: Activations) {
     }
 }
 
-/// Causal attention of a whole prompt, and of one token behind it.
+/// Causal attention of a whole prompt, and of one token after it.
 fn attention(gpu: &CudaBackend) {
     let shapes = [
         ("GQA 32/8 × 128", 32, 8, 128, 128, false),
@@ -256,13 +257,13 @@ fn attention(gpu: &CudaBackend) {
     }
 }
 
-/// A mapped file against page-locked memory.
+/// A mapped file compared with page-locked memory.
 fn copies(gpu: &CudaBackend) {
     let path = std::env::temp_dir().join(format!("hearth-copies-{}", std::process::id()));
     std::fs::write(&path, vec![7_u8; 1 << 30]).unwrap();
     let file = std::fs::File::open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
-    // SAFETY: nobody else has the file any more.
+    // SAFETY: no one else has the file open any more.
     let mapped = unsafe { memmap2::Mmap::map(&file) }.unwrap();
     let rates = gpu.measure_copies(&mapped).unwrap();
     println!(

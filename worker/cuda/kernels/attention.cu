@@ -1,19 +1,20 @@
 // Causal attention over the paged cache with bf16 pages, for decode and prefill; attention.cuh has the arithmetic.
 //
-// Options: K_DIM, V_DIM (multiples of 16), VALUE_IN_KEY, ATTENTION_TERMS (3: queries and probabilities as they are; 1: rounded to bf16), and
-// three that change speed and never a bit:
+// Options: K_DIM, V_DIM (multiples of 16), VALUE_IN_KEY, ATTENTION_TERMS (3: queries and probabilities unrounded;
+// 1: rounded to bf16), and three that change the speed but never a bit:
 //   ROWS            rows of work of a block: 16, 32, 64 or 128; 16 for decode, 64 for prefill
 //   BUFFERS         tiles of keys and values in shared memory: 2 loads one while the other is used
 //   QUERIES_SHARED  1: the queries stay in shared memory as f32; 0: they are read from global memory for each tile
 //
-// A row of work is a token of a tile with a query head of one kv head's group: row i is token i / group, head kv * group + i % group. A
-// tile may hold any number of tokens. Grid (tiles, kv_heads * row_blocks, splits) with row_blocks = ceil(largest tokens * group / ROWS);
-// 128 threads for ROWS = 16, else 256. Shared memory is 1 KiB static and, dynamic, these bytes:
+// A row of work is a token of a tile with a query head of one kv head's group: row i is token i / group, head
+// kv * group + i % group. A tile may hold any number of tokens. Grid (tiles, kv_heads * row_blocks, splits) with
+// row_blocks = ceil(largest tokens * group / ROWS); 128 threads for ROWS = 16, else 256. Shared memory is 1 KiB static and,
+// dynamic, these bytes:
 //   128 * BUFFERS * (K_DIM + 8 + (VALUE_IN_KEY ? 0 : V_DIM + 8)) + 4 * ROWS * (72 + (QUERIES_SHARED ? K_DIM + (K_DIM % 32 ? 24 : 8) : 0))
 //
-// With splits == 1 a block walks all positions and writes `out` [rows][heads][V_DIM]; `partials` is not used. With more, block z
-// computes the positions 512 z .. 512 z + 511 alone into partials [rows][heads][splits][m, l, o of V_DIM], and attention_merge makes
-// `out` of them; `splits` then covers the longest row. The bits are the same either way.
+// With splits == 1 a block walks all positions and writes `out` [rows][heads][V_DIM]; `partials` is unused. With more,
+// block z computes only the positions 512 z .. 512 z + 511 into partials [rows][heads][splits][m, l, o of V_DIM], and
+// attention_merge combines them into `out`; `splits` then covers the longest row. The bits are the same either way.
 
 #include "attention.cuh"
 
@@ -33,7 +34,7 @@ struct Cache {
     int last;
 };
 
-// This thread's two rows of work: position -1 where there is none, else also the row of `out`, batch row * heads + head.
+// This thread's two rows of work: position -1 if there is no such row, else also the row of `out`, batch row * heads + head.
 struct Work {
     int positions[2];
     int rows[2];
@@ -45,15 +46,15 @@ __device__ __forceinline__ Lane this_lane() {
     return {lane, lane / 4, lane % 4, warp / COLUMN_WARPS * WARP_ROWS, warp % COLUMN_WARPS};
 }
 
-// Byte of the layer where the record of `position` begins; any place where no row sees the position, for it is not read.
+// Byte offset in the layer of the record of `position`; arbitrary if no row sees the position, as it is not read then.
 __device__ __forceinline__ long long record_offset(const Cache& cache, int position) {
     if (position > cache.last) return 0;
     long long record = (long long)cache.blocks[position / cache.block_tokens] * cache.block_tokens + position % cache.block_tokens;
     return record * cache.token_bytes;
 }
 
-// Starts the copy of one tile's keys or values. Positions after the last become zeros, so that what lies in unused records, NaN
-// included, never meets a probability.
+// Starts the copy of one tile's keys or values. Positions after the last become zeros, so that the contents of
+// unused records, including NaN, never meet a probability.
 template <int DIM, int PITCH>
 __device__ __forceinline__ void load_rows(unsigned short* to, const unsigned char* from, const long long* offsets, int first, int last) {
     constexpr int PARTS = DIM / 8;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void load_tile(unsigned short* stage, const Cache& ca
     cp_async_commit();
 }
 
-// Queries of the block's rows into shared memory, times scale; rows without work are zero.
+// Loads the queries of the block's rows into shared memory, times scale; rows without work are zero.
 __device__ __forceinline__ void stage_queries(
     float* to, const float* q, const AttentionTile& tile, int first_row, int count, int group, int first_head, int heads, float scale) {
     for (int i = threadIdx.x; i < ROWS * K_DIM / 4; i += ATTENTION_THREADS) {
@@ -87,16 +88,16 @@ __device__ __forceinline__ void stage_queries(
     }
 }
 
-// Where finished splits of the block's rows go.
+// Destination of finished splits of the block's rows.
 struct Sink {
     float* out;
     float* partials;
     int splits;
 };
 
-// Writes row h of a finished split. Alone in its block it goes to the partial results as it is. Else it is merged into `out`, in which
-// the splits before wait unscaled, read and written by the same thread, with their (m, l) in registers; the row's last split leaves the
-// result.
+// Writes row h of a finished split. If the block has only this split, it is written to the partial results as it is.
+// Otherwise it is merged into `out`, which holds the previous splits unscaled, read and written by the same thread,
+// with their (m, l) in registers; the row's last split writes the final result.
 __device__ __forceinline__ void finish_split(
     const Sink& sink, float& m, float& l, const State& state, int h, int split, int row, int position, const Lane& at) {
     bool alone = sink.splits > 1;
@@ -131,8 +132,9 @@ __device__ __forceinline__ void finish_split(
     }
 }
 
-// Attention of the block's rows over tiles first_tile..end_tile, with what shared memory it was given. Record offsets are looked up a
-// tile before the copy needs them, and held in a register meanwhile, so that nothing waits for the table of blocks.
+// Computes attention of the block's rows over tiles first_tile..end_tile, with the shared memory that it was given.
+// Record offsets are looked up one tile before the copy needs them and held in a register meanwhile, so that nothing
+// waits for the table of blocks.
 __device__ __forceinline__ void walk_tiles(
     const Sink& sink, unsigned short* stages, float* scores, const Queries& queries, const Cache& cache, const Work& work,
     int first_tile, int end_tile, const Lane& at) {
@@ -176,9 +178,9 @@ __device__ __forceinline__ void walk_tiles(
     }
 }
 
-// heads is a multiple of kv_heads; blocks are tables of block numbers, of which a tile's begins at tile.table; a block holds
-// block_tokens records of token_bytes: the keys of all kv heads, then their values unless the value is in the key. q
-// [rows][heads][K_DIM].
+// heads is a multiple of kv_heads; blocks are tables of block numbers, of which a tile's starts at tile.table; a block
+// holds block_tokens records of token_bytes: the keys of all kv heads, then their values
+// unless the value is in the key. q [rows][heads][K_DIM].
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, 1) attention(
     float* out, float* partials, const float* q, const unsigned char* layer, const AttentionTile* tiles, const unsigned* blocks,
     int heads, int kv_heads, int block_tokens, int token_bytes, float scale, int splits) {
@@ -224,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, 1) attention(
     walk_tiles({out, partials, splits}, stages, scores, queries, cache, work, first_tile, end_tile, at);
 }
 
-// Grid (rows, heads), 128 threads: out [rows][heads][V_DIM] from the splits that each row reaches; positions are the rows' absolute
-// ones.
+// Grid (rows, heads), 128 threads: computes out [rows][heads][V_DIM] from the splits that each
+// row reaches; positions are the rows' absolute ones.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) attention_merge(
     float* out, const float* partials, const int* positions, int rows, int heads, int splits) {
     int row = blockIdx.x;

@@ -1,5 +1,5 @@
-// The arithmetic of attention over bf16 pages that attention.cu runs: scores, online softmax and values of one tile of 64 positions
-// by one warp, for 16 rows of work. What a row's numbers are depends on nothing but its query, its position and the cache.
+// The arithmetic of attention over bf16 pages, used by attention.cu: scores, online softmax and values of one tile of
+// 64 positions by one warp, for 16 rows of work. A row's numbers depend only on its query, its position and the cache.
 //
 // The softmax state of a row is (m, l, o): the largest score so far, the sum of exp(score - m), and the sum of exp(score - m) times the
 // value. So m + ln(l) is the log-sum-exp of the scores, and states of different positions merge by it (`merge_split`).
@@ -20,8 +20,8 @@ constexpr int WARP_KEYS = KEY_TILE / COLUMN_WARPS;
 constexpr int VALUE_UNITS = V_DIM / 16;                                // units of 16 columns
 constexpr int WARP_UNITS = (VALUE_UNITS + COLUMN_WARPS - 1) / COLUMN_WARPS;
 
-// Pitches in shared memory. 16 bytes more than whole 32-byte steps put the eight rows of an ldmatrix into different banks; f32 rows that
-// lie 8 banks apart do so for the four rows that half a warp reads by pairs.
+// Pitches in shared memory. 16 bytes more than whole 32-byte steps put the eight rows of an ldmatrix into different
+// banks; f32 rows that lie 8 banks apart do the same for the four rows that half a warp reads by pairs.
 constexpr int KEY_PITCH = K_DIM + 8;
 constexpr int VALUE_PITCH = VALUE_IN_KEY ? KEY_PITCH : V_DIM + 8;
 constexpr int SCORE_PITCH = KEY_TILE + 8;
@@ -31,7 +31,7 @@ static_assert(K_DIM % 16 == 0 && V_DIM % 16 == 0, "dims are whole mma steps");
 static_assert(!VALUE_IN_KEY || V_DIM <= K_DIM, "the value is the key's prefix");
 static_assert(ROWS == 16 || ROWS == 32 || ROWS == 64 || ROWS == 128, "ROWS rows of work");
 
-// Where a thread stands: lane of a warp, and the warp's rows and columns.
+// A thread's position: lane of a warp, and the warp's rows and columns.
 struct Lane {
     int lane;
     int group;
@@ -40,8 +40,8 @@ struct Lane {
     int column_warp;
 };
 
-// The queries of this thread's rows `group` and `group + 8`: rows in shared memory, times scale already, or in global memory, where a
-// row of work that does not exist is null.
+// The queries of this thread's rows `group` and `group + 8`: rows in shared memory, already multiplied by scale, or in
+// global memory, where a row of work that does not exist is null.
 struct Queries {
     const float* rows[2];
     float scale;
@@ -68,8 +68,8 @@ __device__ __forceinline__ void clear(State& state) {
     }
 }
 
-// x and y as pairs of bf16 terms: one, rounded; or three by truncation, whose sum is exact and of which term 0 is the most significant. A number that is not finite
-// leaves a NaN in a later term, and its row's result is a NaN in either case.
+// Splits x and y into pairs of bf16 terms: one, rounded; or three by truncation, whose sum is exact, term 0 being the
+// most significant. A number that is not finite leaves a NaN in a later term, and its row's result is then NaN.
 __device__ __forceinline__ void split_pair(float x, float y, unsigned (&terms)[TERMS]) {
     if constexpr (TERMS == 1) {
         terms[0] = round_pair(x, y);
@@ -96,7 +96,7 @@ __device__ __forceinline__ float2 query_pair(const Queries& queries, int h, int 
 #endif
 }
 
-// The A fragments of one k step of the queries, a register for each term.
+// The A fragments of one k step of the queries, one register per term.
 __device__ __forceinline__ void query_fragments(unsigned (&a)[TERMS][4], const Queries& queries, int c) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -108,8 +108,8 @@ __device__ __forceinline__ void query_fragments(unsigned (&a)[TERMS][4], const Q
     }
 }
 
-// Scores of the warp's rows with its share of the tile's keys, into `scores` [ROWS][SCORE_PITCH]. Each term of the queries has a chain
-// of its own over ascending k, so that several products are under way; the chains are added from the least.
+// Scores of the warp's rows with its share of the tile's keys, into `scores` [ROWS][SCORE_PITCH]. Each term of the
+// queries has a separate chain over ascending k, so that several products are in flight; the chains are added from the least significant.
 __device__ __forceinline__ void score_keys(float* scores, const Queries& queries, const unsigned short* keys, const Lane& at) {
     float sums[TERMS][WARP_KEYS / 8][4] = {};
     int first_key = at.column_warp * WARP_KEYS;
@@ -149,8 +149,9 @@ __device__ __forceinline__ void score_keys(float* scores, const Queries& queries
     }
 }
 
-// One softmax step of row h over the tile from position `first`: its scores become probabilities relative to the new m, as A fragments;
-// a position after the row's own has the probability 0. A tile wholly after it leaves m and l as they are and gives the factor 1.
+// One softmax step of row h over the tile from position `first`: its scores become probabilities relative to the new
+// m, as A fragments; a position after the row's own has probability 0. A tile wholly after it
+// leaves m and l unchanged and gives the factor 1.
 __device__ __forceinline__ float softmax_row(
     unsigned (&p)[KEY_TILE / STEP][TERMS][4], State& state, int h, const float* scores, int first, int position, const Lane& at) {
     const float* row = scores + (at.row + at.group + 8 * h) * SCORE_PITCH;
@@ -166,10 +167,10 @@ __device__ __forceinline__ float softmax_row(
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    // Before the row's first score all is -inf, and only differences from a number are defined.
+    // Before the row's first score everything is -inf, and only differences from a finite number are defined.
     float origin = largest == minus_infinity() ? 0.0f : largest;
     float factor = expf(state.m[h] - origin);
-    // Added by name: a compiler that fused the last product inside expf into the sum would do so in one variant and not in another.
+    // Added by intrinsic: a compiler that fused the last product inside expf into the sum would do so in one variant and not in another.
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < KEY_TILE / 8; ++n) {
@@ -188,8 +189,8 @@ __device__ __forceinline__ float softmax_row(
     return factor;
 }
 
-// Softmax of the tile and its values: o = o * factor + Σ p v, the sum from zero over ascending keys, each step's terms from the least.
-// All warps of the same rows compute the same softmax, which is cheaper than to exchange it.
+// Softmax of the tile and its values: o = o * factor + Σ p v, the sum starting from zero over ascending keys, each
+// step's terms from the least significant. All warps of the same rows compute the same softmax, which is cheaper than exchanging it.
 __device__ __forceinline__ void attend_tile(
     State& state, const float* scores, const unsigned short* values, int first, const int (&positions)[2], const Lane& at) {
     unsigned p[KEY_TILE / STEP][TERMS][4];
@@ -222,13 +223,13 @@ __device__ __forceinline__ void attend_tile(
     }
 }
 
-// Factors of what was merged before and of the split that joins.
+// Factors for the previously merged splits and for the split being merged.
 struct Merge {
     float before;
     float split;
 };
 
-// Merges a split's (m, l) into those of all earlier ones, which stand in m and l.
+// Merges a split's (m, l) into those of all earlier ones, which are in m and l.
 __device__ __forceinline__ Merge merge_split(float& m, float& l, float split_m, float split_l) {
     float largest = fmaxf(m, split_m);
     Merge merge = {expf(m - largest), expf(split_m - largest)};

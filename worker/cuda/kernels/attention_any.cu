@@ -1,7 +1,8 @@
 // Causal attention over the paged cache for any dimensions and for f32 pages: the path of small models and tests.
 //
-// One block a head and a tile of tokens, one token after another. Positions are taken in tiles of 64 by absolute position: scores
-// by one warp a key, an online softmax over the tiles in order, values by one thread a column. All sums are f32 in a fixed order.
+// One block per head and tile of tokens, one token after another. Positions are processed in tiles of 64 by absolute
+// position: scores by one warp per key, an online softmax over the tiles in order, values by one thread per column.
+// All sums are f32 in a fixed order.
 
 #include "common.cuh"
 
@@ -10,7 +11,7 @@ constexpr int ANY_WARPS = ANY_THREADS / 32;
 constexpr int MAX_DIM = 1024;
 constexpr int THREAD_COLUMNS = MAX_DIM / ANY_THREADS;
 
-// Where the records of one sequence lie, and where in a record this head's key and value.
+// Location of the records of one sequence, and of this head's key and value within a record.
 struct Records {
     const unsigned char* layer;
     const unsigned* blocks;
@@ -41,7 +42,7 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Products of the query with `count` keys from position `first`, each by one warp, into `scores`; the rest of the tile's are -inf.
+// Products of the query with `count` keys from position `first`, each by one warp, into `scores`; the tile's other scores are -inf.
 __device__ __forceinline__ void score_tile(float* scores, const float* query, const Records& r, int first, int count, int k_dim) {
     int lane = threadIdx.x % 32;
     for (int j = threadIdx.x / 32; j < KEY_TILE; j += ANY_WARPS) {
@@ -56,8 +57,8 @@ __device__ __forceinline__ void score_tile(float* scores, const float* query, co
     }
 }
 
-// One softmax step of a warp over the tile's scores, which become probabilities relative to the new maximum m. l is the sum of the
-// probabilities so far; the result is the factor of all earlier ones.
+// One softmax step of a warp over the tile's scores, which become probabilities relative to the new maximum m. l is
+// the sum of the probabilities so far; the result is the factor for all earlier ones.
 __device__ __forceinline__ float softmax_tile(float* scores, float& m, float& l) {
     int lane = threadIdx.x % 32;
     float a = scores[lane];

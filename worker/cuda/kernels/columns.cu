@@ -1,8 +1,8 @@
-// Column ranges of the groups of a row, taken apart and joined again.
+// Column ranges of a row's groups, split and joined.
 
 #include "quads.cuh"
 
-// Four columns move at once where no group begins or ends inside them; else one.
+// Four columns are copied at once if no group begins or ends inside them, else one.
 __device__ __forceinline__ void copy_columns(float* to, const float* from, bool quads) {
     if (quads) {
         *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(from);
@@ -26,8 +26,8 @@ extern "C" __global__ void columns(float* y, const float* x, int rows, int group
     }
 }
 
-// Grid (rows, ceil(groups * (a_cols + b_cols) / 1024)), 256 threads: y [rows][groups][a_cols + b_cols] is each group of a
-// followed by that of b.
+// Grid (rows, ceil(groups * (a_cols + b_cols) / 1024)), 256 threads: y [rows][groups][a_cols +
+// b_cols] is each group of a followed by that of b.
 extern "C" __global__ void interleave(float* y, const float* a, const float* b, int rows, int groups, int a_cols, int b_cols) {
     int row = blockIdx.x;
     int start = quad_column();

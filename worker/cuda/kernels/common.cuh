@@ -1,9 +1,9 @@
-// Types and conversions that all kernels share. The structs are the Rust side's, field by field (src/backend/tensor.rs).
+// Types and conversions shared by all kernels. The structs match the Rust side field by field (src/backend/tensor.rs).
 #pragma once
 
 #include "ptx.cuh"
 
-// A matrix [n][ld] of weights; row r, column c of FP8 has scale scales[(first_row + r) / 128 * scale_cols + c / 128].
+// A matrix [n][ld] of weights; in FP8, row r, column c has scale scales[(first_row + r) / 128 * scale_cols + c / 128].
 struct Weight {
     const void* data;
     const float* scales;
@@ -28,8 +28,8 @@ struct Tile {
     int reserved;
 };
 
-// `tokens` consecutive tokens of one sequence: batch rows from `first_row`, absolute positions from `start`, whose blocks stand in the
-// table of blocks from `table`.
+// `tokens` consecutive tokens of one sequence: batch rows from `first_row`, absolute positions from `start`; their
+// blocks are in the table of blocks from `table`.
 struct AttentionTile {
     int first_row;
     int tokens;
@@ -42,14 +42,14 @@ constexpr int SEGMENT = 512;       // columns of one partial sum
 constexpr int KEY_TILE = 64;       // positions of one softmax step
 constexpr int KEY_SPLIT = 512;     // positions of one partial attention
 
-// Where this block of a grid (columns of outputs, rows of tiles of tokens) works.
+// Position of this block in a grid (columns of outputs, rows of tiles of tokens).
 struct GridPlace {
     int column;
     int row;
 };
 
-// Blocks that run together take up to `rows` rows of few columns instead of one row of many: so they read the same weights at the same
-// time, which come from memory once, and fewer bytes of both operands in all.
+// Blocks that run together process up to `rows` rows of few columns instead of one row of many: they then read the
+// same weights at the same time, so that these come from memory once, and fewer bytes of both operands overall.
 __device__ __forceinline__ GridPlace place_in_groups(int rows) {
     int columns = gridDim.x, block = blockIdx.y * columns + blockIdx.x;
     int first = block / (rows * columns) * rows, left = min(rows, (int)gridDim.y - first);
@@ -68,8 +68,9 @@ __device__ __forceinline__ unsigned short float_to_bf16(float x) {
     return (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Two e4m3 as bf16, each given as a signed 16-bit integer. Exponent and mantissa shifted into place, under the sign, make a bf16 that is
-// smaller by 2^120 (biases 127 and 7), subnormals included, so one exact product by 2^120 (0x7b80) remains.
+// Converts two e4m3, each given as a signed 16-bit integer, to bf16. Exponent and mantissa shifted into place, below
+// the sign, form a bf16 that is too small by 2^120 (biases 127 and 7), including subnormals,
+// so one exact product by 2^120 (0x7b80) remains.
 __device__ __forceinline__ unsigned e4m3x2_to_bf16x2(unsigned extended) {
     return multiply_bf16x2((extended << 4) & 0x87f087f0u, 0x7b807b80u);
 }

@@ -1,23 +1,23 @@
-// Routed experts, grouped: slots (a token's choice of an expert) are sorted by expert and cut into tiles of one expert each, as
-// moe_sort.cu does. A grid row is a tile, and rows past *tile_count end at once, so that one launch fits every routing. Tiles of the
-// decode kernels have at most 8 slots, those of the tiled kernels at most 64; the tiled kernels need 96 KiB of dynamic shared memory, and
-// tiles of one expert run together, so that its weights come from memory once.
+// Routed experts, grouped: slots (a token's choice of an expert) are sorted by expert and cut into tiles of one expert
+// each by moe_sort.cu. A grid row is a tile, and rows past *tile_count return immediately, so that one launch fits
+// every routing. Tiles of the decode kernels have at most 8 slots, those of the tiled kernels at most 64; the tiled
+// kernels need 96 KiB of dynamic shared memory, and tiles of one expert run together, so that its weights come from memory once.
 //
-// Gate and up share a block: its first 64 outputs are the gate's and the others the up's of the same columns, so each token is read
-// once and h is made where both are at hand.
+// Gate and up share a block: its first 64 outputs are the gate's and the others are the up's for the same columns, so
+// each token is read once and h is computed where both are available.
 #include "matmul.cuh"
 
-// As silu_mul.cu has it.
+// The same as in silu_mul.cu.
 __device__ __forceinline__ float silu_times(float x, float up) { return __fmul_rn(x / (1.0f + expf(-x)), up); }
 
-// The tokens of a tile: rows of `rows` where the terms are the tokens' own, else the slots themselves.
+// The tokens of a tile: rows of `rows` if the terms are the tokens' own, else the slots themselves.
 __device__ __forceinline__ Tokens tile_tokens(
     const void* terms, const float* scales, const int* rows, const Tile& tile, int term_rows, int padded) {
     const int* tile_rows = rows != nullptr ? rows + tile.first : nullptr;
     return {static_cast<const unsigned char*>(terms), scales, tile_rows, tile.first, tile.count, term_rows, padded};
 }
 
-// The lane's sums of 16 outputs from `output` and the tile's slots `token` .. `token + 7`, into y[slot][n] where they exist.
+// Stores the lane's sums of 16 outputs from `output` and the tile's slots `token` .. `token + 7` to y[slot][n] where they exist.
 __device__ __forceinline__ void store_slots(float* y, const float (&sum)[4], const Tile& tile, int output, int token, int n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -65,8 +65,8 @@ extern "C" __global__ void experts_gate_up_tiled(
     float total[2][4][4];
     tiled_products(total, halves, inter, x, shared);
 
-    // The gate's sums pass through the first stage, each to the lane that has the up's sum of the same column and slot: the warp with
-    // the same outputs of the other half.
+    // The gate's sums pass through the first stage, each to the lane that has the up's sum for the same column and
+    // slot: the warp with the same outputs of the other half.
     bool gate = warp_output() < HALF_OUTPUTS;
     int pair = threadIdx.x / 128 * 2 + warp_output() % HALF_OUTPUTS / 32;
     float* gates = reinterpret_cast<float*>(shared) + pair * (32 * 32) + (threadIdx.x & 31);
@@ -118,8 +118,8 @@ extern "C" __global__ void experts_down_tiled(
         store_slots(d, total[i / 4][i % 4], tile, output + warp_output() + i / 4 * 16, warp_token() + i % 4 * 8, hidden);
 }
 
-// out[token] += the token's slots times their weights, in the order of its choices; a negative position is a slot that has no
-// row here. Any grid of one dimension.
+// out[token] += the token's slots times their weights, in the order of its choices; a negative position is a slot that
+// has no row here. Any one-dimensional grid.
 extern "C" __global__ void experts_combine(
     float* out, const float* d, const int* positions, const float* weights, int tokens, int per_token, int hidden) {
     long long count = (long long)tokens * hidden;

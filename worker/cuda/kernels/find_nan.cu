@@ -1,10 +1,10 @@
-// FP8 weights are checked once for NaN codes (0x7f, 0xff), so that no conversion has to care.
+// FP8 weights are checked once for NaN codes (0x7f, 0xff), so that conversions need not handle them.
 #include "common.cuh"
 
-// Whether one of the four codes is NaN: without its sign a code is at most 0x7f, and one more sets the sign bit of just that.
+// Whether one of the four codes is NaN: without its sign a code is at most 0x7f, and adding one sets the sign bit of that one only.
 __device__ __forceinline__ bool any_nan(unsigned codes) { return (((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) != 0; }
 
-// *found |= 1 when one of n bytes is NaN; `fp8` is aligned to 16. Any grid of one dimension.
+// Sets *found |= 1 if one of n bytes is NaN; `fp8` is aligned to 16. Any one-dimensional grid.
 extern "C" __global__ void find_nan(const unsigned char* fp8, long long n, int* found) {
     long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     long long step = (long long)gridDim.x * blockDim.x;

@@ -1,12 +1,13 @@
-// FP8 weights times FP8 activations by wgmma, which only sm_90a has: elsewhere this file is empty. Parameters and
-// result are those of linear_decode, for any number of rows; a block has 128 outputs and 128 tokens: grid (ceil(n / 128), ceil(rows / 128),
-// segments or 1), 256 threads, SHARED_BYTES of dynamic shared memory. With gridDim.z > 1 each z computes one segment into `partials`.
+// FP8 weights times FP8 activations by wgmma, which only sm_90a has: on other architectures this file is empty.
+// Parameters and result are those of linear_decode, for any number of rows; a block has 128 outputs and 128 tokens:
+// grid (ceil(n / 128), ceil(rows / 128), segments or 1), 256 threads, SHARED_BYTES of dynamic shared memory. With
+// gridDim.z > 1 each z computes one segment into `partials`.
 //
-// Copies are cp.async and waits are for groups and barriers of the block, so no wait depends on a count that could be wrong.
+// Copies are cp.async, and waits are for copy groups and block barriers, so no wait depends on a count that could be wrong.
 //
-// The order of the sums is the contract's, but the bits are not those of mma.sync: for 9.0 the compiler makes an e4m3 mma.sync of f16
-// products, while wgmma adds the products of e4m3 in the tensor core's own shorter form. So that a row's bits do not depend on the
-// batch, a weight for which this kernel is used must have it for every number of rows.
+// The order of the sums is the contract's, but the bits are not those of mma.sync: for 9.0 the compiler builds an e4m3
+// mma.sync from f16 products, while wgmma adds the e4m3 products in the tensor core's own shorter format. To keep a
+// row's bits independent of the batch, a weight that uses this kernel must use it for every number of rows.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "common.cuh"
@@ -25,18 +26,19 @@ constexpr int COPY_ROWS = THREADS / 8;                  // rows that all threads
 constexpr int COPIES = TILE / COPY_ROWS;
 static_assert(SHARED_BYTES <= 227 * 1024, "a block of compute capability 9.0 has no more");
 
-// The descriptor of a K-major matrix whose rows are 128 bytes (PTX ISA 9.7.15.5.1.2, Shared Memory Matrix Layout: Strides, and Matrix
-// Descriptor Format). In units of 16 bytes: bits 0..13 the start; 16..29 the leading dimension offset, which this
-// layout does not use; 32..45 the stride from eight rows to the next, 1024 bytes; 49..51 base offset 0, as patterns begin at multiples of
-// 1024 bytes; 62..63 = 1, the 128-byte swizzle. The next 32 columns begin 32 bytes further: the swizzle is of address bits.
+// The descriptor of a K-major matrix whose rows are 128 bytes (PTX ISA 9.7.15.5.1.2, Shared Memory Matrix Layout:
+// Strides, and Matrix Descriptor Format). In units of 16 bytes: bits 0..13 are the start; 16..29 the leading dimension
+// offset, which this layout does not use; 32..45 the stride from eight rows to the next, 1024 bytes; 49..51 base
+// offset 0, as patterns begin at multiples of 1024 bytes; 62..63 = 1, the 128-byte swizzle. The next 32 columns begin
+// 32 bytes further, since the swizzle applies to address bits.
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned shared) {
     return (unsigned long long)(shared >> 4 & 0x3fffu) | 1ull << 16 | (unsigned long long)(PATTERN_BYTES >> 4) << 32 | 1ull << 62;
 }
 
-// The 128-byte swizzle exchanges the 16-byte chunks of a row by the row's place among eight: address bits 4..6 ^= bits 7..9.
+// The 128-byte swizzle permutes the 16-byte chunks of a row by the row's index modulo eight: address bits 4..6 ^= bits 7..9.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * BLOCK + (chunk ^ (row & 7)) * 16; }
 
-// Bytes of a tile's operands: the first row of tokens and of weights, how many rows from there on exist, and how far rows are apart.
+// A tile's operands: the first row of tokens and of weights, the number of rows that exist from there, and the row distance.
 struct Operands {
     const unsigned char* tokens;
     const unsigned char* weights;
@@ -46,7 +48,7 @@ struct Operands {
     int ld;
 };
 
-// Starts the copy of block `block`; rows that do not exist are zeros. An empty group from block `end` on keeps the count of groups.
+// Starts the copy of block `block`; rows that do not exist are zeros. From block `end` on, an empty group keeps the group count.
 __device__ __forceinline__ void copy_stage(unsigned char* shared, const Operands& from, int block, int end) {
     if (block < end) {
         unsigned char* stage = shared + block % STAGES * STAGE_BYTES;
@@ -73,8 +75,8 @@ __device__ __forceinline__ void multiply_block(float (&dot)[SUMS], unsigned char
     wgmma_commit();
 }
 
-// Where the scales of a lane's tokens (group, group + 8) stand, and those of the outputs before and from the one where the weight's
-// scale changes, which is output `change` of the tile.
+// Location of the scales of a lane's tokens (group, group + 8), and of those of the outputs before and from the one
+// where the weight's scale changes, which is output `change` of the tile.
 struct ScaleRows {
     const float* token[2];
     const float* weight[2];
@@ -107,7 +109,7 @@ __device__ __forceinline__ Scales load_scales(const ScaleRows& at, int block) {
     return scales;
 }
 
-// segment = fmaf(dot, scale, segment), as fold_block of matmul.cuh. All lanes go the same way, and seldom the second.
+// segment = fmaf(dot, scale, segment), as fold_block of matmul.cuh. All lanes take the same branch, and rarely the second.
 __device__ __forceinline__ void fold_block(float (&segment)[SUMS], const float (&dot)[SUMS], const Scales& scales, int change) {
     if (change == TILE) {
 #pragma unroll
@@ -131,7 +133,7 @@ __device__ __forceinline__ void multiply_tile(
     for (int i = 0; i < STAGES - 1; ++i) copy_stage(shared, from, first + i, end);
 #pragma unroll 1
     for (int block = first; block < end; ++block) {
-        // Past the barrier this stage is whole, and both warpgroups have left the one before it, which is filled again.
+        // After the barrier this stage is complete, and both warpgroups have left the previous one, which is filled again.
         cp_async_wait<STAGES - 2>();
         fence_async_proxy();
         __syncthreads();

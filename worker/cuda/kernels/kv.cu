@@ -1,6 +1,6 @@
 // Records of the paged cache: written from f32 rows, and copied out and in as bytes. KV_TYPE: 0 f32, 1 bf16.
 //
-// A record is one token's keys of all heads, then its values of all heads; `offsets` are the records' first bytes in the layer.
+// A record is one token's keys of all heads, then its values of all heads; `offsets` are the records' byte offsets in the layer.
 
 #include "quads.cuh"
 
@@ -48,7 +48,7 @@ extern "C" __global__ void kv_append(
     }
 }
 
-// Copies one record by the whole block, 16 bytes at a time where records are aligned for it; every record has an even length.
+// Copies one record with the whole block, 16 bytes at a time if records are aligned for it; every record has an even length.
 __device__ __forceinline__ void copy_record(unsigned char* to, const unsigned char* from, int record_bytes) {
     if (record_bytes % 16 == 0) {
         for (int i = 16 * threadIdx.x; i < record_bytes; i += 16 * blockDim.x) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy_record(unsigned char* to, const unsigned ch
     }
 }
 
-// Grid tokens, 128 threads: out [tokens][record_bytes] from the records.
+// Grid tokens, 128 threads: copies the records to out [tokens][record_bytes].
 extern "C" __global__ void kv_gather(
     unsigned char* out, const unsigned char* layer, const long long* offsets, int tokens, int record_bytes) {
     int token = blockIdx.x;
@@ -69,7 +69,7 @@ extern "C" __global__ void kv_gather(
     copy_record(out + (long long)token * record_bytes, layer + offsets[token], record_bytes);
 }
 
-// Grid tokens, 128 threads: the inverse.
+// Grid tokens, 128 threads: the inverse of kv_gather.
 extern "C" __global__ void kv_scatter(
     unsigned char* layer, const unsigned char* in, const long long* offsets, int tokens, int record_bytes) {
     int token = blockIdx.x;

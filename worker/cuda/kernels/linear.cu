@@ -1,11 +1,11 @@
-// Linear layers: y[r][n] = bias[n] + sum over k of x[r][k] w[n][k], x as split.cu wrote it.
+// Linear layers: y[r][n] = bias[n] + sum over k of x[r][k] w[n][k], with x as written by split.cu.
 //
-// linear_decode takes 1..8 rows and reads each weight once, at the pace of memory. Where its blocks are too few to fill the device, the
-// grid has one row for each segment, and linear_fold follows. linear_tiled takes any number of rows; it needs 96 KiB of dynamic
-// shared memory.
+// linear_decode takes 1..8 rows and reads each weight once, at memory speed. If its blocks are too few to fill the
+// device, the grid has one row per segment, and linear_fold follows. linear_tiled takes any number of rows; it needs
+// 96 KiB of dynamic shared memory.
 #include "matmul.cuh"
 
-// The lane's sums of 16 outputs from `output` and tokens `token` .. `token + 7`, into y[row][n] where they exist.
+// Stores the lane's sums of 16 outputs from `output` and tokens `token` .. `token + 7` to y[row][n] where they exist.
 __device__ __forceinline__ void store_sums(float* y, const float (&sum)[4], const float* bias, int output, int token, int rows, int n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -35,7 +35,7 @@ extern "C" __global__ void linear_decode(
     }
 }
 
-// y = bias + the sum of the partials in their order; any grid of one dimension.
+// y = bias + the sum of the partials in order; any one-dimensional grid.
 extern "C" __global__ void linear_fold(
     float* y, const float* partials, const float* bias, int rows, int n, int segments) {
     long long count = (long long)rows * n;

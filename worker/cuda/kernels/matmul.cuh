@@ -1,10 +1,11 @@
-// Products of weights with activations for linear.cu and experts.cu. The kernel for few tokens (`decode_products`) and the one for many
-// (`tiled_products`) differ in how bytes travel; the arithmetic of an output is `multiply_unit`, `fold_block` and `fold_segment` in both,
-// which is why their bits are the same.
+// Products of weights with activations for linear.cu and experts.cu. The kernel for few tokens (`decode_products`) and
+// the one for many (`tiled_products`) differ in how bytes are moved; both compute an output with `multiply_unit`,
+// `fold_block` and `fold_segment`, so their bits are the same.
 //
-// A unit is the 64 bytes of a weight's row that the four lanes of a quad read as 16 bytes each. The columns of a unit are dealt to the k
-// positions of the mma so that each lane multiplies what it read: lane `quad` holds consecutive columns, and k step s of the unit takes the
-// s-th four of every lane (eight for e4m3 mma). The lanes' activations are dealt alike, so nothing is exchanged.
+// A unit is the 64 bytes of a weight's row that the four lanes of a quad read as 16 bytes each. The columns of a unit
+// are mapped to the k positions of the mma so that each lane multiplies what it read: lane `quad` holds consecutive
+// columns, and k step s of the unit takes every lane's s-th group of four (eight for e4m3 mma). The lanes' activations
+// are mapped in the same way, so nothing is exchanged.
 #pragma once
 
 #include "common.cuh"
@@ -40,14 +41,14 @@ __device__ __forceinline__ unsigned upper_pair(float first, float second) {
     return __byte_perm(float_bits(first), float_bits(second), 0x7632);
 }
 
-// Takes the leading bf16 (by truncation) off a finite x.
+// Removes the leading bf16 (by truncation) from a finite x and returns it.
 __device__ __forceinline__ float take_term(float& x) {
     float term = bits_float(float_bits(x) & 0xffff0000u);
     x = __fsub_rn(x, term);
     return term;
 }
 
-// The same for any x: what is not finite is its own term, with a bit that keeps a NaN one, and leaves zero.
+// The same for any x: a number that is not finite is its own term, with a bit that keeps a NaN one, and leaves zero.
 __device__ __forceinline__ float take_first_term(float& x) {
     unsigned bits = float_bits(x);
     if ((bits & 0x7f800000u) != 0x7f800000u) return take_term(x);
@@ -55,8 +56,9 @@ __device__ __forceinline__ float take_first_term(float& x) {
     return bits_float((bits & 0x007fffffu) != 0 ? bits | 0x00400000u : bits);
 }
 
-// The binary16 in the upper half of `upper` as its leading bf16 and, in `rest`, what remains. Sign, exponent and mantissa in the places
-// of f32 are the value times 2^-112, subnormals included; what is not finite comes out from 65536 and gets its exponent back.
+// Splits the binary16 in the upper half of `upper` into its leading bf16 and, in `rest`, the remainder. Sign, exponent
+// and mantissa in the positions of f32 are the value times 2^-112, including subnormals; a number that is not finite
+// comes out as 65536 or more and gets its exponent back.
 __device__ __forceinline__ float take_half_term(unsigned upper, float& rest) {
     float value = __fmul_rn(bits_float((unsigned)((int)upper >> 3) & 0x8fffe000u), bits_float(0x77800000u));
     float term = bits_float(float_bits(value) & 0xffff0000u);
@@ -95,15 +97,15 @@ __device__ __forceinline__ void row_fragment(unsigned (&a)[WEIGHT_TERMS][4], con
     }
 }
 
-// Where 16-byte chunk `chunk` of row `row` of a shared memory matrix of CHUNKS chunks a row lies, when a quad reads 64 consecutive bytes of
-// its row: the eight lanes that are served together (two rows) meet 128 different bytes of the banks.
+// Position of 16-byte chunk `chunk` of row `row` in a shared memory matrix of CHUNKS chunks per row, when a quad reads
+// 64 consecutive bytes of its row: the eight lanes that are served together (two rows) hit 128 different bytes of the banks.
 template <int CHUNKS>
 __device__ __forceinline__ int place_64(int row, int chunk) {
     return row * CHUNKS + (CHUNKS >= 8 ? chunk ^ ((row & 1) << 2) : chunk);
 }
 
-// The same for activations. A lane whose share of a unit is 32 bytes finds its two chunks four apart, so that a quad still reads 64
-// consecutive bytes; where the share is 8 bytes, sixteen lanes (four rows) are served together.
+// The same for activations. A lane whose share of a unit is 32 bytes finds its two chunks four apart, so that a quad
+// still reads 64 consecutive bytes; if the share is 8 bytes, sixteen lanes (four rows) are served together.
 template <int CHUNKS>
 __device__ __forceinline__ int place_terms(int row, int chunk) {
     if constexpr (LANE_BYTES == 32) chunk = (chunk & ~7) | (chunk & 1) << 2 | (chunk & 7) >> 1;
@@ -139,10 +141,11 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], 
     }
 }
 
-// dot += one unit of M x 16 outputs (rows of `upper` and, eight further, `lower`) by N x 8 tokens. `terms` holds matrices of ROWS rows of
-// CHUNKS chunks, one for each term. For one output the order is: k steps up, in each the weight's terms from the least, for each of
-// them the activation's terms from the least. Of the N eights of tokens the first USED are computed, two at a time, which gives the mma
-// more independent sums, but where binary16 weights take the registers.
+// dot += one unit of M x 16 outputs (rows of `upper` and, eight further, `lower`) by N x 8 tokens. `terms` holds one
+// matrix of ROWS rows of CHUNKS chunks per term. The order for one output is: ascending k steps, in each the weight's
+// terms from the least significant, for each of them the activation's terms from the least significant. Of the N
+// groups of eight tokens the first USED are computed, two at a time, which gives the mma more independent sums, except
+// where binary16 weights take up the registers.
 template <int M, int N, int USED, int ROWS, int CHUNKS>
 __device__ __forceinline__ void multiply_unit(
     float (&dot)[M][N][4], const uint4 (&upper)[M], const uint4 (&lower)[M], const unsigned char* terms, int first_row, int unit) {
@@ -180,7 +183,7 @@ __device__ __forceinline__ void multiply_unit(
     }
 }
 
-// Activations of a tile as split.cu wrote them: token i is row rows[i], or `first + i` where there is no list.
+// Activations of a tile as written by split.cu: token i is row rows[i], or `first + i` without a list.
 struct Tokens {
     const unsigned char* terms;
     const float* scales;
@@ -195,7 +198,7 @@ __device__ __forceinline__ int token_row(const Tokens& x, int token) {
     return x.rows != nullptr ? x.rows[token] : x.first + token;
 }
 
-// Where the scales of a lane's M x 2 outputs and N x 2 tokens start; -1: scale 1.
+// Start of the scales of a lane's M x 2 outputs and N x 2 tokens; -1: scale 1.
 template <int M, int N>
 struct ScaleRows {
     const float* weights;
@@ -278,16 +281,16 @@ __device__ __forceinline__ void fold_segment(float (&total)[M][N][4], float (&se
     clear(segment);
 }
 
-// ---- Few tokens: weights go from memory straight into registers, each warp 16 outputs.
+// ---- Few tokens: weights are loaded from memory straight into registers, each warp computes 16 outputs.
 
 constexpr int DECODE_TOKENS = 8;
-constexpr int RING = 4;                                                            // units under way: 128 bytes a lane
+constexpr int RING = 4;                                                            // units in flight: 128 bytes a lane
 constexpr int DECODE_BLOCKS = UNITS < RING ? RING / UNITS : 1;                     // blocks of one stage of activations
-constexpr int DECODE_CHUNKS = DECODE_BLOCKS * BLOCK * TERM_BYTES / 16;             // of a row of it
+constexpr int DECODE_CHUNKS = DECODE_BLOCKS * BLOCK * TERM_BYTES / 16;             // of one row
 constexpr int DECODE_STAGE_BYTES = TERMS * DECODE_TOKENS * DECODE_CHUNKS * 16;
 static_assert(DECODE_BLOCKS * UNITS % RING == 0 && BLOCKS_OF_SEGMENT % DECODE_BLOCKS == 0, "a stage takes the ring round whole times");
 
-// Starts the copy of the activations of the stage that begins at `block`; tokens from x.count on and columns from `end` on are zeros.
+// Starts the copy of the stage of activations that begins at `block`; tokens from x.count on and columns from `end` on are zeros.
 __device__ __forceinline__ void decode_stage(unsigned char* stage, const Tokens& x, const unsigned char* row_terms, int block, int end) {
     int row = threadIdx.x / DECODE_CHUNKS, chunk = threadIdx.x % DECODE_CHUNKS;
     if (row < DECODE_TOKENS) {
@@ -329,9 +332,9 @@ __device__ __forceinline__ void load_unit(uint4& upper, uint4& lower, const Weig
     if (rows.lower_some) lower = load_stream_16(rows.lower + (long long)unit * 64);
 }
 
-// total = the products of outputs `output` .. `output + 15` (those from n on do not exist) of w with at most 8 tokens over the blocks
-// `first` .. `end - 1`, summed as the contract says. `first` begins a segment. All threads of the block call it, with the same x
-// and blocks. `stages`: two stages of shared memory.
+// total = the products of outputs `output` .. `output + 15` (those from n on do not exist) of w with at most 8 tokens
+// over the blocks `first` .. `end - 1`, summed as the contract requires. `first` begins a segment. All threads of the
+// block call it, with the same x and blocks. `stages`: two stages of shared memory.
 __device__ __forceinline__ void decode_products(
     float (&total)[1][1][4], const Weight& w, int output, int n, const Tokens& x, int first, int end, unsigned char* stages) {
     int row = min((int)threadIdx.x / DECODE_CHUNKS, x.count - 1);
@@ -352,7 +355,7 @@ __device__ __forceinline__ void decode_products(
     for (int block = first; block < end; block += DECODE_BLOCKS) {
         int turn = (block - first) / DECODE_BLOCKS % 2;
         const unsigned char* stage = stages + turn * DECODE_STAGE_BYTES;
-        // Past the barrier every warp has left the other stage, so that it can be filled again.
+        // After the barrier every warp has left the other stage, so that it can be filled again.
         cp_async_wait<0>();
         __syncthreads();
         if (block + DECODE_BLOCKS < end) decode_stage(stages + (turn ^ 1) * DECODE_STAGE_BYTES, x, row_terms, block + DECODE_BLOCKS, end);
@@ -379,25 +382,25 @@ __device__ __forceinline__ void decode_products(
 constexpr int TILE_OUTPUTS = 128;
 constexpr int TILE_TOKENS = 64;
 constexpr int HALF_OUTPUTS = TILE_OUTPUTS / 2;
-constexpr int GROUP_ROWS = TERMS == 1 ? 8 : 4;                                     // of place_in_groups: tokens in three terms weigh more
+constexpr int GROUP_ROWS = TERMS == 1 ? 8 : 4;                                     // of place_in_groups: tokens in three terms are larger
 constexpr int STAGE_COLS = E4M3_MMA ? 128 : WEIGHT_TYPE == WEIGHTS_F32 ? 32 : 64;
 constexpr int STAGE_UNITS = STAGE_COLS / UNIT;
 constexpr int WEIGHT_CHUNKS = STAGE_COLS * WEIGHT_BYTES / 16;                      // of a row of a stage
 constexpr int TERM_CHUNKS = STAGE_COLS * TERM_BYTES / 16;
 constexpr int WEIGHT_STAGE_BYTES = TILE_OUTPUTS * WEIGHT_CHUNKS * 16;
 constexpr int STAGE_BYTES = WEIGHT_STAGE_BYTES + TERMS * TILE_TOKENS * TERM_CHUNKS * 16;
-constexpr int TILED_SHARED_BYTES = 96 * 1024;                                      // 8.9 and 12.0 have 99 KiB a block
+constexpr int TILED_SHARED_BYTES = 96 * 1024;                                      // 8.9 and 12.0 have 99 KiB per block
 constexpr int MOST_STAGES = TILED_SHARED_BYTES / STAGE_BYTES;
 constexpr int STAGES = MOST_STAGES < 4 ? MOST_STAGES : 4;
 static_assert(STAGES >= 2, "a stage is filled while another is read");
 
-// 64 consecutive outputs of one weight. A tile has two: the gate's and the up's of an expert, or neighbours of one weight.
+// 64 consecutive outputs of one weight. A tile has two: an expert's gate and up, or neighbours of one weight.
 struct Half {
     Weight w;
     int first;
 };
 
-// What a thread copies into each stage: one 16-byte column of chunks of the weights' rows, and one of the tokens'.
+// Source of a thread's copies into each stage: one 16-byte column of chunks of the weights' rows, and one of the tokens'.
 struct TileCopy {
     static constexpr int WEIGHT_STEP = THREADS / WEIGHT_CHUNKS;                    // rows from one copy to the next
     static constexpr int WEIGHT_COPIES = HALF_OUTPUTS / WEIGHT_STEP;               // of each half
@@ -434,7 +437,7 @@ __device__ __forceinline__ TileCopy tile_copy(const Half (&halves)[2], int n, co
     return copy;
 }
 
-// Starts the copies of stage `index` of `stages`, which may be past the last: then the group is empty.
+// Starts the copies of stage `index` of `stages`; an index past the last gives an empty group.
 __device__ __forceinline__ void tile_stage(unsigned char* shared, const TileCopy& copy, int index, int stages) {
     if (index < stages) {
         unsigned char* weights = shared + index % STAGES * STAGE_BYTES;
@@ -460,8 +463,8 @@ __device__ __forceinline__ void tile_stage(unsigned char* shared, const TileCopy
     cp_async_commit();
 }
 
-// Of the tile, a warp has outputs `warp_output()` .. + 31 and tokens `warp_token()` .. + 31. Where there are at most 32 tokens the first
-// four warps do all the work, and they are one for each scheduler.
+// A warp computes the tile's outputs `warp_output()` .. + 31 for tokens `warp_token()` .. + 31. With at most 32 tokens
+// the first four warps do all the work, one per scheduler.
 __device__ __forceinline__ int warp_output() { return threadIdx.x / 32 % 4 * 32; }
 __device__ __forceinline__ int warp_token() { return threadIdx.x / 128 * 32; }
 
@@ -487,8 +490,8 @@ __device__ __forceinline__ void multiply_stage(float (&dot)[2][4][4], const unsi
     }
 }
 
-// total = the products of the halves' outputs (rows from n on do not exist) with at most 64 tokens over x.padded columns, summed as the
-// contract says. `shared`: TILED_SHARED_BYTES, of which STAGES stages are used.
+// total = the products of the halves' outputs (rows from n on do not exist) with at most 64 tokens over x.padded
+// columns, summed as the contract requires. `shared`: TILED_SHARED_BYTES, of which STAGES stages are used.
 __device__ __forceinline__ void tiled_products(
     float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, unsigned char* shared) {
     TileCopy copy = tile_copy(halves, n, x);
@@ -507,7 +510,7 @@ __device__ __forceinline__ void tiled_products(
 #pragma unroll 1
         for (int s = 0; s < BLOCK / STAGE_COLS; ++s) {
             int index = block * (BLOCK / STAGE_COLS) + s;
-            // Past the barrier this stage is whole, and every warp has left the one before it, which is filled again.
+            // After the barrier this stage is complete, and every warp has left the previous one, which is filled again.
             cp_async_wait<STAGES - 2>();
             __syncthreads();
             tile_stage(shared, copy, index + STAGES - 1, stages);

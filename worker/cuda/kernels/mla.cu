@@ -4,8 +4,8 @@
 // head h in kv_b [heads * (nope + v)][rank] are nope rows of keys, then v rows of values. Absorbing takes w[k][n] from row k, column
 // n of the keys; expanding takes it from row n, column k of the values.
 //
-// A block holds one head, 64 outputs and 32 rows; a thread sums 4 outputs of 4 rows. Weights are converted to f32 once a block, in
-// steps of 32 k; those of the next step are on their way while this one is summed.
+// A block handles one head, 64 outputs and 32 rows; a thread sums 4 outputs of 4 rows. Weights are converted to f32
+// once per block, in steps of 32 k; the next step's are being loaded while this one is summed.
 
 #include "weight_element.cuh"
 
@@ -15,7 +15,7 @@ constexpr int MLA_ROWS = 32;
 constexpr int MLA_STEP = 32;
 constexpr int MLA_QUADS = MLA_STEP * MLA_OUTPUTS / 4 / MLA_THREADS;            // weight quads of a thread in one step
 constexpr int MLA_INPUTS = MLA_STEP * MLA_ROWS / MLA_THREADS;                  // inputs of a thread in one step
-// Pitches are whole quads, so that quads are aligned, and no multiple of 32 banks, so that columns do not all fall into one.
+// Pitches are whole quads, to keep quads aligned, and not multiples of 32 banks, so that columns do not all fall into one.
 constexpr int MLA_PITCH = MLA_OUTPUTS + 4;
 constexpr int MLA_INPUT_PITCH = MLA_ROWS + 4;
 
@@ -39,8 +39,8 @@ struct MlaStep {
     float inputs[MLA_INPUTS];
 };
 
-// Where this thread's quad `u` of a step lies in the step's part of kv_b: rows of k by columns of n to absorb, the reverse to expand.
-// Neighbouring threads take neighbouring columns.
+// Location of this thread's quad `u` of a step in the step's part of kv_b: rows of k by columns of n to absorb, the
+// reverse to expand. Neighbouring threads take neighbouring columns.
 struct Place {
     int row;
     int col;
@@ -52,7 +52,7 @@ __device__ __forceinline__ Place quad_place(int u) {
     return {(int)threadIdx.x / ROW_QUADS + u * (MLA_THREADS / ROW_QUADS), (int)threadIdx.x % ROW_QUADS * 4};
 }
 
-// What lies past the matrix is zero, in weights and inputs both.
+// Elements past the matrix are zero, in both weights and inputs.
 template <bool EXPAND>
 __device__ __forceinline__ void fetch_step(MlaStep& step, const float* x, const Weight& kv_b, const MlaShape& shape, int first_k) {
     int first_n = blockIdx.y * MLA_OUTPUTS;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_step(MlaTile& tile, const MlaStep& step) {
     }
 }
 
-// Adds a step to the sums of 4 outputs by 4 rows. Both loads are of 16 bytes; lanes of equal rows read the same inputs.
+// Adds a step to the sums of 4 outputs by 4 rows. Both loads are 16 bytes; lanes of equal rows read the same inputs.
 __device__ __forceinline__ void sum_step(float (&sums)[4][4], const MlaTile& tile, int n, int row) {
 #pragma unroll 4
     for (int k = 0; k < MLA_STEP; ++k) {

@@ -1,5 +1,5 @@
-// Routing to work: slots (token * top_k + j) sorted by expert, stably, and cut into tiles of one expert. One block of 1024 threads.
-// Each warp takes a run of slots in order and counts its own, so the order never depends on which warp is faster.
+// From routing to work: slots (token * top_k + j) sorted by expert, stably, and cut into tiles of one expert. One
+// block of 1024 threads. Each warp takes a run of slots in order and counts its own, so the order never depends on which warp is faster.
 #include "common.cuh"
 
 constexpr int THREADS = 1024;
@@ -7,7 +7,7 @@ constexpr int WARPS = THREADS / 32;
 constexpr int MOST_EXPERTS = 512;
 constexpr unsigned ALL = 0xffffffffu;
 
-// A warp's counts fit 16 bits, as do the sums of the warps before it: of 65536 slots each warp has 2048.
+// A warp's counts fit 16 bits, as do the sums over previous warps: of 65536 slots each warp has 2048.
 struct Counts {
     unsigned short of_warp[WARPS][MOST_EXPERTS];
     int first_slot[MOST_EXPERTS];
@@ -16,7 +16,7 @@ struct Counts {
     int tiles_of_warps[WARPS];
 };
 
-// The sum of `value` over the lanes before this one; `all` becomes that over all lanes.
+// Sum of `value` over the lanes before this one; `all` becomes the sum over all lanes.
 __device__ __forceinline__ int sum_before(int value, int& all) {
     int lane = threadIdx.x & 31, sum = value;
 #pragma unroll
@@ -28,8 +28,9 @@ __device__ __forceinline__ int sum_before(int value, int& all) {
     return sum - value;
 }
 
-// The warp's slots of 32 from `base`, before `end`: the expert of this lane's slot (MOST_EXPERTS: none), the slots before it of the same
-// expert in these 32, and whether it is the last of them. Experts that are not here have no place in the order.
+// The warp's slots of 32 from `base`, before `end`: the expert of this lane's slot (MOST_EXPERTS: none), the number of
+// previous slots of the same expert in these 32, and whether it is the last of them.
+// Experts that are not here have no position in the order.
 struct Ranked {
     int expert;
     int rank;
@@ -45,7 +46,7 @@ __device__ __forceinline__ Ranked rank_slots(const unsigned* experts, int n_expe
     return {(int)expert, rank, expert < MOST_EXPERTS && rank == __popc(same) - 1};
 }
 
-// of_warp becomes the slots of the same expert in the warps before; first_slot and first_tile what lies before each expert.
+// of_warp becomes the number of the same expert's slots in previous warps; first_slot and first_tile become each expert's start.
 __device__ __forceinline__ void sum_counts(Counts& counts, int tile_rows, int* tile_count, int& slots, int& tiles) {
     int expert = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     slots = 0;
@@ -75,8 +76,8 @@ __device__ __forceinline__ void sum_counts(Counts& counts, int tile_rows, int* t
     if (threadIdx.x == THREADS - 1) *tile_count = tiles_before;
 }
 
-// slot_rows[p] = the token of the p-th sorted slot, positions[slot] = p, -1 where the slot's expert is n_experts or more (then it is in
-// no tile); tiles of at most tile_rows slots, ascending.
+// slot_rows[p] = the token of the p-th sorted slot; positions[slot] = p, or -1 if the slot's expert is n_experts or
+// more (the slot is then in no tile); tiles of at most tile_rows slots, ascending.
 extern "C" __global__ void moe_sort(
     const unsigned* experts, int tokens, int top_k, int n_experts, int tile_rows, int* slot_rows, int* positions, Tile* tiles,
     int* tile_count) {

@@ -1,4 +1,4 @@
-// What CUDA C++ says only by inline PTX, each as a function. The host model has its own side of every one.
+// Operations that CUDA C++ offers only as inline PTX, each as a function. The host model implements its own version of each.
 #pragma once
 
 #ifdef HEARTH_HOST_MODEL
@@ -13,7 +13,7 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
     return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// d += a * b for a 16x16, b 16x8. With group = lane / 4 and quad = lane % 4, each register holds two consecutive k:
+// d += a * b for 16x16 a and 16x8 b. With group = lane / 4 and quad = lane % 4, each register holds two consecutive k:
 //   a[0]: row group,     k 2*quad and 2*quad+1      a[1]: row group + 8, the same k
 //   a[2]: row group,     k 2*quad+8, 2*quad+9       a[3]: row group + 8, the same k
 //   b[0]: column group,  k 2*quad, 2*quad+1         b[1]: column group,  k 2*quad+8, 2*quad+9
@@ -25,7 +25,8 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// d += a * b for a 16x32, b 32x8, from compute capability 8.9. As mma_bf16, but each register holds four consecutive k:
+// d += a * b for 16x32 a and 32x8 b, from compute capability 8.9. As mma_bf16, but each register holds four
+// consecutive k:
 // 4*quad .. 4*quad+3 in a[0], a[1], b[0] and those plus 16 in a[2], a[3], b[1].
 __device__ __forceinline__ void mma_e4m3(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm volatile(
@@ -34,16 +35,16 @@ __device__ __forceinline__ void mma_e4m3(float (&d)[4], const unsigned (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Starts the copy of 16 bytes, both ends aligned to 16. Where not `valid`, zeros are written and `global` is not read.
+// Starts the copy of 16 bytes, both ends aligned to 16. If not `valid`, zeros are written and `global` is not read.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 16 : 0)
                  : "memory");
 }
 
-// Closes the group of the copies that this thread started since the last group.
+// Closes the group of copies that this thread has started since the last group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most the N latest groups of this thread are under way. Other threads see the bytes after a barrier.
+// Waits until at most the N latest groups of this thread are in flight. Other threads see the bytes after a barrier.
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
@@ -66,7 +67,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* 
                  : "memory");
 }
 
-// 16 aligned bytes that nothing writes during the launch and that are read once: they take no place in L1.
+// 16 aligned bytes that are not written during the launch and are read only once: they do not occupy L1.
 __device__ __forceinline__ uint4 load_stream_16(const void* global) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"

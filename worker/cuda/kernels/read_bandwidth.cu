@@ -1,8 +1,8 @@
-// What the device reads from its memory when nothing is computed: the measure that decode is held to.
+// Read bandwidth of the device's memory with no computation: the yardstick for decode.
 #include "common.cuh"
 
-// Reads 16 * n bytes with as many loads in flight as a block can have; any grid of one dimension, 512 threads. `sink` is written only when the
-// bytes have one sum that they never have, so that the loads cannot be left out.
+// Reads 16 * n bytes with as many loads in flight as a block can have; any one-dimensional grid, 512 threads. `sink`
+// is written only for one combined value that the bytes never have, so that the loads cannot be optimised away.
 extern "C" __global__ void __launch_bounds__(512) read_bandwidth(const uint4* from, long long n, unsigned* sink) {
     constexpr int LOADS = 8;
     long long step = (long long)gridDim.x * blockDim.x;

@@ -1,13 +1,13 @@
 // Root-mean-square norm: y = x / sqrt(mean(x²) + eps) * weight over groups of `cols` columns.
 //
-// A group's sum of squares is taken by one worker, a warp up to 256 columns and a block above: each lane sums its columns in
-// ascending order, and the lanes' sums meet in one fixed tree. So the order depends on `cols` alone.
+// A group's sum of squares is computed by a warp up to 256 columns and by a block above: each lane sums its columns in
+// ascending order, and the lanes' sums are combined in one fixed tree. The order therefore depends on `cols` alone.
 
 #include "quads.cuh"
 
 constexpr int NORM_THREADS = 256;
 constexpr int NORM_WARPS = NORM_THREADS / 32;
-constexpr int WARP_COLS = 256;     // widest group that a warp takes
+constexpr int WARP_COLS = 256;     // widest group for a warp
 
 __device__ __forceinline__ float warp_sum(float x) {
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
@@ -24,8 +24,8 @@ __device__ __forceinline__ float block_sum(float x) {
     return total;
 }
 
-// Normalises one group by `width` lanes, of which this is lane `lane`. With a residual, x is the delta: the residual takes their
-// sum, and the sum is what is normalised. Each lane reads in the second pass only columns that it wrote itself in the first.
+// Normalises one group with `width` lanes, of which this is lane `lane`. With a residual, x is the delta: their sum is
+// stored in the residual and normalised. In the second pass each lane reads only columns that it wrote itself in the first.
 template <bool ADD>
 __device__ __forceinline__ void norm_group(
     float* y, float* residual, const float* x, const float* weight, float eps, int cols, int lane, int width) {

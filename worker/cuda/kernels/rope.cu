@@ -3,7 +3,7 @@
 #include "common.cuh"
 
 constexpr int ROPE_THREADS = 256;
-constexpr int ROPE_HEADS = 8;      // heads of a block: they share the angles
+constexpr int ROPE_HEADS = 8;      // heads per block: they share the angles
 constexpr int MAX_PAIRS = 512;
 
 // Grid (rows, ceil(heads / 8)), 256 threads; pairs <= 512. x [rows][heads][head_dim]: rotates the first 2 * pairs elements of each

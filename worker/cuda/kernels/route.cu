@@ -1,7 +1,7 @@
 // Choice of experts for each token from router logits; src/reference/router.rs of the kernels crate is the specification.
 //
-// One warp a token; lane `lane` holds experts lane, lane + 32, ... Values are compared by an integer `rank` that orders them as the
-// specification does: a NaN is last, zeros are equal, and ties go to the lower index.
+// One warp per token; lane `lane` holds experts lane, lane + 32, ... Values are compared by an integer `rank` that
+// orders them as the specification does: a NaN is last, zeros are equal, and ties go to the lower index.
 
 #include "common.cuh"
 
@@ -12,7 +12,7 @@ constexpr int LANE_EXPERTS = MAX_EXPERTS / 32;
 constexpr unsigned ALL = 0xffffffffu;
 constexpr unsigned NO_RANK = 0;    // below every value: not eligible, or taken
 
-// What the lanes of a warp share.
+// Scratch memory shared by the lanes of a warp.
 struct RouteScratch {
     float biased[MAX_EXPERTS];
     float chosen[MAX_CHOSEN];
@@ -65,8 +65,8 @@ __device__ __forceinline__ void score(float (&scores)[LANE_EXPERTS], const float
     for (int j = 0; j < LANE_EXPERTS; ++j) scores[j] = scores[j] / total;
 }
 
-// Bit g is set where group g is among the top_groups; a group's score is the sum of its two best biased scores. Lane g scores
-// group g, and starts at its own column so that lanes read different banks.
+// Bit g is set if group g is among the top_groups; a group's score is the sum of its two best biased scores. Lane g
+// scores group g, and starts at a column of its own so that lanes read different banks.
 __device__ __forceinline__ unsigned eligible_groups(const float* biased, int group_size, int groups, int top_groups, int lane) {
     unsigned best = NO_RANK;
     unsigned second = NO_RANK;
@@ -111,9 +111,9 @@ __device__ __forceinline__ void take_best(unsigned (&ranks)[LANE_EXPERTS], unsig
     }
 }
 
-// Grid ceil(tokens / 4), 128 threads. logits [tokens][n_experts]; bias [n_experts] or null corrects the choice only; experts and
-// weights [tokens][top_k], ascending by expert. n_experts <= 512 is a multiple of groups <= 32, and
-// top_k <= 32 experts must stand in top_groups groups.
+// Grid ceil(tokens / 4), 128 threads. logits [tokens][n_experts]; bias [n_experts] or null corrects the choice only;
+// experts and weights [tokens][top_k], ascending by expert. n_experts <= 512 is a multiple of groups <= 32, and
+// top_k <= 32 experts must fit in top_groups groups.
 extern "C" __global__ void route(
     const float* logits, const float* bias, unsigned* experts, float* weights, int tokens, int n_experts, int top_k, int groups,
     int top_groups, int sigmoid, int normalize, float scaling) {
@@ -144,7 +144,7 @@ extern "C" __global__ void route(
     unsigned taken = 0;
     for (int k = 0; k < top_k; ++k) take_best(ranks, taken, lane);
 
-    // Slots are dealt in ascending order of expert: all lanes' first experts, then their second ones.
+    // Slots are assigned in ascending order of expert: all lanes' first experts, then their second ones.
     int first = 0;
 #pragma unroll
     for (int j = 0; j < LANE_EXPERTS; ++j) {

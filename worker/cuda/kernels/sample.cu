@@ -1,6 +1,6 @@
-// Choice of a token for each row of logits, as the engine's sampler defines it: bias, repetition, frequency and presence penalties,
-// mask, temperature, top_k, top_p among what is left, min_p, and the draw among the kept tokens in ascending order at the host's
-// quantile.
+// Choice of a token for each row of logits, as the engine's sampler defines it: bias, repetition, frequency and
+// presence penalties, mask, temperature, top_k, top_p among the remaining tokens, min_p, and the draw among the kept
+// tokens in ascending order at the host's quantile.
 
 #include "sample.cuh"
 #include "select.cuh"
@@ -23,10 +23,10 @@ __device__ __forceinline__ Best better(Best a, Best b) {
     return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
 }
 
-// An adjusted logit stays a number, however large bias and penalty are.
+// Keeps an adjusted logit finite, however large bias and penalty are.
 __device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGEST), LARGEST); }
 
-// The best of all threads; ends with a barrier.
+// The best over all threads; ends with a barrier.
 __device__ __forceinline__ Best best_of_block(SampleScratch& scratch, Best best) {
     for (int step = 16; step > 0; step /= 2) {
         Best other = {__shfl_xor_sync(ALL, best.value, step), __shfl_xor_sync(ALL, best.id, step)};
@@ -39,7 +39,7 @@ __device__ __forceinline__ Best best_of_block(SampleScratch& scratch, Best best)
     return best;
 }
 
-// The largest raw logit. Copies the logits where `copy` is not null; fault becomes 1 + the first token whose logit is no number.
+// The largest raw logit. Copies the logits if `copy` is not null; fault becomes 1 + the first token whose logit is not finite.
 __device__ __forceinline__ Best scan_logits(SampleScratch& scratch, float* copy, const float* logits, int vocab) {
     Range range = own_part(vocab);
     Best best = {bits_float(0xff800000u), vocab};
@@ -57,7 +57,7 @@ __device__ __forceinline__ Best scan_logits(SampleScratch& scratch, float* copy,
     return best_of_block(scratch, best);
 }
 
-// Bias and penalties of the listed tokens; z holds the raw logits. A barrier stands before and after.
+// Applies bias and penalties of the listed tokens; z holds the raw logits. Barriers before and after.
 __device__ __forceinline__ void adjust(float* z, const SampleRow& row, const UsedToken* used, const TokenBias* biases, int vocab) {
     for (int i = threadIdx.x; i < row.bias_count; i += SAMPLE_THREADS) {
         TokenBias entry = biases[row.first_bias + i];
@@ -81,7 +81,7 @@ __device__ __forceinline__ void adjust(float* z, const SampleRow& row, const Use
     __syncthreads();
 }
 
-// The largest adjusted logit; what the mask forbids becomes -inf.
+// The largest adjusted logit; tokens that the mask forbids become -inf.
 __device__ __forceinline__ Best scan_adjusted(SampleScratch& scratch, float* z, const SampleRow& row, const unsigned* masks, int vocab) {
     Range range = own_part(vocab);
     Best best = {bits_float(0xff800000u), vocab};
@@ -100,8 +100,9 @@ __device__ __forceinline__ Best scan_adjusted(SampleScratch& scratch, float* z, 
     return best_of_block(scratch, best);
 }
 
-// Probabilities over that of the likeliest token. The quotient is taken in f64, where neither a difference of large logits nor a small
-// temperature overflows; the inverse is corrected by the remainder, which costs less than a division and is as exact.
+// Probabilities relative to the likeliest token's. The quotient is computed in f64, where neither a difference of
+// large logits nor a small temperature overflows; the inverse is corrected by the remainder,
+// which costs less than a division and is as exact.
 __device__ __forceinline__ void weigh(float* weights, const float* adjusted, float largest, float temperature, int vocab) {
     Range range = own_part(vocab);
     double divisor = (double)temperature;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void weigh(float* weights, const float* adjusted, flo
     __syncthreads();
 }
 
-// The key from which on tokens are kept: positive weights, then top_k, top_p among those, min_p.
+// The key from which tokens are kept: positive weights, then top_k, top_p among those, min_p.
 __device__ __forceinline__ Key filter(SelectScratch& scratch, const Weights& weights, const SampleRow& row) {
     constexpr unsigned NO_COUNT = 0xffffffffu;
     double no_mass = __longlong_as_double(0x7ff0000000000000ll);
@@ -132,7 +133,7 @@ __device__ __forceinline__ Key filter(SelectScratch& scratch, const Weights& wei
     if (row.top_p < 1.0f) {
         double top_p = (double)row.top_p;
         double total = sum_block(scratch, weights, threshold);
-        // Tokens below this share hold less than 1 - top_p together, so the search need not count them.
+        // Tokens below this share have less than 1 - top_p together, so the search need not count them.
         double share = (1.0 - top_p) * total / (double)count_block(scratch, weights, threshold);
         float least = (float)share;
         if ((double)least < share) least = bits_float(float_bits(least) + 1);
@@ -143,7 +144,7 @@ __device__ __forceinline__ Key filter(SelectScratch& scratch, const Weights& wei
     return threshold;
 }
 
-// By one warp: the first kept token of the range at which the running sum exceeds the target, or else its last kept token.
+// By one warp: the first kept token of the range at which the running sum exceeds the target, or otherwise its last kept token.
 __device__ __forceinline__ int draw_in_range(const Weights& weights, const Range& range, Key threshold, double sum, double target) {
     int lane = threadIdx.x % 32;
     int last = -1;
@@ -162,9 +163,9 @@ __device__ __forceinline__ int draw_in_range(const Weights& weights, const Range
     return last;
 }
 
-// Draws at the quantile: twice the range is cut into the warps' parts, and the part in which the running sum exceeds the target is
-// taken; where rounding leaves none, the last that holds a kept token, which is one whose sum is positive. Then one warp walks what is
-// left.
+// Draws at the quantile: twice, the range is cut into the warps' parts, and the part in which the running sum exceeds
+// the target is taken; if rounding leaves none, the last part that holds a kept token, that is, whose sum is positive.
+// Then one warp walks the remaining range.
 __device__ __forceinline__ void draw(unsigned* token, SelectScratch& scratch, const Weights& weights, Key threshold, double quantile) {
     double target = quantile * sum_block(scratch, weights, threshold);
     double before = 0.0;
@@ -188,9 +189,9 @@ __device__ __forceinline__ void draw(unsigned* token, SelectScratch& scratch, co
     if (threadIdx.x == 0) *token = (unsigned)id;
 }
 
-// Grid rows, 512 threads; vocab <= 2^20. logits [rows][vocab] stay as they are; scratch [rows][vocab]. Row r's token goes to token[r]
-// and fault[r] is 0; fault[r] is 1 + the first token whose logit is no number, or -1 where the mask leaves no token, and token[r] is
-// then 0.
+// Grid rows, 512 threads; vocab <= 2^20. logits [rows][vocab] are not modified; scratch [rows][vocab]. Row r's token
+// is written to token[r] and fault[r] is 0; fault[r] is 1 + the first token whose logit is not finite, or -1 if the
+// mask leaves no token, and token[r] is then 0.
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample(
     unsigned* token, int* fault, const float* logits, float* scratch, int vocab, const SampleRow* rows, const UsedToken* used,
     const TokenBias* biases, const unsigned* masks) {

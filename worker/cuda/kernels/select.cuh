@@ -1,11 +1,11 @@
 // A block's searches over the weights of one row's tokens, for sample.cu.
 //
-// Tokens rank by their key: weight bits, then the complement of the id, so that all keys differ, a greater weight goes first and of
-// equals the lower id. A set of likeliest tokens is then "all keys from a threshold on", and a search finds the threshold digit by digit
-// from the top, with one histogram of the keys that share the digits found so far.
+// Tokens rank by their key: weight bits, then the complement of the id, so that all keys differ, a greater weight
+// comes first and ties go to the lower id. A set of likeliest tokens is then "all keys from a threshold on", and a
+// search finds the threshold digit by digit from the top, with one histogram of the keys that share the digits found so far.
 //
-// Each warp owns a range of ids and walks it in ascending order; sums are lanes' sums in ascending order, a fixed tree over the lanes,
-// then the warps in order. So every result is the same on every run.
+// Each warp owns a range of ids and walks it in ascending order; sums are lanes' sums in ascending order, a fixed tree
+// over the lanes, then the warps in order. Every result is therefore the same in every run.
 #pragma once
 
 #include "common.cuh"
@@ -23,8 +23,9 @@ struct Weights {
     int vocab;
 };
 
-// Number and mass of the keys in each bin. Keys of one bin share the exponent from the first digit on, so their mass is the sum of their
-// mantissas: whole numbers, which add up to the same in any order. They are kept in halves of 12 bits, so 2^20 of them fit.
+// Number and mass of the keys in each bin. Keys of one bin share the exponent from the first digit on, so their mass
+// is the sum of their mantissas: whole numbers, whose sum does not depend on the order. They are kept in halves of 12
+// bits, so that 2^20 of them fit.
 struct Histogram {
     unsigned counts[DIGITS];
     unsigned low[DIGITS];
@@ -70,7 +71,7 @@ __device__ __forceinline__ double shuffle(double x, int lane) {
     return __longlong_as_double((unsigned long long)high << 32 | low);
 }
 
-// The sum of x over this lane and the ones below.
+// Sum of x over this lane and the lower ones.
 __device__ __forceinline__ double scan_sum(double x, int lane) {
     for (int step = 1; step < 32; step *= 2) {
         double below = shuffle(x, max(lane - step, 0));
@@ -84,7 +85,7 @@ __device__ __forceinline__ double warp_sum(double x) {
     return x;
 }
 
-// Each warp's sum over its part of `whole` of the weights with keys from `threshold` on, into scratch.sums, between two barriers.
+// Each warp's sum, over its part of `whole`, of the weights with keys from `threshold` on, into scratch.sums, between two barriers.
 __device__ __forceinline__ void sum_parts(SelectScratch& scratch, const Weights& weights, const Range& whole, Key threshold) {
     __syncthreads();
     Range range = part_of(whole, threadIdx.x / 32);
@@ -125,7 +126,7 @@ __device__ __forceinline__ unsigned count_block(SelectScratch& scratch, const We
 }
 
 // Fills the histogram with the keys from `floor` on that equal `prefix` above the digit at `shift`.
-// Masses are left out where only the count matters.
+// Masses are skipped if only the count matters.
 __device__ __forceinline__ void fill_histogram(
     Histogram& histogram, const Weights& weights, Key floor, Key prefix, int shift, int digit_bits, bool by_mass) {
     for (int i = threadIdx.x; i < DIGITS; i += SAMPLE_THREADS) {
@@ -162,8 +163,9 @@ __device__ __forceinline__ double bin_mass(const Histogram& histogram, int bin, 
     return mantissas * mantissa_unit(exponent);
 }
 
-// One warp's choice of the bin, from the greatest key down, in which count or mass is reached; the last that holds a key where none is.
-// `bin` becomes -1 where the histogram is empty. Each lane adds up eight bins, and the lane in which it happens walks them again.
+// One warp's choice of the bin, from the greatest key down, in which count or mass is reached; if none, the last that
+// holds a key. `bin` becomes -1 if the histogram is empty. Each lane adds up eight bins,
+// and the lane in which it is reached walks them again.
 __device__ __forceinline__ void choose_bin(SelectScratch& scratch, unsigned count, double mass, Key prefix, int shift) {
     constexpr int LANE_BINS = DIGITS / 32;
     const Histogram& histogram = scratch.histogram;
@@ -200,9 +202,9 @@ __device__ __forceinline__ void choose_bin(SelectScratch& scratch, unsigned coun
     }
 }
 
-// The key at which, counted from the greatest down, `count` keys or `mass` of weight are reached, of those from `floor` on; the least of
-// them where neither is. A mass that is not finite is never reached. The search ends early when the bin in hand holds one key, or just
-// the keys that are missing.
+// The key at which, counted from the greatest down, `count` keys or `mass` of weight are reached, of those from
+// `floor` on; the least of them if neither is reached. A mass that is not finite is never reached. The search ends
+// early when the current bin holds one key, or exactly the missing keys.
 __device__ __forceinline__ Key select_threshold(SelectScratch& scratch, const Weights& weights, Key floor, unsigned count, double mass) {
     if (threadIdx.x == 0) {
         scratch.count_before = 0;

@@ -2,7 +2,7 @@
 
 #include "quads.cuh"
 
-// x * sigmoid(x) * up. A large negative x has an infinite exponential, and the quotient is then zero as it should be.
+// x * sigmoid(x) * up. A large negative x has an infinite exponential, and the quotient is then zero, as it should be.
 __device__ __forceinline__ float silu_times(float x, float up) { return __fmul_rn(x / (1.0f + expf(-x)), up); }
 
 // Grid ceil(n / 1024), 256 threads: y = silu(gate) * up over n elements.

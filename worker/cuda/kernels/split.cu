@@ -1,5 +1,5 @@
-// Activations as the B operand of linear.cu and experts.cu takes them: three bf16 terms, one, or e4m3 with a scale for each row and 128
-// columns. Columns from `cols` up to `padded` are zeros.
+// Activations as the B operand of linear.cu and experts.cu: three bf16 terms, one, or e4m3 with a scale for each row
+// and 128 columns. Columns from `cols` up to `padded` are zeros.
 #include "common.cuh"
 
 constexpr int ACTIVATIONS_F32 = 0;
@@ -7,8 +7,8 @@ constexpr int ACTIVATIONS_FP8 = 2;
 constexpr int TERMS = ACTIVATIONS == ACTIVATIONS_F32 ? 3 : 1;
 constexpr float E4M3_MAX = 448.0f;
 
-// The leading bf16 of x by truncation, which is taken off x. What is not finite is its own leading term, with a bit that keeps a
-// NaN one, and leaves zero.
+// Removes the leading bf16 of x (by truncation) from x and returns it. A number that is not finite is its own leading
+// term, with a bit that keeps a NaN one, and leaves zero.
 __device__ __forceinline__ unsigned take_term(float& x) {
     unsigned bits = float_bits(x);
     if ((bits & 0x7f800000u) == 0x7f800000u) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ unsigned float_to_e4m3(float x) {
     return sign | min((rounded >> 20) - ((127u - 7u) << 3), 0x7eu);
 }
 
-// Columns `col` .. `col + 3` of a row; rows of a multiple of four columns are aligned to 16.
+// Loads columns `col` .. `col + 3` of a row; rows of a multiple of four columns are aligned to 16.
 __device__ __forceinline__ void load_columns(float (&v)[4], const float* row, int col, int cols) {
     if (cols % 4 == 0) {
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_columns(float (&v)[4], const float* row, in
     }
 }
 
-// The scale of a warp's 128 columns: their greatest finite magnitude becomes 448; all zero: 1.
+// The scale of a warp's 128 columns: maps their greatest finite magnitude to 448; 1 if all are zero.
 __device__ __forceinline__ float block_scale(const float (&v)[4]) {
     unsigned most = 0;
 #pragma unroll
@@ -60,7 +60,7 @@ __device__ __forceinline__ float block_scale(const float (&v)[4]) {
     return fmaxf(__fdiv_rn(bits_float(most), E4M3_MAX), bits_float(0x00800000u));
 }
 
-// One warp a row and 128 columns; any grid of one dimension whose blocks are whole warps.
+// One warp per row and 128 columns; any one-dimensional grid whose blocks are whole warps.
 extern "C" __global__ void split(const float* x, void* terms, float* scales, int rows, int cols, int padded) {
     int lane = threadIdx.x & 31, blocks = padded / BLOCK;
     long long count = (long long)rows * blocks, warps = (long long)gridDim.x * (blockDim.x / 32);

@@ -4,8 +4,8 @@
 
 #include "common.cuh"
 
-// A finite number in the exponent range of f16 or e4m3, shifted into f32's fields, is too small by a power of two: the product by
-// that power is exact, for subnormals too.
+// A finite number in the exponent range of f16 or e4m3, shifted into f32's fields, is too small by a power of two: the
+// product by that power is exact, also for subnormals.
 __device__ __forceinline__ float f16_to_float(unsigned short x) {
     unsigned sign = (unsigned)(x & 0x8000u) << 16;
     unsigned magnitude = (unsigned)(x & 0x7fffu) << 13;
@@ -37,7 +37,7 @@ __device__ __forceinline__ float4 e4m3_quad(unsigned codes, float scale) {
                        __fmul_rn(e4m3_to_float((unsigned char)(codes >> 24)), scale));
 }
 
-// Columns c..c+3 of row r; c is a multiple of 4, so one scale holds for all, and rows are padded, so all exist.
+// Loads columns c..c+3 of row r; c is a multiple of 4, so one scale applies to all, and rows are padded, so all exist.
 __device__ __forceinline__ float4 weight_quad(const Weight& w, int r, int c) {
     long long at = (long long)r * w.ld + c;
 #if WEIGHT_TYPE == 0

@@ -1,5 +1,5 @@
-// The warpgroup's tensor core operations of compute capability 9.0 and what orders them, each as a function. As for ptx.cuh, the host model
-// has its own side of every one.
+// The warpgroup's tensor core operations of compute capability 9.0 and the fences that order them, each as a function.
+// As for ptx.cuh, the host model implements its own version of each.
 #pragma once
 
 #include "ptx.cuh"
@@ -8,9 +8,9 @@
 #include "hearth_host_wgmma.h"
 #else
 
-// d (64 tokens x 128 outputs) = or += a (64 x 32) * b (32 x 128), both e4m3 in shared memory. The registers of a lane are laid out as PTX
-// ISA 9.7.15.5.1.1 (accumulator D of wgmma.mma_async.m64nNk32) says: d[4 j + i] is row 16 * warp + lane / 4 + i / 2 * 8,
-// column 8 j + lane % 4 * 2 + i % 2.
+// d (64 tokens x 128 outputs) = or += a (64 x 32) * b (32 x 128), both e4m3 in shared memory. A lane's registers are
+// laid out as in PTX ISA 9.7.15.5.1.1 (accumulator D of wgmma.mma_async.m64nNk32): d[4 j + i] is row
+// 16 * warp + lane / 4 + i / 2 * 8, column 8 j + lane % 4 * 2 + i % 2.
 __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %66, 0; "
@@ -30,16 +30,16 @@ __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], unsigned long l
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// Registers and shared memory that other instructions wrote are seen by the wgmma that follow (PTX ISA 9.7.15.7.1).
+// Makes earlier writes to registers and shared memory visible to the wgmma that follow (PTX ISA 9.7.15.7.1).
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// The compiler does not know that wgmma writes its accumulators until the wait: they are neither read nor written across this.
+// The compiler does not know that wgmma writes its accumulators until the wait: this keeps it from moving accesses across.
 __device__ __forceinline__ void keep_in_order(float (&d)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-// wgmma reads shared memory through the async proxy: what this thread's copies wrote is made visible there.
+// wgmma reads shared memory through the async proxy: this makes this thread's copies visible there.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #endif

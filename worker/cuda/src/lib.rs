@@ -1,14 +1,14 @@
 //! The CUDA backend: every operation of the engine on one NVIDIA GPU.
 //!
-//! The architecture, top-down: [`CudaBackend`] implements [`hearth_kernels::Backend`] (`backend/`, an operation group a file) by
-//! pushing commands into a queue (`queue/`: streams, recorded steps, CUDA graphs) that run kernels (`compile/`: NVRTC and its cache on
-//! disk; `../kernels/*.cu`: the kernels themselves) on memory (`memory/`: a pool under a hard budget, pinned memory, uploads from mapped
-//! files) of a device (`driver/`).
+//! The architecture, top-down: [`CudaBackend`] implements [`hearth_kernels::Backend`] (`backend/`, one file per
+//! operation group) by pushing commands into a queue (`queue/`: streams, recorded steps, CUDA graphs) that run kernels
+//! (`compile/`: NVRTC and its cache on disk; `../kernels/*.cu`: the kernels themselves) on memory (`memory/`: a pool
+//! under a hard budget, pinned memory, uploads from mapped files) of a device (`driver/`).
 //!
-//! **Invariant**: batch-invariant numerics. Each output element has one order of accumulation, whatever kernel computes it; the rules stand
-//! in `kernels/README.md`.
+//! **Invariant**: batch-invariant numerics. Each output element has one accumulation order, whichever kernel computes
+//! it; the rules are in `kernels/README.md`.
 //!
-//! **Invariant**: libcuda and libnvrtc are loaded when the first GPU is asked for. Nothing here runs before that.
+//! **Invariant**: libcuda and libnvrtc are loaded when the first GPU is requested. Nothing here runs before that.
 
 mod backend;
 mod compile;

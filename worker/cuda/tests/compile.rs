@@ -1,4 +1,5 @@
-//! NVIDIA's compiler takes every kernel for every supported generation of GPUs, and none of them spills registers but attention of the largest heads.
+//! NVIDIA's compiler accepts every kernel for every supported GPU generation, and no kernel spills registers except
+//! attention of the largest heads.
 
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
@@ -11,10 +12,10 @@ use std::time::Instant;
 use hearth_cuda::{Variant, all_variants, compile_one};
 
 const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_89", "sm_90a", "sm_120a"];
-/// The most that a thread can have.
+/// Maximum registers per thread.
 const MOST_REGISTERS: u32 = 255;
 
-/// What the assembler said of one kernel file.
+/// The assembler's report on one kernel file.
 struct Compiled {
     architecture: &'static str,
     registers: u32,
@@ -73,13 +74,14 @@ fn compile(variant: &Variant, architecture: &'static str) -> Compiled {
         Ok((cubin, log)) => {
             let (registers, spilled) = (registers(&log), spilled_bytes(&log));
             compiled.registers = registers;
-            // Registers are told once for each entry point: a log without them is one that this test does not understand.
+            // Registers are reported once per entry point: a log without them is
+            // one that this test does not understand.
             if cubin.is_empty() || registers == 0 || registers > MOST_REGISTERS {
                 compiled
                     .faults
                     .push(format!("{name}: {registers} registers\n{log}"));
             }
-            // Said of wgmma that the assembler makes wait for each other, for example.
+            // Reported, for example, for wgmma that the assembler serialises.
             if log.contains("Performance Loss") {
                 compiled.faults.push(format!("{name} is held up\n{log}"));
             }
@@ -95,9 +97,10 @@ fn compile(variant: &Variant, architecture: &'static str) -> Compiled {
     compiled
 }
 
-/// Bytes of registers that may wait in memory, stores and loads together. Attention has, in each thread, 48 fragments of probabilities beside
-/// the sums of its values: with 64 rows a block 64 for values of 256 and 128 for latents of 512, of which few words no longer fit. Half the
-/// rows would spare them and read the cache twice. With 16 rows and latents it is one word on some architectures.
+/// Bytes of registers that may be spilled to memory, stores and loads together. Attention has, in each thread, 48
+/// fragments of probabilities besides the sums of its values: with 64 rows per block, 64 for values of 256 and 128 for
+/// latents of 512, of which a few words no longer fit. Half the rows would avoid this but read the cache twice. With
+/// 16 rows and latents it is one word on some architectures.
 fn allowed_spills(variant: &Variant) -> u64 {
     let has = |define| variant.defines.contains(&define);
     match variant.file {
@@ -108,7 +111,7 @@ fn allowed_spills(variant: &Variant) -> u64 {
     }
 }
 
-/// The most that an entry point of this log uses: `Used 170 registers`.
+/// Maximum over the entry points in this log: `Used 170 registers`.
 fn registers(log: &str) -> u32 {
     let uses = log.split("Used ").skip(1);
     uses.filter_map(|rest| rest.split_once(" registers")?.0.parse().ok())
@@ -116,7 +119,7 @@ fn registers(log: &str) -> u32 {
         .unwrap_or(0)
 }
 
-/// The sum over entry points: `0 bytes spill stores, 0 bytes spill loads`.
+/// Sum over the entry points: `0 bytes spill stores, 0 bytes spill loads`.
 fn spilled_bytes(log: &str) -> u64 {
     log.match_indices(" bytes spill")
         .filter_map(|(at, _)| {
@@ -139,7 +142,7 @@ fn the_assembler_s_log_is_understood() {
     assert_eq!((registers(""), spilled_bytes("")), (0, 0));
 }
 
-/// One line for an architecture.
+/// Prints one line per architecture.
 fn report(done: &[Compiled], architecture: &str) {
     let of_it: Vec<&Compiled> = done
         .iter()
@@ -154,13 +157,13 @@ fn report(done: &[Compiled], architecture: &str) {
     ));
 }
 
-/// Says it also where the test's own output is not shown.
+/// Prints even where the test's own output is not shown.
 fn say(line: &str) {
     // A closed stderr is no reason to fail.
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// NVRTC of the PyPI wheel that `make test` installs.
+/// NVRTC from the PyPI wheel that `make test` installs.
 fn nvrtc() -> PathBuf {
     let home = std::env::var_os("HOME").map_or_else(|| "/tmp".into(), PathBuf::from);
     let cache =

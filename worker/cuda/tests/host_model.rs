@@ -1,7 +1,8 @@
-//! The host model's checks: each planted error is caught in the words that its README promises, and sound kernels pass.
+//! The host model's checks: each planted error is caught with the message that
+//! its README promises, and sound kernels pass.
 //!
-//! An error makes the device unusable for the rest of the process, as on hardware, so each kernel runs in a process of its own: this
-//! binary again, with the one ignored test.
+//! An error makes the device unusable for the rest of the process, as on hardware, so each kernel runs in its own
+//! process: this binary again, with the one ignored test.
 
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
@@ -13,14 +14,15 @@ use std::ptr;
 use cudarc::driver::sys::{self as driver, CUdeviceptr, CUfunction, CUresult};
 use cudarc::nvrtc::sys::{self as nvrtc, nvrtcResult};
 
-/// Threads of a block, and floats of both buffers.
+/// Threads per block, and floats in each buffer.
 const THREADS: usize = 64;
-/// Names the kernel to the process that runs it, with blocks, threads and bytes of dynamic shared memory.
+/// Environment variable with the kernel for the process that runs it, with blocks,
+/// threads and bytes of dynamic shared memory.
 const CASE: &str = "HEARTH_PLANTED_KERNEL";
-/// How that process ends when the error was reported, and again by the next call.
+/// Exit status of that process if the error was reported, and reported again by the next call.
 const CAUGHT: i32 = 3;
 
-/// A kernel of planted.cu and how the report of its error begins; none: it is sound.
+/// A kernel of planted.cu and the possible beginnings of its error report; empty: it is sound.
 struct Planted {
     kernel: &'static str,
     blocks: u32,
@@ -39,7 +41,7 @@ const fn planted(kernel: &'static str, begins: &'static [&'static str]) -> Plant
     }
 }
 
-/// Kernel that runs on the tensor cores of a warpgroup.
+/// Describes a kernel that runs on the tensor cores of a warpgroup.
 const fn warpgroup(kernel: &'static str, begins: &'static [&'static str]) -> Planted {
     Planted {
         threads: 128,
@@ -48,7 +50,7 @@ const fn warpgroup(kernel: &'static str, begins: &'static [&'static str]) -> Pla
     }
 }
 
-/// Where the order of threads decides which is seen first, either is right.
+/// Reports that are both right if the order of threads decides which comes first.
 const RACE: &[&str] = &["shared memory race", "read of unwritten shared memory"];
 
 const KERNELS: [Planted; 28] = [
@@ -152,7 +154,7 @@ fn the_model_passes_its_own_tests() {
     }
 }
 
-/// How a process of its own ended that ran the kernel, and what the model reported.
+/// Runs the kernel in its own process; returns the exit status and the model's report.
 fn run_apart(planted: &Planted, seed: &str) -> (Option<i32>, String) {
     let name = format!(
         "hearth-planted-{}-{}-{seed}",
@@ -180,7 +182,7 @@ fn run_apart(planted: &Planted, seed: &str) -> (Option<i32>, String) {
     }
     let status = command.output().unwrap().status.code();
     let text = std::fs::read_to_string(&report).unwrap_or_default();
-    // A sound kernel leaves none.
+    // A sound kernel leaves no report.
     let _ = std::fs::remove_file(report);
     (status, text)
 }
@@ -195,7 +197,8 @@ fn a_kernel_by_itself() {
             .unwrap();
     hearth_cuda_host::install();
     let function = load(kernel);
-    // SAFETY: the driver is ready since `load`; the buffers hold what the kernels' head says, and the arguments are its parameters.
+    // SAFETY: the driver is ready since `load`; the buffers and arguments are
+    // those described at the head of planted.cu.
     let (first, again) = unsafe {
         let (out, input) = (allocate(), allocate());
         let values = [1.0_f32; THREADS];
@@ -272,7 +275,7 @@ fn load(kernel: &str) -> CUfunction {
     function
 }
 
-/// planted.cu as the model's compiler makes it.
+/// Compiles planted.cu with the model's compiler.
 fn compile() -> Vec<u8> {
     let text = |path: &Path| CString::new(std::fs::read(path).unwrap()).unwrap();
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
@@ -284,7 +287,7 @@ fn compile() -> Vec<u8> {
     let source = text(&selftest());
     let mut program = ptr::null_mut();
     let mut size = 0;
-    // SAFETY: all strings end in zero and live through the calls; the image has the size that was asked for.
+    // SAFETY: all strings are null-terminated and live through the calls; the image has the reported size.
     unsafe {
         accept(nvrtc::nvrtcCreateProgram(
             &raw mut program,

@@ -1,4 +1,4 @@
-//! What goes into the engine and what comes out.
+//! The engine's inputs and outputs.
 
 use std::sync::Arc;
 
@@ -7,12 +7,12 @@ use hearth_kernels::KvDType;
 
 use crate::{EngineError, grammar::GrammarTokenizer, sampler::SamplingParams};
 
-/// How much KV the engine holds.
+/// Size of the engine's KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvBudget {
     /// Blocks of `block_tokens` tokens.
     Blocks(usize),
-    /// Bytes over all layers; rounded down to whole blocks.
+    /// Bytes across all layers, rounded down to whole blocks.
     Bytes(u64),
 }
 
@@ -21,21 +21,22 @@ pub enum KvBudget {
 pub struct EngineOptions {
     /// Memory for keys and values.
     pub kv: KvBudget,
-    /// Tokens of one KV block, a power of two.
+    /// Tokens per KV block, a power of two.
     pub block_tokens: usize,
     /// Element type of keys and values.
     pub kv_dtype: KvDType,
     /// Sequences that run at the same time.
     pub max_batch: usize,
-    /// Rows of one forward pass: decode rows first, then chunks of prompts.
+    /// Maximum rows per forward pass: decode rows first, then prompt chunks.
     pub chunk_tokens: usize,
-    /// Tokens of prompt and answer together.
+    /// Maximum tokens of prompt and answer together.
     pub context_length: usize,
-    /// Requests that may wait beside the `max_batch` that run.
+    /// Requests that may wait in addition to the `max_batch` that run.
     pub max_queue: usize,
-    /// What its bits depend on beside the weights: KV of other numerics is kept apart from its own.
+    /// Everything but the weights that the engine's results depend on, down to the bit;
+    /// KV with other numerics is kept apart from its own.
     pub numerics: String,
-    /// Needed for grammars; `None`: a request with a grammar is refused.
+    /// Needed for grammars; if `None`, a request with a grammar is refused.
     pub grammar_tokenizer: Option<Arc<GrammarTokenizer>>,
 }
 
@@ -55,28 +56,28 @@ impl Default for EngineOptions {
     }
 }
 
-/// Names a request within one engine, for [`crate::Engine::import_kv`].
+/// Identifies a request within one engine, for [`crate::Engine::import_kv`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
-/// What the answer must look like.
+/// Constraint on an answer's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Grammar {
     /// Any JSON object.
     JsonObject,
     /// JSON that a JSON schema (as text) accepts.
     JsonSchema(String),
-    /// A grammar in llguidance's dialect of Lark.
+    /// A grammar in llguidance's Lark dialect.
     Lark(String),
 }
 
-/// Who computes the prompt.
+/// The worker that computes the prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum PrefillLocation {
     /// This engine, in chunks between decode rows.
     #[default]
     Local,
-    /// Another worker: the engine reserves blocks, asks by [`GenerateEvent::NeedsKv`] and waits for
+    /// Another worker: the engine reserves blocks, emits [`GenerateEvent::NeedsKv`] and waits for
     /// [`crate::Engine::import_kv`] and [`crate::Engine::import_done`].
     Remote {
         /// That worker's numerics.
@@ -91,19 +92,19 @@ pub struct GenerateInput {
     pub request_id: String,
     /// The prompt, at least one token.
     pub prompt: Vec<u32>,
-    /// Answer tokens that an earlier worker delivered: computed again, not sent again.
+    /// Answer tokens that an earlier worker has delivered; they are recomputed but not sent again.
     pub generated: Vec<u32>,
-    /// How tokens are chosen.
+    /// Sampling parameters.
     pub sampling: SamplingParams,
-    /// Upper bound of answer tokens, `generated` included.
+    /// Maximum number of answer tokens, including `generated`.
     pub max_tokens: usize,
-    /// A token of these is reported and ends the answer with [`FinishReason::Stop`].
+    /// Any of these tokens is reported and ends the answer with [`FinishReason::Stop`].
     pub stop_tokens: Vec<u32>,
     /// Constraint on the answer.
     pub grammar: Option<Grammar>,
-    /// Report log-probabilities, with so many alternatives a token (0: only the chosen token's).
+    /// Report log-probabilities, with this many alternatives per token (0: only the chosen token's).
     pub logprobs: Option<u32>,
-    /// Who computes the prompt.
+    /// The worker that computes the prompt.
     pub prefill: PrefillLocation,
 }
 
@@ -112,30 +113,30 @@ pub struct GenerateInput {
 pub struct TopLogprob {
     /// Token.
     pub id: u32,
-    /// Natural logarithm of its probability before temperature and filters.
+    /// Natural logarithm of its probability, before temperature and filters.
     pub logprob: f32,
 }
 
-/// Why an answer ended.
+/// Reason an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// A stop token, or the grammar's end.
+    /// A stop token, or the end of the grammar.
     Stop,
-    /// `max_tokens`, or the context is full.
+    /// `max_tokens` was reached, or the context is full.
     Length,
 }
 
-/// What a request for an answer yields, in this order: `Started`, `NeedsKv` where the prompt is computed
-/// elsewhere, `Token`s, then `Finished` or `Failed`, and nothing behind that. `NeedsKv` comes again between tokens
-/// when a prompt of other numerics has lost its blocks.
+/// Events of a request for an answer, in this order: `Started`, `NeedsKv` if the prompt is computed
+/// elsewhere, `Token`s, then `Finished` or `Failed`, and nothing after that. `NeedsKv` is repeated between tokens
+/// when a prompt with other numerics has lost its blocks.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GenerateEvent {
     /// The request left the queue.
     Started {
-        /// Tokens whose KV was at hand.
+        /// Tokens whose KV was already cached.
         cached_tokens: usize,
     },
-    /// Blocks are reserved: compute the prompt elsewhere and import its KV from `first_token` on.
+    /// Blocks are reserved: compute the prompt elsewhere and import its KV starting at `first_token`.
     NeedsKv {
         /// First token whose KV is missing.
         first_token: usize,
@@ -144,19 +145,19 @@ pub enum GenerateEvent {
     Token {
         /// The token.
         id: u32,
-        /// Its index among the answer's tokens; the first one after a replay is `generated.len()`.
+        /// Its index in the answer; after a replay, the first one is `generated.len()`.
         index: usize,
-        /// Natural logarithm of its probability before temperature and filters, when asked for.
+        /// Natural logarithm of its probability before temperature and filters, if requested.
         logprob: Option<f32>,
-        /// The likeliest tokens, most likely first.
+        /// The most likely tokens, in descending order.
         top: Vec<TopLogprob>,
     },
     /// The answer is complete.
     Finished {
-        /// Why it ended.
+        /// Reason the answer ended.
         reason: FinishReason,
     },
-    /// The answer ends here without being complete.
+    /// The answer ends here, incomplete.
     Failed(EngineError),
 }
 
@@ -167,11 +168,11 @@ pub struct PrefillInput {
     pub request_id: String,
     /// The prompt.
     pub tokens: Vec<u32>,
-    /// KV before this token is at hand with the caller.
+    /// The caller already has the KV before this token.
     pub first_token: usize,
 }
 
-/// What a prefill yields: `Kv` for each layer of each chunk, then `Done` or `Failed`.
+/// Events of a prefill: `Kv` for each layer of each chunk, then `Done` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PrefillEvent {
     /// KV of a run of tokens in one layer, sent as soon as that layer is computed.
@@ -185,31 +186,31 @@ pub enum PrefillEvent {
         /// `tokens * KvLayout::token_layer_bytes()` bytes.
         data: Bytes,
     },
-    /// All KV was sent.
+    /// All KV has been sent.
     Done {
-        /// `[vocab]`, logits of the last token.
+        /// Logits of the last token, `[vocab]`.
         logits: Vec<f32>,
-        /// Tokens whose KV was at hand here.
+        /// Tokens whose KV was already cached here.
         cached_tokens: usize,
     },
     /// The prefill ends here.
     Failed(EngineError),
 }
 
-/// Counters and gauges; counters grow from the engine's start.
+/// Counters and gauges; counters start at 0 when the engine starts.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EngineStats {
     /// Sequences that hold KV.
     pub running: usize,
-    /// Requests that wait.
+    /// Requests in the queue.
     pub waiting: usize,
-    /// Blocks of KV.
+    /// KV blocks in total.
     pub kv_blocks_total: usize,
-    /// Blocks that running sequences hold.
+    /// KV blocks held by running sequences.
     pub kv_blocks_used: usize,
     /// Prompt tokens whose KV was reused.
     pub prefix_hit_tokens: u64,
-    /// Prompt tokens looked up.
+    /// Prompt tokens that were looked up.
     pub prefix_query_tokens: u64,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: u64,
@@ -217,17 +218,17 @@ pub struct EngineStats {
     pub generated_tokens: u64,
     /// Bytes of weights read by forward passes.
     pub weight_bytes_read: u64,
-    /// Bytes of KV imported and exported.
+    /// Bytes of KV, imported and exported.
     pub kv_bytes_moved: u64,
     /// Forward passes.
     pub steps: u64,
     /// Seconds spent in forward passes.
     pub step_seconds: f64,
-    /// Sequences that gave up their KV and were computed again.
+    /// Times that a sequence gave up its KV to be recomputed later.
     pub preemptions: u64,
-    /// Bytes of weights held ready by the residency policy.
+    /// Bytes of weights that the residency policy holds ready.
     pub resident_bytes: u64,
-    /// No new requests are taken.
+    /// Whether new requests are refused.
     pub draining: bool,
 }
 
@@ -236,15 +237,15 @@ pub struct EngineStats {
 pub enum Health {
     /// Requests are served.
     Healthy,
-    /// Forward passes fail one after another, or the engine has stopped.
+    /// Forward passes fail repeatedly, or the engine has stopped.
     Unhealthy(String),
 }
 
-/// How a drain ended.
+/// Outcome of a drain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DrainReport {
-    /// Requests that ended by themselves.
+    /// Requests that ended on their own.
     pub ended: usize,
-    /// Requests cancelled when the grace period was over.
+    /// Requests cancelled at the end of the grace period.
     pub cut_off: usize,
 }

@@ -1,4 +1,4 @@
-//! The handle: checks requests on the caller's thread and hands them to the engine's.
+//! The engine's handle: checks requests on the caller's thread and passes them to the engine's thread.
 
 use std::{
     sync::{
@@ -28,7 +28,7 @@ use crate::{
     step::{Command, StepLoop},
 };
 
-/// A running engine; clones are handles of the same one. Its thread ends when the last handle is dropped.
+/// A running engine; clones are handles to the same engine. Its thread ends when the last handle is dropped.
 #[derive(Clone)]
 pub struct Engine {
     inner: Arc<Inner>,
@@ -39,7 +39,7 @@ struct Inner {
     shared: Arc<Shared>,
     options: EngineOptions,
     progress: Progress,
-    /// Numerics that were heard of, its own first: the index is a [`Provenance`].
+    /// All numerics seen so far, the engine's own first; a [`Provenance`] is an index into this list.
     numerics: Mutex<Vec<String>>,
     vocab: usize,
     layout: KvLayout,
@@ -47,9 +47,9 @@ struct Inner {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Holds a request: when it is dropped, the request is cancelled and its KV is freed before the next step. A step in
-/// flight is given up between two blocks of the model, unless finishing it costs the others in its batch less.
-/// Of no effect once the request has ended.
+/// Handle to a request: dropping it cancels the request and frees its KV before the next step. A step in
+/// flight is abandoned between two blocks of the model, unless finishing it costs the rest of its batch less.
+/// Has no effect once the request has ended.
 #[must_use = "dropping the handle cancels the request"]
 pub struct RequestHandle {
     id: RequestId,
@@ -58,7 +58,7 @@ pub struct RequestHandle {
 }
 
 impl RequestHandle {
-    /// Names the request, for imports.
+    /// Returns the request's identifier, for imports.
     pub fn id(&self) -> RequestId {
         self.id
     }
@@ -67,7 +67,7 @@ impl RequestHandle {
 impl Drop for RequestHandle {
     fn drop(&mut self) {
         self.cancelled.set();
-        // The engine may be gone, and the request with it.
+        // The engine may be gone already, and the request with it.
         let _ = self.commands.send(Command::Cancel(self.id));
     }
 }
@@ -96,7 +96,7 @@ impl Engine {
         Self::start_forward(ModelForward::new(model, kv), options)
     }
 
-    /// Starts over anything that computes.
+    /// Starts the engine on any [`Forward`].
     pub(crate) fn start_forward<F: Forward + 'static>(
         forward: F,
         options: EngineOptions,
@@ -130,13 +130,13 @@ impl Engine {
         })
     }
 
-    /// Takes a request for an answer. Events go to `sink` on the engine's thread: it must not wait for anything;
-    /// when it returns false the request is cancelled. An answer that `generated` has completed already is
+    /// Takes a request for an answer. Events go to `sink` on the engine's thread, so it must not block;
+    /// returning false cancels the request. If `generated` already completes the answer, its end is
     /// reported before this returns.
     ///
     /// # Errors
-    /// What [`EngineError::is_request_fault`] tells apart, [`EngineError::QueueFull`], [`EngineError::Draining`]
-    /// and [`EngineError::Stopped`].
+    /// Any error for which [`EngineError::is_request_fault`] is true, [`EngineError::QueueFull`],
+    /// [`EngineError::Draining`] and [`EngineError::Stopped`].
     pub fn generate(
         &self,
         input: GenerateInput,
@@ -202,7 +202,7 @@ impl Engine {
         Ok(handle)
     }
 
-    /// Takes a request for the KV of a prompt; events as with [`Engine::generate`].
+    /// Takes a request for the KV of a prompt; events are delivered as by [`Engine::generate`].
     ///
     /// # Errors
     /// As [`Engine::generate`].
@@ -244,9 +244,9 @@ impl Engine {
         Ok(handle)
     }
 
-    /// KV of one layer from `first_token` on, as a prefill's [`PrefillEvent::Kv`] carries it. Returns at once;
-    /// the bytes are dropped when they have been copied, so that a caller who bounds what is under way may
-    /// count by their owner (`Bytes::from_owner`). KV that does not fit fails the request.
+    /// Imports KV of one layer, starting at `first_token`, as carried by a prefill's [`PrefillEvent::Kv`]. Returns
+    /// immediately; the bytes are dropped once they have been copied, so a caller that limits data in flight may
+    /// count by the bytes' owner (`Bytes::from_owner`). KV that does not fit fails the request.
     pub fn import_kv(&self, id: RequestId, layer: usize, first_token: usize, data: Bytes) {
         let chunk = KvChunk {
             layer,
@@ -256,24 +256,24 @@ impl Engine {
         self.import(id, ImportCommand::Chunk(chunk));
     }
 
-    /// All KV was imported; `logits` `[vocab]` of the prompt's last token give the first answer token, where none was
-    /// delivered before.
+    /// Signals that all KV was imported; `logits` `[vocab]` of the prompt's last token yield the first answer token,
+    /// unless one was delivered before.
     pub fn import_done(&self, id: RequestId, logits: Vec<f32>) {
         self.import(id, ImportCommand::Done(logits));
     }
 
-    /// The prefill worker did not deliver: the request ends with this error.
+    /// Signals that the prefill worker did not deliver; the request ends with this error.
     pub fn import_failed(&self, id: RequestId, error: EngineError) {
         self.import(id, ImportCommand::Failed(error));
     }
 
-    /// Counters and gauges.
+    /// Returns counters and gauges.
     pub fn stats(&self) -> EngineStats {
         self.inner.shared.stats()
     }
 
-    /// How long the running forward pass has been at its present layer; `None`: none runs. It grows without end when
-    /// the threads that compute stand still.
+    /// Time that the running forward pass has spent at its current layer; `None` if no pass is running. It grows
+    /// without bound when the compute threads hang.
     pub fn at_layer_for(&self) -> Option<Duration> {
         self.inner.progress.at_layer_for()
     }
@@ -283,23 +283,23 @@ impl Engine {
         self.inner.shared.health()
     }
 
-    /// The layout that importing and exporting engines compare by its fingerprint.
+    /// Layout of the KV cache; importing and exporting engines compare its fingerprint.
     pub fn kv_layout(&self) -> KvLayout {
         self.inner.layout
     }
 
-    /// Logits of a token.
+    /// Number of logits per token.
     pub fn vocab(&self) -> usize {
         self.inner.vocab
     }
 
-    /// The limits that it was started with.
+    /// The limits that the engine was started with.
     pub fn options(&self) -> &EngineOptions {
         &self.inner.options
     }
 
-    /// Takes no new requests and waits, for `grace` at most, until those in flight have ended; the rest fail
-    /// with [`EngineError::Draining`], so that their callers take them elsewhere. Blocks.
+    /// Refuses new requests and waits up to `grace` for those in flight to end; the rest fail
+    /// with [`EngineError::Draining`], so that their callers retry them elsewhere. Blocks.
     pub fn drain(&self, grace: Duration) -> DrainReport {
         let shared = &self.inner.shared;
         shared.begin_drain();
@@ -307,7 +307,7 @@ impl Engine {
         let mut cut_off = 0;
         if !shared.wait_until_idle(grace) {
             cut_off = shared.counts().0;
-            // More than once: a request that was accepted just before may reach the thread just after.
+            // Repeated: a request accepted just before may reach the thread just after.
             while self.send(Command::FailAll(EngineError::Draining)).is_ok()
                 && !shared.wait_until_idle(Duration::from_millis(100))
             {}
@@ -320,7 +320,7 @@ impl Engine {
         }
     }
 
-    /// Fails what is in flight, ends the engine's thread and waits for it.
+    /// Fails everything in flight, ends the engine's thread and waits for it.
     pub fn shutdown(&self) {
         self.inner.shared.begin_drain();
         let _ = self.send(Command::Shutdown);
@@ -330,7 +330,7 @@ impl Engine {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         if let Some(thread) = thread.take() {
-            // A panic of the thread was caught and reported by the loop itself.
+            // The loop itself has caught and reported any panic of the thread.
             let _ = thread.join();
         }
     }
@@ -339,7 +339,7 @@ impl Engine {
         self.inner.options.max_batch + self.inner.options.max_queue
     }
 
-    /// Who computes a prompt, with its numerics by number.
+    /// The scheduler's work for a prefill location, its numerics given as an index.
     fn work(&self, prefill: PrefillLocation) -> Work {
         let PrefillLocation::Remote { numerics } = prefill else {
             return Work::Generate;
@@ -363,7 +363,7 @@ impl Engine {
     }
 
     fn import(&self, id: RequestId, command: ImportCommand) {
-        // A stopped engine has failed the request already.
+        // A stopped engine has already failed the request.
         let _ = self.send(Command::Import(id, command));
     }
 
@@ -383,7 +383,7 @@ impl Engine {
         Ok(tokenizer.ok_or(GrammarError::NoTokenizer)?)
     }
 
-    /// A prompt with tokens of the model that leaves room for one more; a replay may fill the context.
+    /// Checks that the prompt has only the model's tokens and leaves room for one more; a replay may fill the context.
     fn check_prompt(
         &self,
         field: &'static str,
@@ -423,8 +423,8 @@ impl Engine {
         }
     }
 
-    /// Why the answer is complete with `generated` already: the worker that delivered it died before it could
-    /// say so.
+    /// Reason the answer is already complete with `generated`:
+    /// the worker that delivered it died before it could report that.
     fn finished_by(
         &self,
         prompt: &[u32],
@@ -474,7 +474,7 @@ fn check_options(options: &EngineOptions) -> Result<(), EngineError> {
     Ok(())
 }
 
-/// Blocks of the budget; enough for one whole context at least, or one long request could never run.
+/// Number of KV blocks in the budget; at least one whole context, or a long request could never run.
 fn kv_blocks(options: &EngineOptions, layout: &KvLayout) -> Result<usize, EngineError> {
     let blocks = match options.kv {
         KvBudget::Blocks(blocks) => blocks,

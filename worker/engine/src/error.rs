@@ -1,16 +1,16 @@
-//! What can go wrong with a request, and with the engine itself.
+//! Errors of requests, and of the engine itself.
 
 use crate::{grammar::GrammarError, sampler::SamplingError};
 
-/// Why a request was refused or ended without its answer, or why the engine cannot run.
+/// Reason a request was refused or ended without its answer, or the engine cannot run.
 ///
-/// Cloneable, since one failed step ends several requests.
+/// Cloneable because one failed step ends several requests.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum EngineError {
     /// A prompt needs at least one token: its logits choose the first answer token.
     #[error("the prompt is empty: give at least one token")]
     PromptEmpty,
-    /// Prompt, replayed tokens and one more do not fit.
+    /// Prompt, replayed tokens and one more do not fit the context.
     #[error(
         "{tokens} tokens of prompt and answer leave no room in a context of {context_length}: shorten the prompt by {}",
         (tokens + 1).saturating_sub(*context_length)
@@ -18,10 +18,10 @@ pub enum EngineError {
     PromptTooLong {
         /// Prompt and replayed tokens.
         tokens: usize,
-        /// Tokens of a whole sequence.
+        /// Maximum tokens of a sequence.
         context_length: usize,
     },
-    /// Nothing to generate.
+    /// There is nothing to generate.
     #[error("max_tokens is 0: ask for at least 1")]
     MaxTokensZero,
     /// A token that the model does not have.
@@ -29,14 +29,14 @@ pub enum EngineError {
     UnknownToken {
         /// `prompt`, `generated`, `tokens` …
         field: &'static str,
-        /// Place in that list.
+        /// Index in that list.
         index: usize,
         /// The token.
         token: u32,
-        /// Vocabulary of the model.
+        /// Size of the model's vocabulary.
         vocab: usize,
     },
-    /// A prefill asks for the KV of nothing.
+    /// A prefill asks for no tokens' KV.
     #[error(
         "first_token is {first_token}, and the request has {tokens} tokens: send at least the last one's KV"
     )]
@@ -46,10 +46,10 @@ pub enum EngineError {
         /// Tokens of the request.
         tokens: usize,
     },
-    /// More alternatives than the API has.
+    /// More alternatives requested than the API allows.
     #[error("top_logprobs is {asked}: at most {limit}")]
     TooManyLogprobs {
-        /// Asked for.
+        /// Number requested.
         asked: usize,
         /// Upper bound.
         limit: usize,
@@ -57,10 +57,10 @@ pub enum EngineError {
     /// A sampling parameter is out of its range, or the logits cannot be sampled.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
-    /// The grammar does not compile, or contradicts the tokens.
+    /// The grammar does not compile, or the tokens contradict it.
     #[error(transparent)]
     Grammar(#[from] GrammarError),
-    /// No place in the queue.
+    /// The queue is full.
     #[error(
         "the queue is full: {waiting} requests run or wait, the limit is {limit}; try again later"
     )]
@@ -70,19 +70,19 @@ pub enum EngineError {
         /// `max_batch + max_queue`.
         limit: usize,
     },
-    /// The engine takes no new requests.
+    /// The engine is draining.
     #[error("the worker is draining and takes no new requests: send it to another worker")]
     Draining,
-    /// The engine's thread ended.
+    /// The engine's thread has ended.
     #[error("the engine has stopped: {reason}")]
     Stopped {
-        /// Why, as far as known.
+        /// The reason, as far as known.
         reason: String,
     },
     /// A forward pass failed; every request of its batch ends with this.
     #[error("the forward pass failed: {reason}")]
     Forward {
-        /// The model's own error.
+        /// The model's error.
         reason: String,
     },
     /// KV from another worker does not fit the request.
@@ -92,19 +92,19 @@ pub enum EngineError {
         layer: usize,
         /// First token of the message.
         first_token: usize,
-        /// What does not fit.
+        /// The mismatch.
         detail: String,
     },
-    /// The prefill worker ended without all that it owed.
+    /// The prefill worker ended before it delivered everything.
     #[error("prefill did not deliver: {detail}")]
     Prefill {
-        /// What is missing or wrong.
+        /// The part that is missing or wrong.
         detail: String,
     },
-    /// The scheduler refused what the engine asked of it.
+    /// The scheduler rejected a call from the engine.
     #[error("a fault of the engine: {reason}")]
     Internal {
-        /// The scheduler's words.
+        /// The scheduler's message.
         reason: String,
     },
     /// Options that contradict each other or the model.
@@ -114,7 +114,7 @@ pub enum EngineError {
         field: &'static str,
         /// Its value.
         value: String,
-        /// What to write instead.
+        /// The remedy, as shown to the user.
         remedy: String,
     },
 }

@@ -1,15 +1,15 @@
-//! KV for another worker: read right after its layer is computed, while later layers still compute.
+//! KV export to another worker: each layer is read as soon as it is computed, while later layers are still computing.
 
 use hearth_kernels::{BlockId, KvLayout};
 use hearth_schedule::SequenceId;
 
 use crate::{EngineError, forward::KvBytes};
 
-/// Most bytes of one event.
+/// Maximum size of one event's data.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// What a forward pass makes ready for an export: tokens computed by it, and before them those that were found
-/// in the cache and never sent.
+/// Tokens that a forward pass makes ready for an export: those it computes and, before them, those that were found
+/// in the cache and not sent yet.
 #[derive(Clone, Debug)]
 pub(crate) struct ExportRange {
     pub(crate) sequence: SequenceId,
@@ -19,8 +19,8 @@ pub(crate) struct ExportRange {
 }
 
 impl ExportRange {
-    /// Reads one layer in pieces of bounded size and hands each on: first token, tokens, bytes. `send` returns
-    /// false when nobody wants more.
+    /// Reads one layer in pieces of bounded size and passes each to `send` (first token, tokens, bytes), which returns
+    /// false when the receiver is gone.
     pub(crate) fn read(
         &self,
         layer: usize,

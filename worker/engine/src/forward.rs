@@ -1,4 +1,4 @@
-//! What the step loop asks of a model: one forward pass, and the bytes of its KV.
+//! The step loop's view of a model: one forward pass, and the bytes of its KV.
 
 use std::sync::Arc;
 
@@ -7,9 +7,9 @@ use hearth_model::{Batch, Model, ModelError, Observer};
 
 use crate::progress::{Pass, Progress};
 
-/// Bytes of stored KV.
+/// Access to the bytes of stored KV.
 pub(crate) trait KvBytes {
-    /// `tokens * token_layer_bytes` bytes of one layer from `first_token` of a sequence.
+    /// Returns `tokens * token_layer_bytes` bytes of one layer, starting at a sequence's `first_token`.
     fn read(
         &self,
         layer: usize,
@@ -19,51 +19,51 @@ pub(crate) trait KvBytes {
     ) -> Result<Vec<u8>, String>;
 }
 
-/// Looks into a forward pass while it runs.
+/// Observes a forward pass while it runs.
 pub(crate) trait Watch {
-    /// The KV of a layer is final for all rows of the batch.
+    /// Called when a layer's KV is final for all rows of the batch.
     fn layer_done(&mut self, layer: usize, kv: &dyn KvBytes);
-    /// Whether the pass goes on, `done` of its `blocks` blocks being computed.
+    /// Whether the pass continues, after `done` of its `blocks` blocks.
     fn goes_on(&mut self, done: usize, blocks: usize) -> bool;
 }
 
-/// Counters of weights.
+/// Weight counters.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct WeightStats {
     pub(crate) read_bytes: u64,
     pub(crate) resident_bytes: u64,
 }
 
-/// What a forward pass says of the rows whose logits are wanted.
+/// Result of a forward pass for the rows whose logits are wanted.
 #[derive(Default)]
 pub(crate) struct Output {
-    /// Tokens of the rows that were chosen from, which come first.
+    /// Tokens chosen on the device; their rows come first.
     pub(crate) chosen: Vec<Result<u32, SampleFault>>,
-    /// Logits of the others, `[rows, vocab]`.
+    /// Logits of the other rows, `[rows, vocab]`.
     pub(crate) logits: Vec<f32>,
 }
 
 /// A model with its KV cache.
 pub(crate) trait Forward: Send {
-    /// Called once on the thread that will make all further calls.
+    /// Called once on the thread that makes all later calls.
     fn bind_thread(&self) -> Result<(), String> {
         Ok(())
     }
-    /// Logits of a token.
+    /// Number of logits per token.
     fn vocab(&self) -> usize;
-    /// Layout of the cache.
+    /// Layout of the KV cache.
     fn layout(&self) -> KvLayout;
-    /// Whether [`Forward::forward`] takes choices.
+    /// Whether [`Forward::forward`] accepts `choices`.
     fn can_sample(&self) -> bool;
-    /// Chooses tokens from the logits of the first `choices.len()` of `batch.logit_rows`, and returns the logits of the others;
-    /// `None` when `watch` has ended the pass.
+    /// Chooses tokens from the logits of the first `choices.len()` of `batch.logit_rows`, and returns the
+    /// logits of the others; `None` if `watch` has ended the pass.
     fn forward(
         &mut self,
         batch: &Batch,
         choices: &[SampleSpec],
         watch: &mut dyn Watch,
     ) -> Result<Option<Output>, String>;
-    /// Stores what another worker's cache held.
+    /// Stores KV from another worker's cache.
     fn write(
         &mut self,
         layer: usize,
@@ -71,9 +71,9 @@ pub(crate) trait Forward: Send {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), String>;
-    /// Counters since the start.
+    /// Returns counters since the start.
     fn weights(&self) -> WeightStats;
-    /// How far the running pass is.
+    /// Progress of the running pass.
     fn progress(&self) -> Progress {
         Progress::default()
     }
@@ -97,7 +97,7 @@ impl<B: Backend> ModelForward<B> {
         }
     }
 
-    /// Chooses where the logits are, and brings only the other rows to the host.
+    /// Chooses tokens where the logits are, and copies only the other rows to the host.
     fn output(&self, logits: &B::Tensor, choices: &[SampleSpec]) -> Result<Output, KernelError> {
         let backend = &*self.backend;
         if choices.is_empty() {
@@ -188,7 +188,7 @@ impl<B: Backend> Forward for ModelForward<B> {
     }
 }
 
-/// Passes a model's own observation on, with the cache made readable.
+/// Forwards a model's own observation, with the cache made readable.
 struct Observing<'a, B: Backend> {
     backend: &'a B,
     watch: &'a mut dyn Watch,

@@ -1,7 +1,7 @@
-//! Grammars that an answer must follow: llguidance over the model's own tokens.
+//! Grammars that an answer must follow, by llguidance over the model's own tokens.
 //!
 //! A grammar is compiled on the caller's thread, so that a large schema does not hold up the step loop; the
-//! loop asks for one mask a token. Nothing is kept between requests but the token tree.
+//! loop requests one mask per token. Only the token trie is kept between requests.
 
 use std::{panic::AssertUnwindSafe, sync::Arc};
 
@@ -14,7 +14,7 @@ use toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, Tokeni
 
 use crate::Grammar;
 
-/// Why a grammar cannot be followed.
+/// Reason a grammar cannot be followed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GrammarError {
     /// The grammar does not compile.
@@ -30,10 +30,10 @@ pub enum GrammarError {
         "this worker has no tokenizer, so it cannot follow a grammar: serve a model with tokenizer.json"
     )]
     NoTokenizer,
-    /// The tokenizer cannot be made into a tree of tokens.
+    /// No token trie can be built from the tokenizer.
     #[error("the tokenizer cannot drive grammars: {reason}")]
     Tokenizer {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// Replayed tokens contradict the grammar.
@@ -46,7 +46,7 @@ pub enum GrammarError {
         /// The parser's message.
         reason: String,
     },
-    /// The parser gave up: the grammar is too ambiguous to follow at reasonable cost.
+    /// The parser gave up: the grammar is too ambiguous to follow at a reasonable cost.
     #[error("the grammar cannot be followed behind answer token {index}: {reason}")]
     Exhausted {
         /// Index among the answer's tokens.
@@ -63,18 +63,18 @@ impl GrammarError {
     }
 }
 
-/// The model's tokens as bytes, ready to be matched; one for all requests.
+/// The model's tokens as bytes, ready for matching; shared by all requests.
 pub struct GrammarTokenizer {
     factory: ParserFactory,
 }
 
 impl GrammarTokenizer {
-    /// Grammars of a tokenizer, for a model of `vocab` logits whose answers end with one of `eos`.
+    /// Builds from a tokenizer, for a model with `vocab` logits whose answers end with one of `eos`.
     ///
-    /// Logits beyond the tokenizer's vocabulary are padding and never allowed.
+    /// Logits beyond the tokenizer's vocabulary are padding and are never allowed.
     ///
     /// # Errors
-    /// [`GrammarError::Tokenizer`] when there is no end-of-sequence token or the tree cannot be built.
+    /// [`GrammarError::Tokenizer`] if there is no end-of-sequence token or the trie cannot be built.
     pub fn new(tokenizer: &Tokenizer, vocab: usize, eos: &[u32]) -> Result<Self, GrammarError> {
         let tokens = (0..vocab as u32)
             .map(|id| {
@@ -89,11 +89,11 @@ impl GrammarTokenizer {
         Self::from_tokens(tokens, eos)
     }
 
-    /// Trie of the bytes of each token; an empty token is never allowed, and one that begins with byte 0xFF
-    /// ([`TokTrie::SPECIAL_TOKEN_MARKER`]) is never text.
+    /// Builds the trie from the bytes of each token; an empty token is never allowed, and one that begins with byte
+    /// 0xFF ([`TokTrie::SPECIAL_TOKEN_MARKER`]) is never text.
     ///
     /// # Errors
-    /// [`GrammarError::Tokenizer`] when `eos` is empty or beyond the tokens.
+    /// [`GrammarError::Tokenizer`] if `eos` is empty or out of range.
     pub fn from_tokens(mut tokens: Vec<Vec<u8>>, eos: &[u32]) -> Result<Self, GrammarError> {
         let vocab = tokens.len();
         if eos.is_empty() || eos.iter().any(|id| *id as usize >= vocab) {
@@ -145,7 +145,7 @@ impl GrammarTokenizer {
         let parser: Result<TokenParser, _> =
             panic_utils::catch_unwind(AssertUnwindSafe(|| self.factory.create_parser(top)));
         let mut matcher = Matcher::new(parser);
-        // The first mask shows whether anything can follow at all.
+        // The first mask shows whether any token can follow at all.
         let reason = match matcher.get_error() {
             Some(reason) => Some(reason),
             None => matcher.compute_mask_or_eos().err().map(|e| e.to_string()),
@@ -163,17 +163,18 @@ impl GrammarTokenizer {
     }
 }
 
-/// Where an answer stands in its grammar.
+/// Position of an answer in its grammar.
 pub struct GrammarState {
     matcher: Matcher,
     accepted: usize,
 }
 
 impl GrammarState {
-    /// Which tokens may follow: bit `t % 32` of word `t / 32`. The `stop_tokens` may where the grammar may end.
+    /// Mask of the tokens that may follow: bit `t % 32` of word `t / 32`.
+    /// Includes `stop_tokens` where the grammar may end.
     ///
     /// # Errors
-    /// [`GrammarError::Exhausted`] when the parser reaches its limits.
+    /// [`GrammarError::Exhausted`] if the parser reaches its limits.
     pub fn mask(&mut self, stop_tokens: &[u32]) -> Result<Vec<u32>, GrammarError> {
         let index = self.accepted;
         let exhausted = |reason: String| GrammarError::Exhausted {
@@ -196,10 +197,10 @@ impl GrammarState {
         Ok(words)
     }
 
-    /// Takes the next token of the answer; true: the grammar ends here and no token may follow.
+    /// Accepts the next token of the answer; returns true if the grammar ends here and no token may follow.
     ///
     /// # Errors
-    /// [`GrammarError::Rejected`] when the token does not follow.
+    /// [`GrammarError::Rejected`] if the token does not follow.
     pub fn accept(&mut self, token: u32) -> Result<bool, GrammarError> {
         self.matcher
             .consume_token(token)
@@ -212,7 +213,7 @@ impl GrammarState {
         Ok(self.matcher.is_stopped())
     }
 
-    /// Takes tokens that an earlier worker delivered; true: the grammar had ended with them.
+    /// Accepts tokens that an earlier worker delivered; returns true if the grammar ended with them.
     ///
     /// # Errors
     /// [`GrammarError::Rejected`] naming the first token that does not follow.
@@ -225,7 +226,7 @@ impl GrammarState {
     }
 }
 
-/// A schema from its text.
+/// Parses a schema.
 fn parse_schema(text: &str) -> Result<TopLevelGrammar, GrammarError> {
     let invalid = |reason: String| GrammarError::Invalid {
         kind: "json_schema",
@@ -241,8 +242,8 @@ fn parse_schema(text: &str) -> Result<TopLevelGrammar, GrammarError> {
     }
 }
 
-/// JSON on one line, a blank behind each comma and colon, as models were trained with it: where white space is free,
-/// a model may fill its answer with it.
+/// Requests JSON on one line with a space after each comma and colon, as models were trained with: where white space
+/// is unrestricted, a model may fill its answer with it.
 fn json_schema(mut schema: serde_json::Value) -> TopLevelGrammar {
     if let Some(object) = schema.as_object_mut() {
         let options = serde_json::json!({
@@ -257,13 +258,13 @@ fn special(bytes: &[u8]) -> Vec<u8> {
     [&[TokTrie::SPECIAL_TOKEN_MARKER], bytes].concat()
 }
 
-/// The library's messages carry grammars and backtraces behind their first line.
+/// The library's messages carry grammars and backtraces after their first line.
 fn first_line(message: &str) -> String {
     let line = message.lines().map(str::trim).find(|l| !l.is_empty());
     line.unwrap_or("no reason given").to_owned()
 }
 
-/// The token tree. Its tokenizer is greedy and not the model's, so tokens are never forced, only masked.
+/// The token trie. Its tokenizer is greedy and not the model's, so tokens are never forced, only masked.
 struct Tokens {
     trie: TokTrie,
 }

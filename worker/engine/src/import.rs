@@ -1,4 +1,4 @@
-//! KV from another worker: what has come, and what is still owed.
+//! KV from another worker: received so far, and still outstanding.
 
 use std::collections::VecDeque;
 
@@ -7,19 +7,19 @@ use hearth_kernels::KvLayout;
 
 use crate::{EngineError, RequestId};
 
-/// Bytes of KV that are copied between two forward passes while sequences decode.
+/// Maximum bytes of KV copied between two forward passes while sequences decode.
 pub(crate) const IMPORT_BYTES_PER_STEP: usize = 32 << 20;
 
-/// How far the import of one sequence has come.
+/// Progress of one sequence's import.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Import {
     first_token: usize,
     tokens: usize,
-    /// First token of each layer that is not there yet.
+    /// First missing token of each layer.
     there: Vec<usize>,
 }
 
-/// A message of KV that fits.
+/// A message with KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct KvChunk {
     pub(crate) layer: usize,
@@ -28,7 +28,7 @@ pub(crate) struct KvChunk {
 }
 
 impl Import {
-    /// KV of tokens `first_token..tokens` is owed, in `layers` layers.
+    /// Starts an import of tokens `first_token..tokens`, in `layers` layers.
     pub(crate) fn new(layers: usize, first_token: usize, tokens: usize) -> Self {
         Self {
             first_token,
@@ -37,7 +37,7 @@ impl Import {
         }
     }
 
-    /// Checks a message. Messages of a layer come in order; one that was sent before may come again, as when
+    /// Checks a message. Messages for a layer must arrive in order; one may arrive again, as when
     /// a second prefill worker takes over.
     pub(crate) fn check(&self, chunk: &KvChunk, layout: &KvLayout) -> Result<(), EngineError> {
         let KvChunk {
@@ -77,7 +77,7 @@ impl Import {
         Ok(())
     }
 
-    /// Records a checked message that was stored.
+    /// Records a message that was checked and stored.
     pub(crate) fn stored(&mut self, chunk: &KvChunk, layout: &KvLayout) {
         let end = chunk.first_token + chunk.data.len() / layout.token_layer_bytes();
         if let Some(there) = self.there.get_mut(chunk.layer) {
@@ -85,7 +85,7 @@ impl Import {
         }
     }
 
-    /// An error unless all KV is there.
+    /// Returns an error unless all KV has arrived.
     pub(crate) fn check_complete(&self) -> Result<(), EngineError> {
         match self.there.iter().position(|there| *there < self.tokens) {
             None => Ok(()),
@@ -99,14 +99,14 @@ impl Import {
     }
 }
 
-/// What callers said about imports, in the order in which they said it.
+/// Callers' import commands, queued in order.
 pub(crate) enum ImportCommand {
     Chunk(KvChunk),
     Done(Vec<f32>),
     Failed(EngineError),
 }
 
-/// Import commands that wait for their turn: copies must not hold up decoding.
+/// Import commands that wait their turn, since copies must not hold up decoding.
 #[derive(Default)]
 pub(crate) struct ImportQueue {
     commands: VecDeque<(RequestId, ImportCommand)>,
@@ -121,7 +121,7 @@ impl ImportQueue {
         self.commands.is_empty()
     }
 
-    /// The next command, unless its copy would exceed what is left of the budget; one at least is always given.
+    /// Returns the next command, unless its copy would exceed the remaining budget; the first one is always returned.
     pub(crate) fn pop(&mut self, budget: &mut ImportBudget) -> Option<(RequestId, ImportCommand)> {
         let size = match self.commands.front()?.1 {
             ImportCommand::Chunk(ref chunk) => chunk.data.len(),
@@ -133,7 +133,7 @@ impl ImportQueue {
         self.commands.pop_front()
     }
 
-    /// Forgets what was said about a request that ended.
+    /// Drops the commands for a request that has ended.
     pub(crate) fn forget(&mut self, id: RequestId) {
         self.commands.retain(|(other, _)| *other != id);
     }
@@ -146,7 +146,7 @@ pub(crate) struct ImportBudget {
 }
 
 impl ImportBudget {
-    /// Bounded while sequences decode.
+    /// The budget is bounded while sequences decode.
     pub(crate) fn new(decoding: bool) -> Self {
         Self {
             left: decoding.then_some(IMPORT_BYTES_PER_STEP),
@@ -173,7 +173,7 @@ mod tests {
 
     use super::*;
 
-    /// 8 bytes for each token and layer.
+    /// 8 bytes per token and layer.
     const LAYOUT: KvLayout = KvLayout {
         layers: 2,
         kv_heads: 1,
@@ -216,7 +216,7 @@ mod tests {
         store(&mut import, chunk(1, 4, 24));
         let text = import.check_complete().unwrap_err().to_string();
         assert!(text.contains("layer 1 ends at token 7 of 10"), "{text}");
-        // A second worker begins anew.
+        // A second worker starts over.
         store(&mut import, chunk(0, 4, 8));
         store(&mut import, chunk(1, 4, 48));
         assert_eq!(import.check_complete(), Ok(()));

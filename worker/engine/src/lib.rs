@@ -1,15 +1,15 @@
 //! The step loop: schedule, modules, sampler.
 //!
-//! An [`Engine`] owns one model and its KV cache. Requests come in by [`Engine::generate`] and
-//! [`Engine::prefill`], answers go out by callbacks; one thread runs all forward passes.
+//! An [`Engine`] owns one model and its KV cache. Requests arrive through [`Engine::generate`] and
+//! [`Engine::prefill`], answers leave through callbacks; one thread runs all forward passes.
 //!
 //! **Invariants**
 //! - A token is a function of (seed, index, logits, the request's own tokens). Together with batch-invariant
-//!   kernels that makes an answer the same whatever shares its batch, whether its KV was computed here, reused
-//!   or imported, and wherever it was taken up again.
-//! - Every request that was accepted ends with exactly one `Finished`, `Done` or `Failed`, unless the caller
-//!   let go of it.
-//! - No async runtime and no network: what a caller does with events is the caller's business.
+//!   kernels, this makes an answer the same whatever else is in its batch, whether its KV was computed here, reused
+//!   or imported, and wherever it was resumed.
+//! - Every accepted request ends with exactly one `Finished`, `Done` or `Failed`, unless the caller
+//!   dropped it.
+//! - No async runtime and no network: callers decide what to do with events.
 
 #![forbid(unsafe_code)]
 

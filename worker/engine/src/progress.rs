@@ -1,25 +1,25 @@
-//! How far the running forward pass is, as others see it: a pass that is long on a slow machine goes on from layer to
-//! layer, and one that stands still does not.
+//! Progress of the running forward pass, as seen from outside: a pass that is slow on a slow machine still advances
+//! from layer to layer, and one that hangs does not.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// When the running pass last went on; `None` while none runs. Clones share it.
+/// Time at which the running pass last advanced; `None` while none is running. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Progress(Arc<Mutex<Option<Instant>>>);
 
-/// A pass that runs, until it is dropped.
+/// A running pass; it ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Pass(Progress);
 
 impl Progress {
-    /// A pass begins.
+    /// Begins a pass.
     pub(crate) fn begin(&self) -> Pass {
         *self.lock() = Some(Instant::now());
         Pass(self.clone())
     }
 
-    /// How long the running pass has been at its layer.
+    /// Time that the running pass has spent at its current layer.
     pub(crate) fn at_layer_for(&self) -> Option<Duration> {
         self.lock().map(|since| since.elapsed())
     }
@@ -30,7 +30,7 @@ impl Progress {
 }
 
 impl Pass {
-    /// A layer is done.
+    /// Records that a layer is done.
     pub(crate) fn goes_on(&self) {
         *self.0.lock() = Some(Instant::now());
     }

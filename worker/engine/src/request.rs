@@ -1,4 +1,4 @@
-//! A request inside the engine: its callback, and how its next token is chosen.
+//! A request inside the engine: its callback, and the choice of its next token.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -20,10 +20,10 @@ use crate::{
     shared::Slot,
 };
 
-/// Takes events; false: the receiver is gone.
+/// Receives events; returns false if the receiver is gone.
 pub(crate) type Sink<E> = Box<dyn FnMut(E) -> bool + Send>;
 
-/// A callback that is asked nothing more once its receiver is gone.
+/// A callback that is never called again once its receiver is gone.
 pub(crate) struct Receiver<E> {
     sink: Option<Sink<E>>,
 }
@@ -33,8 +33,8 @@ impl<E> Receiver<E> {
         Self { sink: Some(sink) }
     }
 
-    /// Hands over an event; false: the receiver is gone. A callback that panics counts as gone: it must not
-    /// take the engine's thread with it.
+    /// Delivers an event; returns false if the receiver is gone. A callback that panics counts as gone, and must not
+    /// take down the engine's thread.
     pub(crate) fn send(&mut self, event: E) -> bool {
         let Some(sink) = &mut self.sink else {
             return false;
@@ -46,13 +46,13 @@ impl<E> Receiver<E> {
         there
     }
 
-    /// Whether it has said that it wants no more.
+    /// Whether the receiver wants no more events.
     pub(crate) fn is_gone(&self) -> bool {
         self.sink.is_none()
     }
 }
 
-/// Whether the handle of a request is gone: told at once, where a command waits for the end of a forward pass.
+/// Flag that a request's handle is gone: visible at once, whereas a command waits for the end of a forward pass.
 #[derive(Clone, Default)]
 pub(crate) struct Cancelled(Arc<AtomicBool>);
 
@@ -71,30 +71,30 @@ pub(crate) struct Answer {
     pub(crate) id: RequestId,
     pub(crate) cancelled: Cancelled,
     pub(crate) receiver: Receiver<GenerateEvent>,
-    /// Given to the scheduler at its start.
+    /// Moved to the scheduler when the request starts.
     pub(crate) prompt: Vec<u32>,
-    /// Replayed tokens; given to the scheduler at its start.
+    /// Replayed tokens; moved to the scheduler when the request starts.
     pub(crate) generated: Vec<u32>,
     /// Tokens that may still be chosen.
     pub(crate) max_new_tokens: usize,
     pub(crate) sampler: SamplerState,
-    /// Who computes the prompt.
+    /// The engine that computes the prompt.
     pub(crate) work: Work,
     pub(crate) import: Option<Import>,
-    /// Given back when the request is dropped.
+    /// Released when the request is dropped.
     pub(crate) _slot: Slot,
 }
 
-/// A request for KV.
+/// A request for a prompt's KV.
 pub(crate) struct Export {
     pub(crate) id: RequestId,
     pub(crate) cancelled: Cancelled,
     pub(crate) receiver: Receiver<PrefillEvent>,
     pub(crate) tokens: Vec<u32>,
-    /// KV of tokens before this one was sent, or is not wanted.
+    /// KV of tokens before this one has been sent or is not wanted.
     pub(crate) sent_to: usize,
     pub(crate) cached_tokens: usize,
-    /// Given back when the request is dropped.
+    /// Released when the request is dropped.
     pub(crate) _slot: Slot,
 }
 
@@ -129,7 +129,7 @@ impl EngineRequest {
         }
     }
 
-    /// Whether nobody waits for it any more.
+    /// Whether the request's handle is gone.
     pub(crate) fn is_cancelled(&self) -> bool {
         match self {
             Self::Answer(r) => r.cancelled.is_set() || r.receiver.is_gone(),
@@ -146,7 +146,7 @@ impl EngineRequest {
     }
 }
 
-/// All that the next token of an answer depends on, beside its logits.
+/// Everything that an answer's next token depends on, besides its logits.
 pub(crate) struct SamplerState {
     pub(crate) params: SamplingParams,
     /// Index of the next token.
@@ -166,7 +166,7 @@ pub(crate) struct SampledToken {
 }
 
 impl SamplerState {
-    /// Chooses from `logits` `[vocab]` and moves on by one token.
+    /// Chooses from `logits` `[vocab]` and advances by one token.
     pub(crate) fn next(&mut self, logits: &[f32]) -> Result<SampledToken, EngineError> {
         let mask = self.mask()?;
         let sampled = sampler::sample(
@@ -180,8 +180,8 @@ impl SamplerState {
         self.advance(sampled)
     }
 
-    /// What a device must know to choose in the host's place; `None` where the host alone can: log-probabilities need all logits, and a
-    /// token that is biased twice is rounded twice.
+    /// Everything that a device needs to choose in the host's place; `None` if only the host can choose:
+    /// log-probabilities need all logits, and a token that is biased twice is rounded twice.
     pub(crate) fn for_device(&mut self) -> Result<Option<SampleSpec>, EngineError> {
         if self.logprobs.is_some() {
             return Ok(None);
@@ -208,7 +208,7 @@ impl SamplerState {
         }))
     }
 
-    /// Takes what a device chose by [`SamplerState::for_device`] and moves on by one token.
+    /// Takes the token that a device chose by [`SamplerState::for_device`] and advances by one token.
     pub(crate) fn take(
         &mut self,
         chosen: Result<u32, SampleFault>,
@@ -229,7 +229,7 @@ impl SamplerState {
         })
     }
 
-    /// The tokens that the grammar lets follow; `None` where all may.
+    /// The tokens that the grammar allows next; `None` if all are allowed.
     fn mask(&mut self) -> Result<Option<Vec<u32>>, EngineError> {
         Ok(match &mut self.grammar {
             Some(grammar) => Some(grammar.mask(&self.stop_tokens)?),

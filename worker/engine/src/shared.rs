@@ -1,4 +1,4 @@
-//! What the handle and the engine's thread both see.
+//! State shared by the handle and the engine's thread.
 
 use std::{
     sync::{
@@ -20,9 +20,9 @@ pub(crate) struct Shared {
 struct State {
     stats: EngineStats,
     health: Health,
-    /// Requests that were accepted and have not ended.
+    /// Accepted requests that have not ended.
     open: usize,
-    /// Number of those that ended by themselves.
+    /// Number of requests that have ended.
     ended: usize,
 }
 
@@ -71,13 +71,13 @@ impl Shared {
         self.draining.store(true, Ordering::Release);
     }
 
-    /// Requests that were accepted and have not ended, and how many have.
+    /// Number of accepted requests that have not ended, and of those that have.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let state = self.state();
         (state.open, state.ended)
     }
 
-    /// Waits until no request is open; false when `grace` is over first.
+    /// Waits until no request is open; returns false if `grace` runs out first.
     pub(crate) fn wait_until_idle(&self, grace: Duration) -> bool {
         let deadline = Instant::now().checked_add(grace);
         let mut state = self.state();
@@ -96,7 +96,7 @@ impl Shared {
     }
 }
 
-/// The place that an accepted request takes; its drop gives it back, wherever the request ends.
+/// An accepted request's place in the engine; dropping it gives the place back, wherever the request ends.
 pub(crate) struct Slot {
     shared: Arc<Shared>,
 }

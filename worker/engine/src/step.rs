@@ -1,4 +1,4 @@
-//! The step loop: commands, schedule, forward pass, sampler, events; and again.
+//! The step loop: commands, schedule, forward pass, sampler, events, and again.
 
 use std::{
     any::Any,
@@ -29,10 +29,10 @@ use crate::{
     work::StepWork,
 };
 
-/// Forward passes that fail one after another before the engine calls itself unhealthy.
+/// Number of forward passes that fail in a row before the engine reports itself unhealthy.
 const FAILURES_UNTIL_UNHEALTHY: u32 = 3;
 
-/// What handles ask of the loop.
+/// Commands from handles to the loop.
 pub(crate) enum Command {
     Submit(EngineRequest),
     Cancel(RequestId),
@@ -53,7 +53,7 @@ pub(crate) struct StepLoop<F> {
     imports: ImportQueue,
     counters: Counters,
     failures_in_a_row: u32,
-    /// The last schedule had nothing to compute, and nothing has happened since.
+    /// Set if the last schedule had nothing to compute and nothing has happened since.
     idle: bool,
     stopping: bool,
 }
@@ -84,7 +84,7 @@ impl<F: Forward> StepLoop<F> {
         let limits = SchedulerOptions {
             max_batch: options.max_batch,
             chunk_tokens: options.chunk_tokens,
-            // The handle counts what it accepts.
+            // The handle limits the number of requests.
             max_waiting: usize::MAX,
         };
         Ok(Self {
@@ -103,8 +103,8 @@ impl<F: Forward> StepLoop<F> {
         })
     }
 
-    /// Runs until the last handle is gone or a shutdown is asked for. Whatever happens, no request is left
-    /// without its last event.
+    /// Runs until the last handle is gone or a shutdown is requested.
+    /// Whatever happens, every request gets its last event.
     pub(crate) fn run(mut self) {
         if let Err(reason) = self.forward.bind_thread() {
             tracing::warn!(
@@ -135,7 +135,7 @@ impl<F: Forward> StepLoop<F> {
         while self.take_commands() {
             self.take_imports();
             let step = self.scheduler.schedule();
-            // With nothing to compute, only a command can change that; ending a request resets this.
+            // With nothing to compute, only a command can change that; a request's end resets this.
             self.idle = step.is_empty();
             self.announce(&step);
             self.compute(&step);
@@ -143,7 +143,7 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// Takes every command that is there, and waits for one when there is nothing else to do. False: stop.
+    /// Takes all pending commands, and waits for one if there is nothing else to do. Returns false to stop.
     fn take_commands(&mut self) -> bool {
         while !self.stopping {
             let command = if self.idle && self.imports.is_empty() {
@@ -155,7 +155,7 @@ impl<F: Forward> StepLoop<F> {
             match command {
                 Ok(command) => self.take_command(command),
                 Err(TryRecvError::Empty) => return true,
-                // Every handle is gone, those of requests too: nobody waits for anything.
+                // All handles are gone, including those of requests: no one is waiting for anything.
                 Err(TryRecvError::Disconnected) => return false,
             }
         }
@@ -204,7 +204,7 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// Forgets a request and frees its KV.
+    /// Removes a request and frees its KV.
     fn remove(&mut self, sequence: SequenceId) -> Option<EngineRequest> {
         let request = self.requests.remove(&sequence)?;
         self.sequences.remove(&request.id());
@@ -221,7 +221,7 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// Hands an event to an answer's receiver; an answer without receiver is cancelled.
+    /// Sends an event to an answer's receiver; an answer without a receiver is cancelled.
     fn send(&mut self, sequence: SequenceId, event: GenerateEvent) -> bool {
         let there = match self.requests.get_mut(&sequence) {
             Some(EngineRequest::Answer(r)) => r.receiver.send(event),
@@ -242,7 +242,7 @@ impl<F: Forward> StepLoop<F> {
         self.remove(finished.sequence);
     }
 
-    /// Copies imported KV, within what the sequences that decode can bear.
+    /// Copies imported KV, within the budget that decoding sequences allow.
     fn take_imports(&mut self) {
         let decodes = |id: &SequenceId| self.scheduler.phase(*id) == Some(Phase::Decoding);
         let mut budget = ImportBudget::new(self.requests.keys().any(decodes));
@@ -261,7 +261,7 @@ impl<F: Forward> StepLoop<F> {
         let Some(EngineRequest::Answer(answer)) = self.requests.get_mut(&sequence) else {
             return Ok(());
         };
-        // A late word about an import that was given up.
+        // A late message for an import that was given up.
         let (Some(import), Some(target)) =
             (&mut answer.import, self.scheduler.import_target(sequence))
         else {
@@ -293,7 +293,7 @@ impl<F: Forward> StepLoop<F> {
                     return Err(EngineError::Prefill { detail });
                 }
                 answer.import = None;
-                // What was answered before is computed here.
+                // The token after replayed ones is computed here.
                 let sampled = match answer.sampler.index {
                     0 => match self.choose(sequence, |state| state.next(&logits)) {
                         None => return Ok(()),
@@ -311,7 +311,7 @@ impl<F: Forward> StepLoop<F> {
         Ok(())
     }
 
-    /// Moves an answer on by a token and sends it; `None` when the answer ended with an error or is not wanted.
+    /// Advances an answer by a token and sends it; `None` if the answer ended with an error or is no longer wanted.
     fn choose(
         &mut self,
         sequence: SequenceId,
@@ -335,7 +335,7 @@ impl<F: Forward> StepLoop<F> {
         })
     }
 
-    /// Tells requests that they left the queue, and asks for the KV that they need.
+    /// Tells requests that they have left the queue, and asks for the KV that they need.
     fn announce(&mut self, step: &Step) {
         for admission in &step.admitted {
             let Admission {
@@ -370,14 +370,14 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// Runs a step's forward pass and gives its tokens and logits to whom they belong.
+    /// Runs a step's forward pass and distributes its tokens and logits.
     fn compute(&mut self, step: &Step) {
         let (work, refused) = StepWork::new(step, &mut self.requests, self.forward.can_sample());
         refused
             .into_iter()
             .for_each(|(s, error)| self.fail(s, error));
         if work.batch.tokens.is_empty() {
-            return; // All were cancelled since.
+            return; // All have been cancelled since.
         }
         let started = Instant::now();
         let mut watch = StepWatch {
@@ -410,7 +410,7 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// A pass was ended because requests in it were cancelled: the others are scheduled anew.
+    /// Handles a pass that was ended because requests in it were cancelled: the others are rescheduled.
     fn give_up(&mut self, work: &StepWork) {
         for sequence in &work.sequences {
             let request = self.requests.get(sequence);
@@ -420,7 +420,7 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// Samples, sends what came of the step, and records it.
+    /// Samples, sends the step's results, and records them.
     fn deliver(&mut self, number: u64, work: &StepWork, output: Output) {
         for range in &work.exports {
             if let Some(EngineRequest::Export(export)) = self.requests.get_mut(&range.sequence) {
@@ -459,7 +459,7 @@ impl<F: Forward> StepLoop<F> {
             Ok(update) => {
                 update.finished.into_iter().for_each(|f| self.finish(f));
                 for sequence in update.exported {
-                    // Its last event is sent; whatever the scheduler says, the request is over.
+                    // The last event has been sent; whatever the scheduler says, the request is over.
                     let _ = self.scheduler.export_done(sequence);
                     self.remove(sequence);
                 }
@@ -468,7 +468,7 @@ impl<F: Forward> StepLoop<F> {
         self.drop_unwanted_exports(work);
     }
 
-    /// Exports whose receiver is gone.
+    /// Removes exports whose receiver is gone.
     fn drop_unwanted_exports(&mut self, work: &StepWork) {
         for range in &work.exports {
             let unwanted = match self.requests.get(&range.sequence) {
@@ -487,7 +487,7 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// The requests of a batch that could not be computed end with the reason; the others go on.
+    /// Ends the requests of a batch that could not be computed with the reason; the others continue.
     fn failed(&mut self, work: &StepWork, reason: String) {
         tracing::error!(
             reason,

@@ -1,4 +1,4 @@
-//! What the engine does while the model computes: KV leaves layer by layer, and a pass that nobody waits for ends.
+//! The engine's actions during a forward pass: KV is sent layer by layer, and a pass that is no longer wanted ends.
 
 use std::collections::BTreeMap;
 
@@ -38,9 +38,9 @@ impl Watch for StepWatch<'_> {
         }
     }
 
-    /// A pass with a chunk of a prompt ends where beginning anew without the rows of cancelled requests costs the others
-    /// less than its end would; so it always ends when nobody else is in it. A step of decode rows alone is one token
-    /// long, and a GPU takes it whole.
+    /// Ends a pass with a prompt chunk if restarting it without the rows of cancelled requests costs the others
+    /// less than finishing it; a pass with only cancelled requests therefore always ends. A step of decode rows alone
+    /// is one token long, and a GPU runs it as a whole.
     fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
         let batch = &self.work.batch;
         if batch.spans.iter().all(|span| span.rows == 1) {
@@ -56,8 +56,8 @@ impl Watch for StepWatch<'_> {
     }
 }
 
-/// Whether the rest of a pass, `(blocks - done) * rows`, is at most what beginning anew costs for the rows that are still
-/// wanted, `blocks * wanted`.
+/// Whether the rest of a pass, `(blocks - done) * rows`, costs at most as much as restarting it for the rows that are
+/// still wanted, `blocks * wanted`.
 fn is_cheaper_to_finish(rows: usize, cancelled_rows: usize, done: usize, blocks: usize) -> bool {
     let wanted = rows - cancelled_rows;
     wanted > 0 && (blocks - done) * rows <= blocks * wanted
@@ -69,13 +69,13 @@ mod tests {
 
     #[test]
     fn a_pass_ends_early_where_that_is_sooner_for_the_others() {
-        // Nobody left, nobody stays.
+        // No one left it: it continues; no one stayed: it ends.
         assert!(is_cheaper_to_finish(256, 0, 0, 12));
         assert!((0..12).all(|done| !is_cheaper_to_finish(256, 256, done, 12)));
-        // Half of the rows are wanted: worth it in the first half alone.
+        // Half of the rows are wanted: ending it pays off only in the first half.
         let ends = |done: &usize| !is_cheaper_to_finish(200, 100, *done, 12);
         assert_eq!((0..12).filter(ends).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
-        // A few rows of many are not worth anything that was computed.
+        // A few cancelled rows out of many are not worth discarding any computed block.
         assert!(!is_cheaper_to_finish(256, 8, 0, 12));
         assert!(is_cheaper_to_finish(256, 8, 1, 12));
     }

@@ -1,4 +1,4 @@
-//! What one step computes: a batch, whose rows it has, and how their tokens are chosen.
+//! One step's work: its batch, the sequences that own the rows, and the choices of their tokens.
 
 use std::collections::BTreeMap;
 
@@ -8,24 +8,25 @@ use hearth_schedule::{SequenceId, Step};
 
 use crate::{EngineError, export::ExportRange, forward::Output, request::EngineRequest};
 
-/// A forward pass and whose it is.
+/// A forward pass and the sequences it serves.
 #[derive(Default)]
 pub(crate) struct StepWork {
     pub(crate) batch: Batch,
-    /// All sequences with rows.
+    /// All sequences with rows in the batch.
     pub(crate) sequences: Vec<SequenceId>,
-    /// Those whose token the device chooses, in the order of `batch.logit_rows`, of which they have the first.
+    /// Sequences whose token the device chooses, in the order of `batch.logit_rows`, of which they have the first.
     pub(crate) on_device: Vec<SequenceId>,
-    /// How it chooses.
+    /// Specifications of the device's choices, one for each of `on_device`.
     pub(crate) choices: Vec<SampleSpec>,
-    /// Those whose logits come to the host; theirs are the other rows.
+    /// Sequences whose logits come to the host; theirs are the remaining rows of `batch.logit_rows`.
     pub(crate) on_host: Vec<SequenceId>,
     pub(crate) exports: Vec<ExportRange>,
 }
 
 impl StepWork {
-    /// The batch of a step, without sequences that were cancelled since it was scheduled; `can_sample`: the device chooses where a
-    /// request lets it. Requests whose next token cannot be chosen are left out and come with the reason.
+    /// Builds a step's batch, without sequences that were cancelled since it was scheduled; `can_sample`: the device
+    /// chooses if the request allows it. Requests whose next token cannot be chosen
+    /// are left out and returned with the reason.
     pub(crate) fn new(
         step: &Step,
         requests: &mut BTreeMap<SequenceId, EngineRequest>,
@@ -82,7 +83,7 @@ impl StepWork {
         (work, refused)
     }
 
-    /// The output of the forward pass, or why it is not this step's.
+    /// Returns the forward pass's output, or the reason it does not match this step.
     pub(crate) fn checked(&self, output: Output, vocab: usize) -> Result<Output, String> {
         let (chosen, choices) = (output.chosen.len(), self.choices.len());
         if chosen != choices {

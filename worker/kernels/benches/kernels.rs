@@ -1,5 +1,5 @@
-//! Linear kernels beside what the machine gives in the same run: weight bytes read per second as a part of
-//! the read bandwidth for a few rows, multiply-adds as a part of the peak for many.
+//! Linear kernels compared with the machine's limits in the same run: weight bytes read per second as a fraction of
+//! the read bandwidth for a few rows, multiply-adds as a fraction of the peak for many.
 //!
 //! `cargo bench -p hearth-kernels [-- avx2|avx512|scalar]`. Run it alone on the machine: neighbours distort it.
 
@@ -13,7 +13,7 @@ use hearth_kernels::{
     Isa, KvDType, KvLayout, Span,
 };
 
-/// Weights of one measurement: several matrices, so that none is read from a cache twice.
+/// Weight bytes per measurement: several matrices, so that none is read from a cache twice.
 const WEIGHT_BYTES: usize = 1 << 30;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -55,8 +55,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// What one thread computed, without the time in which others had its CPU; with more threads, the time by the
-/// wall.
+/// Clock of a measurement: the CPU time of a single thread, which excludes time when others
+/// had its CPU; with more threads, wall-clock time.
 enum Clock {
     Cpu(Duration),
     Wall(std::time::Instant),
@@ -84,7 +84,7 @@ fn thread_cpu_time() -> Duration {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: the call writes one `timespec`, which is there; this clock exists on every Linux.
+    // SAFETY: the call writes one `timespec`, which is valid; this clock exists on every Linux.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
@@ -94,7 +94,7 @@ struct Measured {
     gbps: f64,
 }
 
-/// The fastest quarter of the runs over enough matrices to leave every cache.
+/// Lower quartile of the run times, over enough matrices to exceed every cache.
 fn measure(
     backend: &CpuBackend,
     data: &Bytes,
@@ -126,7 +126,7 @@ fn measure(
     })
 }
 
-/// Eight experts of one token, as one layer of a decode step reads them (FP8).
+/// Eight experts for one token, as one layer of a decode step reads them (FP8).
 fn experts(
     backend: &CpuBackend,
     data: &Bytes,
@@ -179,7 +179,7 @@ fn experts(
     Ok(())
 }
 
-/// One layer's attention of one token over 4096 positions, and of a chunk of 256 at their end.
+/// One layer's attention for one token over 4096 positions, and for a chunk of 256 at their end.
 fn attention(backend: &CpuBackend) -> Result<(), Box<dyn std::error::Error>> {
     let gqa = KvLayout {
         layers: 1,
@@ -234,7 +234,7 @@ fn attention(backend: &CpuBackend) -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Random bytes that are ordinary numbers as bfloat16 (2^-7 to 4) and never NaN as FP8.
+/// Random bytes that are ordinary numbers in bfloat16 (2^-7 to 4) and never NaN in FP8.
 fn random_codes(len: usize) -> Vec<u8> {
     let mut state = 1u64;
     (0..len)

@@ -1,24 +1,25 @@
-//! On which CPUs threads run: asked of the kernel, and told to it.
+//! CPU affinity of threads: queried from the kernel, and set.
 //!
-//! The kernel keeps a mask for each thread within the CPUs of its control group (its cpuset). What shrinks or widens the
-//! cpuset changes the masks of threads that run: they never fail for it, but kernels before 6.2 forget what the thread was bound to.
+//! The kernel keeps a mask for each thread, within the CPUs of its control group (its cpuset). Shrinking or widening
+//! the cpuset changes the masks of running threads: they never fail because of it,
+//! but kernels before 6.2 forget what the thread was bound to.
 
 use std::io;
 
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
-/// A thread by the kernel's number.
+/// A thread, by the kernel's ID.
 pub type ThreadId = Pid;
 
-/// The calling thread.
+/// Returns the calling thread's ID.
 pub fn this_thread() -> ThreadId {
     rustix::thread::gettid()
 }
 
-/// Binds a thread, the calling one if none is named, to those of `cpus` that its cpuset has.
+/// Binds a thread (the calling one if `None`) to those of `cpus` that are in its cpuset.
 ///
 /// # Errors
-/// When the cpuset has none of them, a CPU has a number that no kernel gives, or the thread has ended.
+/// Fails if the cpuset has none of them, a CPU number is beyond the kernel's maximum, or the thread has ended.
 pub fn bind(thread: Option<ThreadId>, cpus: &[usize]) -> io::Result<()> {
     let mut set = CpuSet::new();
     for &cpu in cpus {
@@ -30,10 +31,10 @@ pub fn bind(thread: Option<ThreadId>, cpus: &[usize]) -> io::Result<()> {
     Ok(sched_setaffinity(thread, &set)?)
 }
 
-/// The CPUs that a thread, the calling one if none is named, is bound to, ascending.
+/// Returns the CPUs that a thread (the calling one if `None`) is bound to, ascending.
 ///
 /// # Errors
-/// When the thread has ended.
+/// Fails if the thread has ended.
 pub fn bound(thread: Option<ThreadId>) -> io::Result<Vec<usize>> {
     let set = sched_getaffinity(thread)?;
     Ok((0..CpuSet::MAX_CPU)
@@ -41,11 +42,11 @@ pub fn bound(thread: Option<ThreadId>) -> io::Result<Vec<usize>> {
         .collect())
 }
 
-/// Frees the calling thread of what it was bound to and tells the CPUs that it may run on now, ascending: those of its
-/// cpuset. A thread that stays bound is told its own mask alone, whatever its cpuset has become.
+/// Unbinds the calling thread and returns the CPUs that it may run on now, ascending: those of its
+/// cpuset. A thread that stays bound only sees its own mask, whatever its cpuset has become.
 ///
 /// # Errors
-/// When the system refuses.
+/// Fails if the system refuses.
 pub fn release() -> io::Result<Vec<usize>> {
     let every: Vec<usize> = (0..CpuSet::MAX_CPU).collect();
     bind(None, &every)?;

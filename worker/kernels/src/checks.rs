@@ -1,14 +1,14 @@
-//! Whether operands fit each other: the same answer, in the same words, on every backend.
+//! Checks that operands fit each other: the same result and the same message on every backend.
 
 use crate::{AttentionSpec, BlockId, KernelError, KvLayout, MlaHeads, RopeTable, RouterSpec, Span};
 
 /// `[rows, cols]` of an operand.
 pub type Shape = (usize, usize);
 
-/// [`KernelError::Shape`] of operation `op` unless `fits`.
+/// Returns [`KernelError::Shape`] for operation `op` unless `fits`.
 ///
 /// # Errors
-/// As said; `detail` is asked for then alone.
+/// As above; `detail` is called only then.
 pub fn ensure(
     fits: bool,
     op: &'static str,
@@ -24,17 +24,17 @@ pub fn ensure(
     }
 }
 
-/// `values` fill a tensor.
+/// Checks that `values` fill a tensor.
 ///
 /// # Errors
-/// [`KernelError::Shape`], as all of this module's.
+/// [`KernelError::Shape`], as for every check in this module.
 pub fn upload((rows, cols): Shape, values: usize) -> Result<(), KernelError> {
     ensure(rows.checked_mul(cols) == Some(values), "upload", || {
         format!("{values} values for [{rows}, {cols}]")
     })
 }
 
-/// Tokens of a vocabulary.
+/// Checks that tokens are within a vocabulary.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -46,7 +46,7 @@ pub fn embed(tokens: &[u32], vocab: usize) -> Result<(), KernelError> {
     })
 }
 
-/// Choices of the first rows of logits.
+/// Checks that there are logits for all choices.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -56,7 +56,7 @@ pub fn sample(logits: Shape, choices: usize) -> Result<(), KernelError> {
     })
 }
 
-/// `x` times a weight, plus a bias.
+/// Checks `x` times a weight, plus a bias.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -69,7 +69,7 @@ pub fn linear(x: Shape, w: Shape, bias: Option<usize>) -> Result<(), KernelError
     })
 }
 
-/// Columns in groups that share a norm's weight.
+/// Checks that columns divide into groups that share a norm's weight.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -79,7 +79,7 @@ pub fn rms_norm(cols: usize, group: usize) -> Result<(), KernelError> {
     })
 }
 
-/// Two operands of one shape.
+/// Checks that two operands have the same shape.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -87,7 +87,7 @@ pub fn same(op: &'static str, a: Shape, b: Shape) -> Result<(), KernelError> {
     ensure(a == b, op, || format!("{} and {}", shape(a), shape(b)))
 }
 
-/// Columns `first..first + take` of each of `groups` groups of `cols` columns together.
+/// Checks columns `first..first + take` of each of `groups` groups of `cols` columns in total.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -102,7 +102,7 @@ pub fn columns(cols: usize, groups: usize, first: usize, take: usize) -> Result<
     })
 }
 
-/// The groups of two operands.
+/// Checks the groups of two operands.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -113,7 +113,7 @@ pub fn interleave(a: Shape, b: Shape, groups: usize) -> Result<(), KernelError> 
     })
 }
 
-/// Rows that are picked of an operand.
+/// Checks that the rows picked from an operand exist.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -122,7 +122,7 @@ pub fn rows(rows: &[u32], of: usize) -> Result<(), KernelError> {
         .try_for_each(|&row| ensure((row as usize) < of, "rows", || format!("row {row} of {of}")))
 }
 
-/// Heads that rotate.
+/// Checks the heads that rotate.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -143,7 +143,7 @@ pub fn rope(
     })
 }
 
-/// `x` `[tokens, heads * width]` with `kv_b` `[heads * (nope + v), rank]`.
+/// Checks `x` `[tokens, heads * width]` with `kv_b` `[heads * (nope + v), rank]`.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -170,7 +170,7 @@ pub fn mla(
     })
 }
 
-/// A router's logits and what it chooses.
+/// Checks a router's logits and parameters.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -194,7 +194,7 @@ pub fn route(experts: usize, bias: Option<usize>, spec: &RouterSpec) -> Result<(
     })
 }
 
-/// A cache's dimensions.
+/// Checks a cache's dimensions.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -216,7 +216,7 @@ pub fn kv_alloc(layout: &KvLayout) -> Result<(), KernelError> {
     ensure(sound, "kv_alloc", || layout.fingerprint())
 }
 
-/// Keys and values that are stored.
+/// Checks keys and values to be stored.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -233,7 +233,7 @@ pub fn kv_append(layout: &KvLayout, keys: Shape, values: Option<Shape>) -> Resul
     })
 }
 
-/// A layer of a cache.
+/// Checks that a cache has the layer.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -243,7 +243,7 @@ pub fn kv_layer(op: &'static str, layout: &KvLayout, layer: usize) -> Result<(),
     })
 }
 
-/// Whole records.
+/// Checks that bytes are whole token records.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -255,7 +255,7 @@ pub fn kv_records(layout: &KvLayout, bytes: usize) -> Result<usize, KernelError>
     Ok(bytes / size)
 }
 
-/// Blocks of a cache of `total` that cover `tokens` tokens from `first_token`.
+/// Checks the blocks, in a cache of `total`, that cover `tokens` tokens from `first_token`.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -284,7 +284,7 @@ pub fn kv_blocks(
     })
 }
 
-/// A span that lies in the batch and whose blocks cover it.
+/// Checks that a span lies in the batch and that its blocks cover it.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -315,7 +315,7 @@ pub fn span(
     )
 }
 
-/// Queries, and spans of which no row belongs to two.
+/// Checks queries, and that no row belongs to two spans.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -354,7 +354,7 @@ pub fn attention(
     })
 }
 
-/// A routed expert's matrices (gate, up, down) with input and output.
+/// Checks a routed expert's matrices (gate, up, down) with input and output.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
@@ -366,7 +366,7 @@ pub fn expert(out: Shape, x: Shape, [gate, up, down]: [Shape; 3]) -> Result<(), 
     })
 }
 
-/// The rows of an expert with their weights.
+/// Checks the rows of an expert with their weights.
 ///
 /// # Errors
 /// [`KernelError::Shape`].

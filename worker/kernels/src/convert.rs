@@ -21,7 +21,7 @@ pub fn e4m3_to_f32(code: u8) -> f32 {
     sign * magnitude
 }
 
-/// The nearest E4M3FN code, ties to even; magnitudes above 448 (infinities too) saturate, NaN stays NaN.
+/// The nearest E4M3FN code, ties to even; magnitudes above 448 (including infinities) saturate, NaN stays NaN.
 pub fn f32_to_e4m3(value: f32) -> u8 {
     let sign = ((value.to_bits() >> 24) & 0x80) as u8;
     let magnitude = value.abs();
@@ -69,11 +69,11 @@ pub fn bf16_bytes(values: &[f32]) -> Vec<u8> {
         .collect()
 }
 
-/// Quantises a row-major matrix `[rows, cols]` to E4M3 with one scale for each 128×128 block, as
-/// DeepSeek-V3's checkpoints hold it: `scale = amax / 448`, `code = round(value / scale)`.
+/// Quantises a row-major matrix `[rows, cols]` to E4M3 with one scale per 128×128 block, as
+/// DeepSeek-V3's checkpoints store it: `scale = amax / 448`, `code = round(value / scale)`.
 ///
 /// Returns the codes `[rows, cols]` and the scales `[ceil(rows / 128), ceil(cols / 128)]`
-/// (`weight_scale_inv`). A block without a finite non-zero value has scale 1. When `values` is shorter than
+/// (`weight_scale_inv`). A block without a finite non-zero value has scale 1. If `values` is shorter than
 /// `rows * cols`, the missing elements are zero.
 pub fn quantize_fp8_block(values: &[f32], rows: usize, cols: usize) -> (Vec<u8>, Vec<f32>) {
     let block_rows = rows.div_ceil(SCALE_BLOCK);

@@ -1,4 +1,4 @@
-//! Weights as they lie in host memory: a checkpoint's own bytes, never copied or repacked.
+//! Weights in host memory: a checkpoint's own bytes, never copied or repacked.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,12 +19,12 @@ pub enum DType {
     F16,
     /// bfloat16.
     Bf16,
-    /// FP8 E4M3FN with a scale for each 128×128 block.
+    /// FP8 E4M3FN with one scale per 128×128 block.
     F8E4m3,
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Bytes per element.
     pub const fn size_bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -51,7 +51,7 @@ impl DType {
 pub struct BlockScales {
     /// `[ceil(rows / 128), ceil(cols / 128)]`, row-major.
     pub values: Arc<[f32]>,
-    /// Scale blocks in one row: `ceil(cols / 128)`.
+    /// Scale blocks per row: `ceil(cols / 128)`.
     pub blocks_per_row: usize,
 }
 
@@ -73,7 +73,7 @@ impl HostMatrix {
     /// Wraps `rows * cols` elements.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when the byte length, or the scales of an FP8 matrix, do not fit the shape.
+    /// [`KernelError::Shape`] if the byte length, or the scales of an FP8 matrix, do not fit the shape.
     pub fn new(
         data: Bytes,
         dtype: DType,
@@ -122,10 +122,10 @@ impl HostMatrix {
         })
     }
 
-    /// The rows `first..first + rows` as a matrix over the same bytes; scale blocks keep their place.
+    /// The rows `first..first + rows` as a matrix over the same bytes; scale blocks keep their positions.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when the range leaves the matrix.
+    /// [`KernelError::Shape`] if the range is outside the matrix.
     pub fn row_slice(&self, first: usize, rows: usize) -> Result<Self, KernelError> {
         if first.checked_add(rows).is_none_or(|end| end > self.rows) {
             return Err(KernelError::Shape {
@@ -174,23 +174,23 @@ impl HostMatrix {
         self.scales.as_ref()
     }
 
-    /// Bytes of the elements, without scales.
+    /// Size of the elements in bytes, without scales.
     pub fn size_bytes(&self) -> usize {
         self.data.len()
     }
 
-    /// Whether a row is known to hold no NaN. Only FP8 matrices keep that in mind.
+    /// Whether a row is known to hold no NaN. Only FP8 matrices keep track of this.
     pub(crate) fn is_free_of_nan(&self, row: usize) -> bool {
         self.free_of_nan.get(self.first_row + row)
     }
 
-    /// Keeps in mind that a row was searched and holds no NaN, so that it need not be searched again.
+    /// Records that a row was searched and holds no NaN, so that it need not be searched again.
     pub(crate) fn remember_free_of_nan(&self, row: usize) {
         self.free_of_nan.set(self.first_row + row);
     }
 }
 
-/// One bit for each row, set from any thread, shared by all slices of a matrix.
+/// One bit per row, set from any thread, shared by all slices of a matrix.
 #[derive(Clone, Debug)]
 struct Marks(Arc<[AtomicU64]>);
 

@@ -1,4 +1,4 @@
-//! The physical layout of the paged KV cache. It owns its byte arithmetic; nobody else computes offsets.
+//! The physical layout of the paged KV cache. It owns the byte arithmetic; offsets are computed nowhere else.
 
 /// Index of a physical block of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -14,7 +14,7 @@ pub enum KvDType {
 }
 
 impl KvDType {
-    /// Bytes of one element.
+    /// Bytes per element.
     pub const fn size_bytes(self) -> usize {
         match self {
             Self::Bf16 => 2,
@@ -40,9 +40,9 @@ pub struct KvLayout {
     pub k_dim: usize,
     /// Elements of one value.
     pub v_dim: usize,
-    /// The value is the key's prefix and is not stored apart.
+    /// Whether the value is the key's prefix and not stored separately.
     pub value_in_key: bool,
-    /// Tokens of one block; a power of two.
+    /// Tokens per block; a power of two.
     pub block_tokens: usize,
     /// Element type.
     pub dtype: KvDType,
@@ -75,12 +75,12 @@ impl KvLayout {
         self.layers * self.token_layer_bytes()
     }
 
-    /// Blocks that hold `tokens` tokens.
+    /// Number of blocks that hold `tokens` tokens.
     pub const fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.block_tokens)
     }
 
-    /// A line that two workers compare before they exchange KV: equal lines mean equal bytes.
+    /// A line that two workers compare before they exchange KV: equal lines mean equal byte layouts.
     pub fn fingerprint(&self) -> String {
         let Self {
             layers,

@@ -1,10 +1,10 @@
-//! The device boundary of the engine, and the CPU side of it.
+//! The engine's device boundary, and its CPU implementation.
 //!
-//! [`Backend`] is the only door through which the model reaches a device. The scalar kernels in
-//! `reference` are the specification; the kernels under `arch` exist only beside a test against them.
+//! The model reaches a device only through [`Backend`]. The scalar kernels in
+//! `reference` are the specification; each kernel under `arch` has a test against them.
 //!
 //! **Invariant**: every operation is batch-invariant. An output row is a function of its own input row,
-//! of its absolute position and of the weights, with one fixed order of accumulation, whatever else is
+//! its absolute position and the weights, with one fixed accumulation order, whatever else is
 //! in the batch and however the rows were chunked.
 
 pub mod affinity;

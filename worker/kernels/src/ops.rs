@@ -1,10 +1,10 @@
-//! The device boundary: every operation that the engine asks of a device, a trait for each group of operations.
+//! The device boundary: every operation that the engine needs from a device, with one trait per group of operations.
 //!
-//! Tensors are matrices of f32 activations, row-major `[rows, cols]`, one row a token. Weights keep the
-//! checkpoint's element type. A backend runs its operations in the order of the calls.
+//! Tensors are matrices of f32 activations, row-major `[rows, cols]`, one row per token. Weights keep the
+//! checkpoint's element type. A backend runs its operations in call order.
 //!
-//! A backend implements a group in the file where its operations are. Code that is generic over the device bounds [`Backend`] alone; code
-//! that names a device imports the groups that it calls, or `ops::*`.
+//! A backend implements a group in the file that holds its operations. Code that is generic over the device bounds
+//! [`Backend`] alone; code that names a device imports the groups that it calls, or `ops::*`.
 
 use crate::{
     AttentionSpec, BlockId, ExpertCall, ExpertWeights, HostMatrix, KernelError, KvLayout, MlaHeads,
@@ -19,41 +19,42 @@ pub trait Backend: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + Sampl
 
 impl<B: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + SampleOps> Backend for B {}
 
-/// A device: its threads, what it calls itself, and the end of a pass.
+/// A device: its threads, its description, and the end of a pass.
 pub trait DeviceOps: Send + Sync + 'static {
-    /// Called once by the thread that will make all further calls: a backend with threads of its own binds
-    /// this one beside them.
+    /// Called once by the thread that makes all later calls: a backend with threads
+    /// of its own binds this one along with them.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the system refuses.
+    /// [`KernelError::Device`] if the system refuses.
     fn bind_thread(&self) -> Result<(), KernelError> {
         Ok(())
     }
 
-    /// Binds the threads that compute, each to a CPU of its own from the front of `cpus`; with fewer CPUs than threads only as
-    /// many compute. May be called at any time, from any thread, and again whenever the CPUs of the process change: some
-    /// kernels forget what threads were bound to. Returns the number of threads that compute on CPUs; a device computes on none.
+    /// Binds the compute threads, each to its own CPU from the front of `cpus`; with fewer CPUs than threads, only as
+    /// many threads compute. May be called at any time, from any thread, and again whenever the CPUs of the process
+    /// change: some kernels forget thread bindings. Returns the number of threads that compute on CPUs; 0 for a GPU.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the system refuses a CPU.
+    /// [`KernelError::Device`] if the system refuses a CPU.
     fn bind_compute_threads(&self, cpus: &[usize]) -> Result<usize, KernelError> {
         let _ = cpus;
         Ok(0)
     }
 
-    /// The GPU that computes, by its UUID; `None`: CPUs do.
+    /// UUID of the GPU that computes; `None` if CPUs do.
     fn gpu_uuid(&self) -> Option<String> {
         None
     }
 
-    /// What runs, for logs and profiles: `cpu avx512 ×2`.
+    /// Description of the backend for logs and profiles, such as `cpu avx512 ×2`.
     fn describe(&self) -> String;
-    /// What two backends must share for their bits to be equal: kernels, not threads.
+    /// Identifier that two backends must share for their bits to be equal: it covers kernels, not threads.
     fn numerics(&self) -> String;
-    /// What the device reads from its memory while it computes nothing, from a buffer of `bytes` bytes, GB/s: what decode is measured by.
+    /// Read bandwidth of the device's memory while it is otherwise idle,
+    /// from a buffer of `bytes` bytes, GB/s: the yardstick for decode.
     fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError>;
 
-    /// Ends a forward pass: what a device has put off is under way afterwards.
+    /// Ends a forward pass: launches all work that the device has deferred.
     fn finish(&self) -> Result<(), KernelError> {
         Ok(())
     }
@@ -68,34 +69,34 @@ pub trait MemoryOps: DeviceOps {
     /// A vector of f32 parameters (norm weights, biases); cheap to clone.
     type Vector: Clone + Send + Sync + 'static;
 
-    /// Makes a weight usable; on the CPU this borrows the mapped bytes.
+    /// Prepares a weight; on the CPU this borrows the mapped bytes.
     fn weight(&self, matrix: &HostMatrix) -> Result<Self::Weight, KernelError>;
-    /// Makes a vector usable.
+    /// Prepares a vector.
     fn vector(&self, values: &[f32]) -> Result<Self::Vector, KernelError>;
     /// Copies activations to the device.
     fn upload(&self, rows: usize, cols: usize, values: &[f32])
     -> Result<Self::Tensor, KernelError>;
     /// Copies activations to the host, row-major.
     fn download(&self, x: &Self::Tensor) -> Result<Vec<f32>, KernelError>;
-    /// `[rows, cols]` of a tensor.
+    /// Shape `[rows, cols]` of a tensor.
     fn shape(&self, x: &Self::Tensor) -> (usize, usize);
-    /// A zero tensor.
+    /// Returns a zero tensor.
     fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
 }
 
-/// Operations whose cost is that of touching their operands.
+/// Operations whose cost is dominated by touching their operands.
 pub trait ElementwiseOps: MemoryOps {
-    /// Rows of `table` `[vocab, hidden]` for `tokens` → `[tokens, hidden]`.
+    /// Looks up rows of `table` `[vocab, hidden]` for `tokens` → `[tokens, hidden]`.
     fn embed(&self, table: &Self::Weight, tokens: &[u32]) -> Result<Self::Tensor, KernelError>;
     /// Root-mean-square norm over consecutive groups of `weight.len()` columns (one group: the usual norm;
-    /// several: the per-head norm of Qwen3). `y = x / sqrt(mean(x²) + eps) * weight`.
+    /// several: Qwen3's per-head norm). `y = x / sqrt(mean(x²) + eps) * weight`.
     fn rms_norm(
         &self,
         x: &Self::Tensor,
         weight: &Self::Vector,
         eps: f32,
     ) -> Result<Self::Tensor, KernelError>;
-    /// `residual += delta`, then the norm of the sum.
+    /// Computes `residual += delta`, then the norm of the sum.
     fn add_rms_norm(
         &self,
         residual: &mut Self::Tensor,
@@ -103,12 +104,12 @@ pub trait ElementwiseOps: MemoryOps {
         weight: &Self::Vector,
         eps: f32,
     ) -> Result<Self::Tensor, KernelError>;
-    /// `x += delta`.
+    /// Computes `x += delta`.
     fn add_assign(&self, x: &mut Self::Tensor, delta: &Self::Tensor) -> Result<(), KernelError>;
-    /// `silu(gate) * up`, element by element.
+    /// Computes `silu(gate) * up`, element by element.
     fn silu_mul(&self, gate: &Self::Tensor, up: &Self::Tensor)
     -> Result<Self::Tensor, KernelError>;
-    /// Columns `first..first + cols` of each of `groups` equal column groups of `x`, joined:
+    /// Joins columns `first..first + cols` of each of `groups` equal column groups of `x`:
     /// `[rows, groups * w]` → `[rows, groups * cols]` (splits q into its parts, kv_a into latent and rope).
     fn columns(
         &self,
@@ -117,17 +118,17 @@ pub trait ElementwiseOps: MemoryOps {
         first: usize,
         cols: usize,
     ) -> Result<Self::Tensor, KernelError>;
-    /// Joins, for each of `groups`, the group of `a` and the group of `b` (inverse of two `columns`).
+    /// Joins, for each of `groups`, the groups of `a` and `b` (inverse of two `columns`).
     fn interleave(
         &self,
         a: &Self::Tensor,
         b: &Self::Tensor,
         groups: usize,
     ) -> Result<Self::Tensor, KernelError>;
-    /// Rows of `x` in the given order (the last row of each sequence before the head).
+    /// Picks rows of `x` in the given order (the last row of each sequence before the head).
     fn rows(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor, KernelError>;
     /// Rotates, in place, the first `2 * inv_freq.len()` columns of each of `heads` heads.
-    /// `positions`: one absolute position a row.
+    /// `positions`: one absolute position per row.
     fn rope(
         &self,
         x: &mut Self::Tensor,
@@ -139,8 +140,8 @@ pub trait ElementwiseOps: MemoryOps {
 
 /// Products of activations with weights.
 pub trait LinearOps: MemoryOps {
-    /// `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`. Activations and sums are f32 as they are, never
-    /// rounded: near ties of a router decide which expert runs.
+    /// Computes `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`. Activations and sums stay f32 and are
+    /// never rounded: near ties in a router decide which expert runs.
     fn linear(
         &self,
         x: &Self::Tensor,
@@ -171,9 +172,9 @@ pub trait KvOps: MemoryOps {
 
     /// Allocates `blocks` blocks of KV.
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<Self::Kv, KernelError>;
-    /// The layout of a cache.
+    /// Returns the layout of a cache.
     fn kv_layout(&self, kv: &Self::Kv) -> KvLayout;
-    /// Stores the keys `[rows, kv_heads * k_dim]` and values `[rows, kv_heads * v_dim]` (`None` when the value
+    /// Stores the keys `[rows, kv_heads * k_dim]` and values `[rows, kv_heads * v_dim]` (`None` if the value
     /// is in the key) of the spans' rows at their positions.
     fn kv_append(
         &self,
@@ -183,7 +184,7 @@ pub trait KvOps: MemoryOps {
         values: Option<&Self::Tensor>,
         spans: &[Span],
     ) -> Result<(), KernelError>;
-    /// Copies out the stored bytes of `tokens` tokens of one layer from `first_token` of a sequence
+    /// Copies out the stored bytes of `tokens` tokens in one layer, starting at a sequence's `first_token`
     /// (`token_layer_bytes` each, in order).
     fn kv_read(
         &self,
@@ -193,7 +194,7 @@ pub trait KvOps: MemoryOps {
         first_token: usize,
         tokens: usize,
     ) -> Result<Vec<u8>, KernelError>;
-    /// Writes what another worker's [`KvOps::kv_read`] returned.
+    /// Writes the bytes that another worker's [`KvOps::kv_read`] returned.
     fn kv_write(
         &self,
         kv: &mut Self::Kv,
@@ -207,7 +208,7 @@ pub trait KvOps: MemoryOps {
 /// Attention over the paged KV cache.
 pub trait AttentionOps: KvOps {
     /// Causal attention of each row over positions `0..=its own`: q `[rows, heads * k_dim]` →
-    /// `[rows, heads * v_dim]`. Key blocks follow absolute positions, never the chunk.
+    /// `[rows, heads * v_dim]`. Key blocks follow absolute positions, never chunk boundaries.
     fn attention(
         &self,
         q: &Self::Tensor,
@@ -220,23 +221,23 @@ pub trait AttentionOps: KvOps {
 
 /// Choice of experts.
 pub trait RouterOps: MemoryOps {
-    /// Chosen experts, where the device has them.
+    /// Chosen experts, in the device's memory.
     type Chosen: Send + 'static;
 
-    /// Chooses experts from router logits `[tokens, experts]`; `bias` corrects the choice, not the weight.
+    /// Chooses experts from router logits `[tokens, experts]`; `bias` affects the choice, not the weight.
     fn route(
         &self,
         logits: &Self::Tensor,
         bias: Option<&Self::Vector>,
         spec: RouterSpec,
     ) -> Result<Self::Chosen, KernelError>;
-    /// The choice on the host, for policies that bring in what was chosen.
+    /// Copies the choice to the host, for policies that load the chosen experts.
     fn routing(&self, chosen: Self::Chosen) -> Result<Routing, KernelError>;
 }
 
 /// Feed-forward blocks of routed experts.
 pub trait ExpertOps: RouterOps {
-    /// All routed experts of a layer, of which the device picks without asking the host.
+    /// All routed experts of a layer, from which the device picks without asking the host.
     type ExpertBank: Send + Sync + 'static;
 
     /// Adds each call's weighted expert output into `out` `[tokens, hidden]`, in the order of `calls`
@@ -247,13 +248,13 @@ pub trait ExpertOps: RouterOps {
         x: &Self::Tensor,
         calls: &[ExpertCall<'_, Self::Weight>],
     ) -> Result<(), KernelError>;
-    /// All routed experts of a layer, by index, for [`ExpertOps::banked_experts`]; `None` where the device leaves the choice to the
-    /// host, as the CPU does.
+    /// All routed experts of a layer, by index, for [`ExpertOps::banked_experts`]; `None` if the device leaves the
+    /// choice to the host, as the CPU does.
     fn expert_bank(
         &self,
         experts: &[ExpertWeights<'_, Self::Weight>],
     ) -> Result<Option<Self::ExpertBank>, KernelError>;
-    /// Runs the experts that each token chose: the same bits as [`ExpertOps::experts`].
+    /// Runs the experts that each token chose: gives the same bits as [`ExpertOps::experts`].
     fn banked_experts(
         &self,
         out: &mut Self::Tensor,
@@ -265,15 +266,17 @@ pub trait ExpertOps: RouterOps {
 
 /// Choice of tokens on the device.
 pub trait SampleOps: MemoryOps {
-    /// Whether [`SampleOps::sample`] chooses among `vocab` tokens; where it does not, as on the CPU, the host chooses from downloaded logits.
+    /// Whether [`SampleOps::sample`] can choose among `vocab` tokens; if not,
+    /// as on the CPU, the host chooses from downloaded logits.
     fn can_sample(&self, _vocab: usize) -> bool {
         false
     }
 
-    /// Chooses a token from each of the first `rows.len()` rows of logits `[rows, vocab]`, so that only tokens come to the host.
+    /// Chooses a token from each of the first `rows.len()` rows of logits `[rows,
+    /// vocab]`, so that only tokens are copied to the host.
     ///
     /// # Errors
-    /// [`KernelError::Device`] where [`SampleOps::can_sample`] says that it does not.
+    /// [`KernelError::Device`] if [`SampleOps::can_sample`] returns false.
     fn sample(
         &self,
         _logits: &Self::Tensor,

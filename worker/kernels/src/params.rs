@@ -1,14 +1,14 @@
-//! Parameters of operations, the same for every device.
+//! Parameters of operations, common to all devices.
 
 use crate::BlockId;
 
-/// Which elements of a head rotate together.
+/// Pairing of a head's elements for rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeLayout {
     /// Element `i` with `i + dim/2` (Llama, Qwen).
     Half,
     /// Element `2i` with `2i + 1` (DeepSeek); the result stays interleaved, and since queries and keys are
-    /// permuted alike, their products are those of the published layout.
+    /// permuted alike, their products equal those of the published layout.
     Interleaved,
 }
 
@@ -17,14 +17,14 @@ pub enum RopeLayout {
 pub struct RopeTable {
     /// `[rotary_dim / 2]` inverse frequencies, radians per position.
     pub inv_freq: Vec<f32>,
-    /// Factor of cosine and sine.
+    /// Factor for cosine and sine.
     pub magnitude: f32,
     /// Pairing.
     pub layout: RopeLayout,
 }
 
 /// Rows of a batch that belong to one sequence: `rows` consecutive tokens starting at absolute position
-/// `start`, whose KV (with that of all earlier positions) lies in `blocks`, in order.
+/// `start`, whose KV (and that of all earlier positions) lies in `blocks`, in order.
 #[derive(Clone, Debug)]
 pub struct Span {
     /// First row in the batch.
@@ -37,12 +37,12 @@ pub struct Span {
     pub blocks: Vec<BlockId>,
 }
 
-/// Parameters of attention that the cache's layout does not tell.
+/// Attention parameters that are not in the cache's layout.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSpec {
     /// Query heads; a multiple of the layout's `kv_heads`, and head `h` reads kv head `h / (heads / kv_heads)`.
     pub heads: usize,
-    /// Factor of the scores before softmax.
+    /// Factor for the scores before softmax.
     pub scale: f32,
 }
 
@@ -50,9 +50,9 @@ pub struct AttentionSpec {
 /// for each head, `nope` rows of keys, then `v` rows of values.
 #[derive(Clone, Copy, Debug)]
 pub struct MlaHeads {
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
-    /// Elements of a query or key without position.
+    /// Elements of the non-positional part of a query or key.
     pub nope: usize,
     /// Elements of a value.
     pub v: usize,
@@ -60,7 +60,7 @@ pub struct MlaHeads {
     pub rank: usize,
 }
 
-/// How router logits become scores.
+/// Function from router logits to scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterScore {
     /// Softmax over all experts (Qwen3-MoE).
@@ -74,23 +74,23 @@ pub enum RouterScore {
 pub struct RouterSpec {
     /// Score function.
     pub score: RouterScore,
-    /// Experts of a token.
+    /// Experts per token.
     pub top_k: usize,
     /// Groups of experts (1: no grouping); a group's score is the sum of its two best biased scores.
     pub groups: usize,
     /// Groups that stay eligible.
     pub top_groups: usize,
-    /// Divide the chosen scores by their sum.
+    /// Whether to divide the chosen scores by their sum.
     pub normalize: bool,
-    /// Factor of the weights afterwards.
+    /// Factor for the weights, applied last.
     pub scaling: f32,
 }
 
-/// Experts chosen for each token. Both vectors are `[tokens, top_k]`; the experts of a token are in
-/// ascending order of index, which is the order in which their outputs are summed.
+/// Experts chosen for each token. Both vectors are `[tokens, top_k]`; a token's experts are in
+/// ascending order of index, the order in which their outputs are summed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routing {
-    /// Experts of a token.
+    /// Experts per token.
     pub top_k: usize,
     /// Expert indices.
     pub experts: Vec<u32>,
@@ -113,7 +113,7 @@ pub struct ExpertCall<'a, W> {
     pub weights: &'a [f32],
 }
 
-/// The three matrices of a routed expert, as [`ExpertCall`] has them.
+/// The three matrices of a routed expert, as in [`ExpertCall`].
 pub struct ExpertWeights<'a, W> {
     /// `[intermediate, hidden]`.
     pub gate: &'a W,

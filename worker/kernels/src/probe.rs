@@ -1,4 +1,4 @@
-//! What this machine's cores and memory give at best, for the profiler and for benchmarks that print ratios.
+//! Peak performance of this machine's cores and memory, for the profiler and for benchmarks that print ratios.
 
 use std::time::Instant;
 
@@ -8,23 +8,23 @@ use crate::cpu::memory::{AlignedBuf, KernelScratch};
 use crate::thread_pool::ThreadPool;
 use crate::{DType, HostMatrix, KernelError};
 
-/// Prefetch distances that are tried; which is best differs from core to core.
+/// Prefetch distances to try; the best one differs from core to core.
 const PREFETCH_BYTES: [usize; 3] = [0, 4096, 8192];
 
-/// Seconds that one probe of arithmetic takes.
+/// Duration of one arithmetic probe, in seconds.
 const PEAK_SECONDS: f64 = 0.02;
 
-/// Bytes of one timed part of the memory.
+/// Size of one timed part of the memory.
 const SEGMENT_BYTES: usize = 16 << 20;
 
-/// Measures how fast `threads` threads together read `bytes` bytes of memory, in GB/s (10^9 bytes a second).
+/// Measures how fast `threads` threads together read `bytes` bytes of memory, in GB/s (10^9 bytes per second).
 ///
-/// The memory is read part by part, with each of a few prefetch distances; the figure is the speed of the
-/// fastest quarter of the parts, which neighbours on the machine disturb little. `bytes` should be several
+/// The memory is read part by part, with each of a few prefetch distances; the result is the speed of the
+/// fastest quarter of the parts, which is little affected by neighbours on the machine. `bytes` should be several
 /// times the last-level cache; the memory is allocated for the measurement.
 ///
 /// # Errors
-/// [`KernelError::OutOfMemory`], or [`KernelError::Device`] when threads cannot be started.
+/// [`KernelError::OutOfMemory`], or [`KernelError::Device`] if threads cannot be started.
 pub fn read_bandwidth_gbps(threads: usize, bytes: usize) -> Result<f64, KernelError> {
     let threads = threads.max(1);
     let elements = (bytes / 4).max(1 << 16);
@@ -60,19 +60,19 @@ pub fn read_bandwidth_gbps(threads: usize, bytes: usize) -> Result<f64, KernelEr
     Ok(best)
 }
 
-/// Arithmetic of one core, in GFLOP/s (a multiply-add is two).
+/// Arithmetic throughput of one core, in GFLOP/s (a multiply-add counts as two).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PeakGflops {
-    /// f32 multiply-adds at best, without a load.
+    /// Peak of f32 multiply-adds, without loads.
     pub f32: f64,
-    /// Products of bfloat16 weights with f32 activations of many tokens, as prefill runs them, out of a core's cache.
+    /// Products of bfloat16 weights with f32 activations of many tokens, as in prefill, from a core's cache.
     pub bf16: f64,
 }
 
 /// Measures the calling thread's core with an instruction set.
 ///
 /// # Errors
-/// [`KernelError::IsaUnavailable`] when the CPU lacks it.
+/// [`KernelError::IsaUnavailable`] if the CPU lacks it.
 pub fn peak_gflops(isa: Isa) -> Result<PeakGflops, KernelError> {
     let kernels = isa.kernels_or_error()?;
     Ok(PeakGflops {
@@ -81,7 +81,7 @@ pub fn peak_gflops(isa: Isa) -> Result<PeakGflops, KernelError> {
     })
 }
 
-/// Runs `multiply(steps)`, which tells how many multiply-adds it did, long enough to be timed.
+/// Runs `multiply(steps)`, which returns its number of multiply-adds, long enough to be timed.
 fn gflops(mut multiply: impl FnMut(usize) -> usize) -> f64 {
     let mut steps = 1;
     loop {
@@ -95,7 +95,7 @@ fn gflops(mut multiply: impl FnMut(usize) -> usize) -> f64 {
     }
 }
 
-/// The speed of [`Kernels::linear`] with a BF16 matrix that a second-level cache holds.
+/// Speed of [`Kernels::linear`] with a BF16 matrix that fits a second-level cache.
 fn product_gflops(kernels: &dyn Kernels) -> Result<f64, KernelError> {
     const ROWS: usize = 96;
     const COLS: usize = 1024;
@@ -145,7 +145,7 @@ mod tests {
                 continue;
             };
             assert!((0.01..10_000.0).contains(&peak.f32), "{isa} {peak:?}");
-            // Products read their operands; the margin is for what disturbs a short measurement.
+            // Products also read their operands; the margin allows for disturbances of a short measurement.
             assert!(
                 (0.01..peak.f32 * 2.0).contains(&peak.bf16),
                 "{isa} {peak:?}"

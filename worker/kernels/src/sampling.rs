@@ -1,32 +1,33 @@
-//! How a device is told to choose tokens: the choice of one row of logits, and why there may be none.
+//! Instructions for a device that chooses tokens: the choice from one row of logits, and the reasons it may fail.
 
-/// All that the choice from one row of logits depends on, beside the logits. The default is greedy.
+/// Everything that the choice from one row of logits depends on, besides the logits. The default is greedy.
 ///
-/// Order of the adjustments: biases, repetition penalty, frequency and presence penalties, mask, temperature, `top_k`, `top_p` among what
-/// is left, `min_p`, draw. The engine's sampler says what each of them means.
+/// Order of the adjustments: biases, repetition penalty, frequency and presence penalties, mask, temperature, `top_k`,
+/// `top_p` among the remaining tokens, `min_p`, draw. The engine's sampler defines each of them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampleSpec {
-    /// Where in the distribution of the kept tokens, by ascending token, the draw falls: in `[0, 1)`.
+    /// Position of the draw in the distribution of the kept tokens, in ascending token order: in `[0, 1)`.
     pub quantile: f64,
-    /// Divides the logits; 0 chooses the largest, of equals the lowest token.
+    /// Divides the logits; 0 chooses the largest, ties by lowest token.
     pub temperature: f32,
-    /// Most tokens that are kept; 0: all.
+    /// Maximum number of tokens to keep; 0: all.
     pub top_k: u32,
-    /// Share of probability at which keeping ends; 1: off.
+    /// Cumulative probability at which keeping ends; 1: off.
     pub top_p: f32,
-    /// Least share of the likeliest token's probability; 0: off.
+    /// Minimum share of the likeliest token's probability; 0: off.
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of all `used` tokens; 1: off.
     pub repetition_penalty: f32,
-    /// Subtracted for each time that a token stands in the answer.
+    /// Subtracted once per occurrence of a token in the answer.
     pub frequency_penalty: f32,
-    /// Subtracted once from each token that stands in the answer.
+    /// Subtracted once from each token that occurs in the answer.
     pub presence_penalty: f32,
-    /// Tokens that the penalties concern, each once, with the times that they stand in the answer; 0: in the prompt only.
+    /// Tokens that the penalties affect, each once, with the number of
+    /// occurrences in the answer; 0: in the prompt only.
     pub used: Vec<(u32, u32)>,
-    /// Added to the logits of tokens, each once.
+    /// Added to the logits of these tokens, each listed once.
     pub biases: Vec<(u32, f32)>,
-    /// Bit `t % 32` of word `t / 32` is set where token `t` may follow; `None` where all may.
+    /// Bit `t % 32` of word `t / 32` is set if token `t` may follow; `None` if all may.
     pub allowed: Option<Vec<u32>>,
 }
 
@@ -49,7 +50,7 @@ impl Default for SampleSpec {
 }
 
 impl SampleSpec {
-    /// Whether the row's largest logit, as it is, gives the token.
+    /// Whether the token is simply that of the row's largest logit.
     pub fn is_largest_logit(&self) -> bool {
         self.temperature == 0.0
             && self.used.is_empty()
@@ -58,7 +59,7 @@ impl SampleSpec {
     }
 }
 
-/// Why a row has no token.
+/// Reason a row has no token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SampleFault {
     /// A logit is NaN or infinite.
@@ -68,6 +69,6 @@ pub enum SampleFault {
         /// Its logit.
         value: f32,
     },
-    /// The mask leaves nothing.
+    /// The mask leaves no token.
     NothingAllowed,
 }

@@ -1,9 +1,9 @@
 //! A fork-join thread pool for operations of a few microseconds.
 //!
-//! Threads that wait spin for a few microseconds and then park, so that the pool keeps its pace beside other
-//! busy processes: a barrier that spins collapses there. Nobody waits for a thread that has not begun: the
-//! caller computes whatever is unclaimed, and a thread that wakes up late finds the work done. That also is what lets the
-//! CPUs change while jobs run: with fewer of them than threads, the last threads stay parked.
+//! Waiting threads spin for a few microseconds and then park, so that the pool keeps its pace beside other
+//! busy processes, where a spinning barrier collapses. No one waits for a thread that has not started: the
+//! caller computes all unclaimed pieces, and a thread that wakes up late finds the work done. This also lets the
+//! CPUs change while jobs run: with fewer CPUs than threads, the last threads stay parked.
 
 use std::any::Any;
 use std::marker::PhantomData;
@@ -16,38 +16,39 @@ use std::time::{Duration, Instant};
 use crate::KernelError;
 use crate::affinity::{self, ThreadId};
 
-/// How long a thread spins before it parks. A decode step issues operations microseconds apart.
+/// Time that a thread spins before it parks. A decode step issues operations microseconds apart.
 const SPIN: Duration = Duration::from_micros(12);
 
-/// A pool of threads, the calling thread among them.
+/// A pool of threads, including the calling thread.
 pub struct ThreadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
-    /// Held while a job runs: one at a time.
+    /// Held while a job runs: one job at a time.
     serial: Mutex<()>,
     placement: Mutex<Placement>,
 }
 
-/// Which threads there are, and the CPUs that they are bound to.
+/// The pool's threads and the CPUs that they are bound to.
 struct Placement {
-    /// Threads by number; the caller's is known once it said so.
+    /// Threads by number; the caller's is known once it has bound itself.
     threads: Vec<Option<ThreadId>>,
-    /// One a thread; empty: the system places them.
+    /// One per thread; empty: the system places them.
     cpus: Vec<usize>,
 }
 
-/// What a piece of work knows about itself.
+/// Identity of a piece of work.
 #[derive(Clone, Copy)]
 pub struct Piece<'j> {
-    /// Which piece, `0..pieces`.
+    /// Index of the piece, `0..pieces`.
     pub index: usize,
-    /// Which thread computes it, `0..threads`; 0 is the caller. No two threads share a number at one time.
+    /// Number of the thread that computes it, `0..threads`; 0 is the caller.
+    /// Threads never share a number at the same time.
     pub worker: usize,
     aborted: &'j AtomicBool,
 }
 
 impl Piece<'_> {
-    /// Whether another piece has panicked: one that waits for others must give up then.
+    /// Whether another piece has panicked: a piece that waits for others must then give up.
     pub fn aborted(&self) -> bool {
         self.aborted.load(Ordering::Relaxed)
     }
@@ -55,11 +56,11 @@ impl Piece<'_> {
 
 struct Shared {
     slot: Mutex<Slot>,
-    /// Counts jobs; what idle threads spin on.
+    /// Job counter on which idle threads spin.
     epoch: AtomicU64,
-    /// Threads inside the current job, the caller aside. Written under the slot's lock.
+    /// Threads inside the current job, excluding the caller. Written under the slot's lock.
     active: AtomicUsize,
-    /// Threads that take part in jobs, the caller among them.
+    /// Threads that take part in jobs, including the caller.
     at_work: AtomicUsize,
     work: Condvar,
     done: Condvar,
@@ -109,10 +110,11 @@ impl Job<'_> {
 }
 
 impl ThreadPool {
-    /// Starts `threads - 1` threads; the caller of [`run`](Self::run) is the last one. They run where the calling thread may.
+    /// Starts `threads - 1` threads; the caller of [`run`](Self::run) is the last one.
+    /// They may run on the calling thread's CPUs.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when a thread cannot be started.
+    /// [`KernelError::Device`] if a thread cannot be started.
     pub fn new(threads: usize) -> Result<Self, KernelError> {
         let threads = threads.max(1);
         let shared = Arc::new(Shared {
@@ -143,7 +145,7 @@ impl ThreadPool {
             let handle = std::thread::Builder::new()
                 .name(format!("kernels-{worker}"))
                 .spawn(move || {
-                    // The receiver waits for every thread, so it is there.
+                    // The receiver waits for every thread, so it still exists.
                     let _ = report.send((worker, affinity::this_thread()));
                     drop(report);
                     shared.serve(worker);
@@ -161,21 +163,21 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// Threads, the caller included.
+    /// Number of threads, including the caller.
     pub fn threads(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// Threads that take part in jobs, the caller included: all of them, unless there are fewer CPUs.
+    /// Threads that take part in jobs, including the caller: all of them, unless there are fewer CPUs.
     pub fn threads_at_work(&self) -> usize {
         self.shared.at_work.load(Ordering::Relaxed)
     }
 
-    /// Binds thread `i` to `cpus[i]`, while jobs run or not. With fewer CPUs than threads only as many threads take part
-    /// from now on, and the others come back when there are more again; with none, all take part wherever they are.
+    /// Binds thread `i` to `cpus[i]`, even while jobs run. With fewer CPUs than threads, only as many threads take
+    /// part from now on, and the others return when there are more again; with none, all take part wherever they are.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the system refuses a CPU; the other threads are bound nevertheless.
+    /// [`KernelError::Device`] if the system refuses a CPU; the other threads are still bound.
     pub fn bind(&self, cpus: &[usize]) -> Result<(), KernelError> {
         let mut placement = lock(&self.placement);
         placement.cpus = cpus.to_vec();
@@ -193,10 +195,11 @@ impl ThreadPool {
         outcome
     }
 
-    /// The calling thread is the caller of all further [`run`](Self::run)s: it is bound beside the others, now and whenever they are.
+    /// Makes the calling thread the caller of all later [`run`](Self::run)s:
+    /// it is bound along with the others, now and whenever they are.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the system refuses.
+    /// [`KernelError::Device`] if the system refuses.
     pub fn bind_caller(&self) -> Result<(), KernelError> {
         let mut placement = lock(&self.placement);
         placement.threads[0] = Some(affinity::this_thread());
@@ -204,10 +207,10 @@ impl ThreadPool {
         cpu.map_or(Ok(()), |&cpu| bind_to_cpu(None, cpu))
     }
 
-    /// Computes pieces `0..pieces` on all threads and returns when every one is done. Pieces are claimed in
+    /// Computes pieces `0..pieces` on all threads and returns when all are done. Pieces are claimed in
     /// ascending order, so a piece may wait for earlier ones (watching [`Piece::aborted`]); which thread
     /// computes a piece must not matter. Calls from several threads run one after another; a piece must not
-    /// call `run`. A panic in a piece is raised here after all threads have left.
+    /// call `run`. A panic in a piece is re-raised here after all threads have left.
     pub fn run(&self, pieces: usize, call: impl Fn(Piece<'_>) + Sync) {
         let _serial = lock(&self.serial);
         let job = Job {
@@ -238,7 +241,7 @@ impl Drop for ThreadPool {
         self.shared.epoch.fetch_add(1, Ordering::Release);
         self.shared.work.notify_all();
         for worker in self.workers.drain(..) {
-            // A worker catches the panics of pieces; it has none of its own to report.
+            // A worker catches the panics of pieces and has none of its own.
             let _ = worker.join();
         }
     }
@@ -277,7 +280,7 @@ impl Shared {
     fn serve(&self, worker: usize) {
         let mut seen = 0;
         while let Some(job) = self.next_job(worker, &mut seen) {
-            // SAFETY: `active` was raised under the lock while the job stood in the slot, and its caller
+            // SAFETY: `active` was incremented under the lock while the job was in the slot, and its caller
             // does not leave `retire` before `active` is 0 again.
             unsafe { (*job.0).work(worker) };
             let slot = lock(&self.slot);
@@ -317,19 +320,19 @@ impl Shared {
     }
 }
 
-/// A lock whose data stay valid if a holder panicked: every critical section here is a few plain stores.
+/// Takes a lock whose data stay valid if a holder panicked: every critical section here is a few plain stores.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A few dozen cycles of waiting.
+/// Waits for a few dozen cycles.
 fn pause() {
     for _ in 0..8 {
         std::hint::spin_loop();
     }
 }
 
-/// Binds a thread, the calling one if none is named, to one CPU.
+/// Binds a thread (the calling one if `None`) to one CPU.
 fn bind_to_cpu(thread: Option<ThreadId>, cpu: usize) -> Result<(), KernelError> {
     affinity::bind(thread, &[cpu]).map_err(|e| KernelError::Device {
         device: "cpu".into(),
@@ -419,7 +422,7 @@ mod tests {
         assert!(error.to_string().contains("999"), "{error}");
     }
 
-    /// The numbers of the threads that take part in a job whose pieces wait for `threads` of them, or a while.
+    /// Numbers of the threads that take part in a job whose pieces wait for `threads` of them, or until a timeout.
     fn at_work(pool: &ThreadPool, threads: usize) -> HashSet<usize> {
         let seen = Mutex::new(HashSet::new());
         let deadline = Instant::now() + Duration::from_secs(2);
@@ -449,7 +452,7 @@ mod tests {
             is_bound_to(0, all[0]);
             assert_eq!(pool.threads_at_work(), 1);
             assert_eq!(at_work(&pool, 1), HashSet::from([0]));
-            // There are three again, be they the same.
+            // There are three again, even if not distinct.
             let last = all[all.len() - 1];
             pool.bind(&[last, all[0], last]).unwrap();
             for (thread, cpu) in [(0, last), (1, all[0]), (2, last)] {

@@ -77,13 +77,13 @@ impl Sequence {
         }
     }
 
-    /// Blocks in an order of their own, none of them shared with another `first`.
+    /// Blocks from `first` on, in descending order.
     fn blocks(&self, first: u32) -> Vec<BlockId> {
         let n = self.layout.blocks_for(self.tokens) as u32;
         (0..n).rev().map(|i| BlockId(first + i)).collect()
     }
 
-    /// Rows `start..start + rows` appended and attended to in one go.
+    /// Appends and attends to rows `start..start + rows` in one go.
     fn step(
         &self,
         backend: &CpuBackend,
@@ -131,7 +131,7 @@ impl Sequence {
         backend.kv_append(kv, 1, &k, v, spans).unwrap();
     }
 
-    /// What the reference gives for every position.
+    /// Returns the reference's result for every position.
     fn reference(&self) -> Vec<f32> {
         let KvLayout {
             kv_heads,
@@ -173,7 +173,7 @@ impl Sequence {
     }
 }
 
-/// A value that the cache stores exactly.
+/// Rounds to a value that the cache stores exactly.
 fn half(value: f32, dtype: KvDType) -> f32 {
     match dtype {
         KvDType::Bf16 => {
@@ -202,7 +202,7 @@ fn attention_agrees_with_the_reference() {
             let blocks = sequence.blocks(2);
             let got = sequence.step(backend, &mut kv, &blocks, 0, sequence.tokens);
             // Values are averages of numbers of size 1; scores of size about 3 carry an f32 rounding of a few
-            // 2^-22, so weights and averages are good to some 1e-6.
+            // 2^-22, so weights and averages are accurate to about 1e-6.
             assert_close(&got, &want, |_| 1e-5, backend.isa().name());
         });
     }
@@ -217,7 +217,7 @@ fn attention_gives_the_same_bits_whatever_the_chunks_the_blocks_and_the_neighbou
             let mut kv = one.kv_alloc(sequence.layout, 40).unwrap();
             let whole = sequence.step(one, &mut kv, &sequence.blocks(0), 0, sequence.tokens);
             for (backend, chunk) in [(one, 1), (&three, 7), (one, 64), (&three, 150), (one, 33)] {
-                // Fresh blocks that hold NaN where nothing was written yet.
+                // Fresh blocks that hold NaN where nothing has been written yet.
                 let mut kv = backend.kv_alloc(sequence.layout, 40).unwrap();
                 let blocks = sequence.blocks(11);
                 let tokens = blocks.len() * sequence.layout.block_tokens;
@@ -236,7 +236,7 @@ fn attention_gives_the_same_bits_whatever_the_chunks_the_blocks_and_the_neighbou
     }
 }
 
-/// Two copies of the sequence at different positions in one batch, the second span first, a row between them
+/// Two copies of the sequence at different positions in one batch, the second span first, with a row between them
 /// that belongs to neither.
 fn batch_of_spans(backend: &CpuBackend, sequence: &Sequence, whole: &[f32]) {
     let layout = sequence.layout;
@@ -369,7 +369,7 @@ fn mla_projections_agree_with_the_reference_and_are_batch_invariant() {
                 };
                 let what = format!("{} {} {dims:?}", one.isa(), dtype.name());
                 let (q, o) = run(one, tokens);
-                // Sums of n products of size 1 are of size sqrt(n), and n steps round each by 2^-24 of that,
+                // Sums of n products of size 1 are of size sqrt(n), and n steps each round by 2^-24 of that,
                 // at random: n * 2^-24, eight sigma.
                 let exact = 8.0 * nope as f32 * 2f32.powi(-24) + 1e-6;
                 assert_close(&q, &absorbed, |_| exact, &what);

@@ -29,7 +29,7 @@ fn rms_norm_agrees_with_the_reference_for_any_width() {
             let y = backend
                 .rms_norm(&upload(backend, 3, &x), &weight, 1e-6)
                 .unwrap();
-            // The mean of squares is good to some 2^-22, its root to half of that, products to 2^-24.
+            // The mean of squares is accurate to about 2^-22, its root to half of that, products to 2^-24.
             let bound = |i: usize| want[i].abs() * 1e-6;
             assert_close(&download(backend, &y), &want, bound, backend.isa().name());
         });
@@ -106,7 +106,7 @@ fn silu_agrees_with_the_reference_over_its_whole_range() {
     on_every_isa(1, |backend| {
         let (g, u) = (upload(backend, 1, &gate), upload(backend, 1, &up));
         let got = download(backend, &backend.silu_mul(&g, &u).unwrap());
-        // Five roundings of 2^-24 and a polynomial good to 2^-23. Below -87 the result, under 1e-35, may be
+        // Five roundings of 2^-24 and a polynomial accurate to 2^-23. Below -87 the result, under 1e-35, may be
         // any number of that size.
         let bound = |i: usize| want[i].abs() * 6e-7 + 1e-34;
         assert_close(&got, &want, bound, backend.isa().name());
@@ -157,7 +157,7 @@ fn rope_agrees_with_the_reference_in_both_layouts() {
 
 #[test]
 fn rope_turns_pairs_by_their_angle() {
-    // A quarter turn: (1, 0) becomes (0, 1). Columns behind the rotary part stay.
+    // A quarter turn: (1, 0) becomes (0, 1). Columns after the rotary part are unchanged.
     let quarter = std::f32::consts::FRAC_PI_2;
     for (layout, want) in [
         (RopeLayout::Half, [0.0, 5.0, 1.0, 6.0, 7.0]),

@@ -8,7 +8,7 @@ use common::*;
 use hearth_kernels::ops::*;
 use hearth_kernels::{CpuBackend, DType, HostMatrix, Isa, reference};
 
-/// Bound of |fast - reference| for each output: rounding of products and sums is relative to
+/// Bound of |fast - reference| for each output: the rounding of products and sums is relative to
 /// `Σ |x[k] w[k]|`; f32 sums of K terms in 16 lanes carry far less than K * 2^-24.
 fn bounds(x: &[f32], tokens: usize, w: &HostMatrix) -> Vec<f32> {
     let relative = 2f32.powi(-22) + w.cols() as f32 * 2f32.powi(-26);
@@ -99,7 +99,7 @@ fn an_output_is_the_same_bits_alone_in_any_batch_slice_and_on_any_number_of_thre
 
 #[test]
 fn every_fp8_code_is_exact_and_nan_stays_in_its_row() {
-    // One code a row, in every column position; x picks one column, so y is the code's value itself.
+    // One code per row, in every column position; x picks one column, so y is the code's value itself.
     let cols = 200;
     let codes: Vec<u8> = (0..256).flat_map(|code| vec![code as u8; cols]).collect();
     let scales = block_scales(vec![1.0; 4], cols);

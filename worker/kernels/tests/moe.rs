@@ -54,7 +54,7 @@ fn bias_changes_the_choice_and_not_the_weight() {
 
 #[test]
 fn a_group_is_judged_by_the_sum_of_its_two_best() {
-    // Group 0 has the best single expert, group 1 the best pair, group 2 is never eligible.
+    // Group 0 has the best single expert, group 1 the best pair; group 2 comes second by pairs.
     let logits = [3.0, -9.0, -9.0, 1.0, 1.1, -9.0, 0.5, 0.4, 0.3];
     let spec = RouterSpec {
         groups: 3,
@@ -179,7 +179,7 @@ proptest! {
     }
 }
 
-/// Experts of a layer and the calls of one batch.
+/// A layer's experts and the calls of one batch.
 struct Layer {
     experts: Vec<[HostMatrix; 3]>,
     hidden: usize,
@@ -259,7 +259,7 @@ fn experts_agree_with_the_reference() {
         for (hidden, inner, tokens) in [(70, 200, 1), (129, 31, 9), (64, 256, 40)] {
             let layer = Layer::new(dtype, hidden, inner, tokens, 1);
             let want = layer.reference();
-            // Outputs are sums of `inner` products of numbers as large as `hidden`: compare to their size.
+            // Outputs are sums of `inner` products of numbers as large as `hidden`: compare relative to their size.
             let size = (want.iter().map(|v| v * v).sum::<f32>() / want.len() as f32).sqrt();
             on_every_isa(2, |backend| {
                 // Two layers of f32 rounding.
@@ -273,7 +273,7 @@ fn experts_agree_with_the_reference() {
 }
 
 #[test]
-#[allow(clippy::single_range_in_vec_init)] // lists of ranges are meant
+#[allow(clippy::single_range_in_vec_init)] // lists of ranges are intended
 fn experts_give_the_same_bits_split_over_calls_threads_and_batches() {
     for dtype in [DType::F8E4m3, DType::Bf16, DType::F32] {
         let layer = Layer::new(dtype, 200, 300, 20, 2);

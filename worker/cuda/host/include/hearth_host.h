@@ -1,8 +1,8 @@
-// What NVRTC gives a kernel by itself, for g++: included before every kernel of the host model. No system header is
+// NVRTC's built-in declarations, for g++: included before every kernel of the host model. No system header is
 // included, so that a kernel that uses one fails here as it does under NVRTC.
 #pragma once
 
-// `__global__` and `__launch_bounds__` stay as they are: the entry points are found by them after preprocessing.
+// `__global__` and `__launch_bounds__` are left in place: entry points are found by them after preprocessing.
 #define __device__
 #define __host__
 #define __constant__
@@ -10,8 +10,8 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
-// Threads of a block are fibers of one host thread and blocks run one after the other, so a static is the block's own. The
-// optimiser must keep it as the source says: `used` tells it that others touch it across calls.
+// Threads of a block are fibers of one host thread and blocks run one after the other, so a static belongs to the
+// block. The optimiser must keep it as written: `used` tells it that others access it across calls.
 #define __shared__ static __attribute__((used))
 
 typedef __SIZE_TYPE__ size_t;

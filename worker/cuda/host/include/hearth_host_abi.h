@@ -1,4 +1,4 @@
-// What a kernel's object and the driver library agree on. Both sides include it, the kernel's without any system header.
+// The interface between a kernel's object and the driver library. Both include it, the kernel without any system header.
 #pragma once
 
 // A place in a kernel's source.
@@ -7,7 +7,7 @@ struct HearthHostSite {
     unsigned line;
 };
 
-// Indices of the running thread, filled whenever the scheduler resumes one.
+// Indices of the running thread, set whenever the scheduler resumes one.
 struct HearthHostIndices {
     unsigned thread[3];
     unsigned block[3];
@@ -15,7 +15,7 @@ struct HearthHostIndices {
     unsigned grid_dim[3];
 };
 
-// Fragments travel by value: one whose address is taken would have every later access checked as memory.
+// Fragments are passed by value: if the address of one were taken, every later access to it would be checked as memory.
 struct HearthHostFloats {
     float v[4];
 };

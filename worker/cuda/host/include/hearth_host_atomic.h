@@ -1,4 +1,4 @@
-// Atomic operations, done by the model so that it can tell them from plain accesses.
+// Atomic operations, performed by the model so that it can distinguish them from plain accesses.
 #pragma once
 
 #define HEARTH_HOST_ATOMIC(name, type, width, operation)                                                    \

@@ -1,4 +1,4 @@
-// How the model calls an entry point: the types of its parameters are known only in the kernel's own translation unit.
+// The model's way to call an entry point: its parameter types are known only in the kernel's own translation unit.
 #pragma once
 
 namespace hearth_host {
@@ -6,7 +6,7 @@ namespace hearth_host {
 template <size_t... I>
 struct Indices {};
 
-// Not instrumented: the values lie in the model's memory.
+// Not instrumented: the values are in the model's memory.
 template <class... P, size_t... I>
 __attribute__((no_sanitize("thread"))) inline void call(void (*kernel)(P...), void** values, Indices<I...>) {
     kernel(*static_cast<P*>(values[I])...);

@@ -1,4 +1,4 @@
-// Arithmetic, bits and reinterpretation. Transcendental functions are the host's: they differ from the device's in the last places.
+// Arithmetic, bits and reinterpretation. Transcendental functions are the host's: their last bits differ from the device's.
 #pragma once
 
 #define HEARTH_HOST_INLINE inline __attribute__((always_inline))
@@ -92,7 +92,7 @@ HEARTH_HOST_INLINE float max(float a, float b) { return fmaxf(a, b); }
 HEARTH_HOST_INLINE double min(double a, double b) { return fmin(a, b); }
 HEARTH_HOST_INLINE double max(double a, double b) { return fmax(a, b); }
 
-// The build forbids contraction, so the plain operators round once each.
+// The build forbids contraction, so each of the plain operators rounds once.
 HEARTH_HOST_INLINE float __fadd_rn(float a, float b) { return a + b; }
 HEARTH_HOST_INLINE float __fsub_rn(float a, float b) { return a - b; }
 HEARTH_HOST_INLINE float __fmul_rn(float a, float b) { return a * b; }
@@ -106,7 +106,7 @@ HEARTH_HOST_INLINE double __dmul_rn(double a, double b) { return a * b; }
 HEARTH_HOST_INLINE double __ddiv_rn(double a, double b) { return a / b; }
 HEARTH_HOST_INLINE double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 
-// Conversions saturate and take NaN to zero, as the device's do; a C++ cast would be undefined there.
+// Conversions saturate and map NaN to zero, as on the device; a C++ cast would be undefined there.
 HEARTH_HOST_INLINE int __float2int_rz(float x) {
     return isnan(x) ? 0 : x >= 2147483648.0f ? 2147483647 : x < -2147483648.0f ? -2147483647 - 1 : (int)x;
 }

@@ -1,4 +1,4 @@
-// The host side of ptx.cuh: the instructions that the model carries out, by their fragment layouts in the PTX ISA.
+// The host side of ptx.cuh: the instructions that the model executes, with their fragment layouts in the PTX ISA.
 #pragma once
 
 #define HEARTH_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(hearth_host_dynamic_shared())
@@ -23,14 +23,14 @@ __forceinline__ void load_matrices(HearthHostSite site, int transposed, unsigned
     for (int i = 0; i < 4; i++) r[i] = words.v[i];
 }
 
-// Rounded to nearest even; NaN becomes the one that the instructions make.
+// Rounds to nearest even; NaN becomes the one that the instructions produce.
 __forceinline__ unsigned round_to_bf16(float x) {
     unsigned bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
-// The product of the bf16 in the upper halves of a and b, which f32 holds exactly where it is normal.
+// The product of the bf16 in the upper halves of a and b, which f32 represents exactly if it is normal.
 __forceinline__ unsigned multiply_bf16(unsigned a, unsigned b) {
     return round_to_bf16(__uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
 }

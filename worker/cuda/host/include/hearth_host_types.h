@@ -1,7 +1,7 @@
 // Vector types with CUDA's alignment, and the indices of the running thread.
 #pragma once
 
-// A vector is copied as a whole, by one access that must be aligned, as on the device: left to itself g++ would copy a struct by members.
+// A vector is copied as a whole, by one access that must be aligned, as on the device; g++ would otherwise copy a struct by members.
 #define HEARTH_HOST_VECTOR(type, name, count, members, parameters, initializers, arguments)                        \
     struct __attribute__((aligned(count * sizeof(type)))) name {                                                   \
         typedef type Whole __attribute__((vector_size(count * sizeof(type))));                                     \
@@ -71,7 +71,7 @@ constexpr int warpSize = 32;
 
 namespace hearth_host {
 
-// Assembly, because an ordinary load would be instrumented as an access of the kernel.
+// Assembly, because an ordinary load would be instrumented as an access by the kernel.
 inline __attribute__((always_inline)) unsigned load_index(const unsigned& index) {
     unsigned value;
 #if defined(__x86_64__)

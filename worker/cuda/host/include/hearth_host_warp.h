@@ -1,10 +1,10 @@
-// Barriers and warp operations. Each is a macro because the place in the source tells one barrier from another: threads that wait
-// in different places have diverged.
+// Barriers and warp operations. Each is a macro because barriers are distinguished by their source location: threads
+// that wait at different locations have diverged.
 #pragma once
 
 namespace hearth_host {
 
-// Values travel as 64 bits; a float is its pattern.
+// Values are passed as 64 bits; a float as its bit pattern.
 template <class T>
 __forceinline__ unsigned long long to_bits(T value) {
     if constexpr (sizeof(T) == 8) {
@@ -29,7 +29,7 @@ __forceinline__ T shuffle(HearthHostSite site, unsigned mask, T value, int sourc
     return from_bits<T>(hearth_host_shuffle(site, mask, to_bits(value), source));
 }
 
-// The source lanes of the PTX ISA's `shfl.sync`: a lane past its segment keeps its own value.
+// Source lanes of the PTX ISA's `shfl.sync`: a lane past its segment keeps its own value.
 template <class T>
 __forceinline__ T shuffle_index(HearthHostSite site, unsigned mask, T value, int index, int width = 32) {
     int lane = (int)hearth_host_lane();
@@ -80,6 +80,6 @@ __forceinline__ unsigned match_any(HearthHostSite site, unsigned mask, T value) 
 #define __activemask() hearth_host_active_mask()
 #define __trap() hearth_host_trap(HEARTH_HOST_SITE)
 
-// Fences order, they do not synchronise; the model runs one thread at a time and needs none.
+// Fences order but do not synchronise; the model runs one thread at a time and needs none.
 inline void __threadfence() { asm volatile("" ::: "memory"); }
 inline void __threadfence_block() { asm volatile("" ::: "memory"); }

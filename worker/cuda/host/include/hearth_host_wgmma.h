@@ -14,7 +14,7 @@ __forceinline__ void multiply_by_warpgroup(HearthHostSite site, float (&d)[64], 
 
 }  // namespace hearth_host
 
-// The model has the address of the accumulators, so that the compiler keeps what lies in them at every call.
+// The model has the address of the accumulators, so that the compiler keeps their contents at every call.
 __forceinline__ void keep_in_order(float (&)[64]) {}
 __forceinline__ void fence_async_proxy() { hearth_host_fence_async_proxy(); }
 __forceinline__ unsigned shared_address(const void* shared) { return hearth_host_shared_address(shared); }

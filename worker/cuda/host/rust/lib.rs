@@ -1,8 +1,8 @@
-//! Builds the host model of CUDA and puts it where the CUDA backend looks for the driver.
+//! Builds the host model of CUDA and installs it where the CUDA backend looks for the driver.
 //!
-//! The model itself is C++ (`../src`): a `libcuda.so.1` and a `libnvrtc.so.12` that take the place of NVIDIA's. Nothing of the engine
-//! knows of it: a process either loaded these libraries before its first driver call ([`install`]), or was started with their directory
-//! in `LD_LIBRARY_PATH` ([`libraries`]).
+//! The model itself is C++ (`../src`): a `libcuda.so.1` and a `libnvrtc.so.12` that replace NVIDIA's. The engine does
+//! not know about it: a process either loads these libraries before its first driver call ([`install`]), or is started
+//! with their directory in `LD_LIBRARY_PATH` ([`libraries`]).
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -14,28 +14,29 @@ use std::{env, fs, io};
 use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest, Sha256};
 
-/// What the driver's place is taken by, the compiler's and the management library's.
+/// Libraries that replace the driver, the compiler and the management library.
 const LIBRARIES: [&str; 3] = ["libcuda.so.1", "libnvrtc.so.12", "libnvidia-ml.so.1"];
 
-/// The directory with the libraries, built where that has not been done for these sources.
+/// Returns the directory with the libraries, building them if that has not been done for these sources.
 ///
 /// # Panics
-/// When they cannot be built, with what the compiler said.
+/// If they cannot be built, with the compiler's message.
 pub fn libraries() -> PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(build).clone()
 }
 
-/// Where kernels that the model compiled are kept: never among those of a real GPU, and with checks apart from those without.
+/// Directory of kernels compiled by the model: never among those of a real GPU,
+/// and separate for kernels with and without checks.
 pub fn kernel_cache() -> PathBuf {
     let checked = env::var_os("HEARTH_HOST_MODEL_CHECKS").is_none_or(|value| value != "0");
     libraries().join(if checked { "checked" } else { "unchecked" })
 }
 
-/// Loads the libraries into this process, before its first call of the driver.
+/// Loads the libraries into this process, before its first driver call.
 ///
 /// # Panics
-/// When they cannot be built or loaded.
+/// If they cannot be built or loaded.
 pub fn install() {
     static LOADED: OnceLock<()> = OnceLock::new();
     LOADED.get_or_init(|| {
@@ -46,10 +47,10 @@ pub fn install() {
     });
 }
 
-/// Loads one library for good: whoever asks for its name later gets it.
+/// Loads one library permanently: later requests for its name get it.
 ///
 /// # Panics
-/// When it cannot be loaded.
+/// If it cannot be loaded.
 pub fn load(library: &Path) {
     let path = CString::new(library.as_os_str().as_bytes()).expect("a path without zero bytes");
     // SAFETY: the initialisers are the library's own; the handle is never closed.
@@ -83,7 +84,7 @@ fn build() -> PathBuf {
     directory
 }
 
-/// Fingerprint of everything that the libraries are made of.
+/// Fingerprint of all sources of the libraries.
 fn fingerprint(sources: &Path) -> String {
     let mut files = Vec::new();
     for part in ["src", "include"] {

@@ -1,4 +1,4 @@
-// One launch of a warp for each operation of ptx.cuh and of NVRTC's own that the model carries out.
+// One launch of a warp for each operation of ptx.cuh and of NVRTC's built-ins that the model executes.
 #include "common.cuh"
 
 // a [16][16], b [16][8] bf16 -> d [16][8], fragments by ldmatrix.
@@ -17,7 +17,7 @@ extern "C" __global__ void multiply_bf16(float* d, const unsigned short* a, cons
     unsigned pair[2] = {b_words[0], b_words[1]};
     mma_bf16(sum, a_words, pair);
     for (int i = 0; i < 4; i++) d[(group + i / 2 * 8) * 8 + 2 * quad + i % 2] = sum[i];
-    d[128 + lane] = __uint_as_float(b_words[2] | b_words[3]);    // the zeros of copies that were not valid
+    d[128 + lane] = __uint_as_float(b_words[2] | b_words[3]);    // zeros from copies that were not valid
 }
 
 // a [16][32], b [8][32] e4m3, both row by row -> d [16][8].
@@ -39,7 +39,7 @@ extern "C" __global__ void convert_e4m3(uint2* out, const unsigned* codes) {
     }
 }
 
-// out [12][32]: lane by lane what each warp operation gives.
+// out [12][32]: result of each warp operation, lane by lane.
 extern "C" __global__ void warp_operations(unsigned* out, const unsigned* in) {
     int lane = threadIdx.x;
     unsigned x = in[lane];

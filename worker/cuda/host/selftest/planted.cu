@@ -1,6 +1,6 @@
-// One entry point for each kind of error that the host model reports, and sound twins of those that a small change makes right.
-// Every one takes (float* out, const float* in, int n): `in` holds n written floats, `out` has room for n. Unless said otherwise a
-// launch is one block of n = 64 threads, without dynamic shared memory. README.md says how each error's text begins.
+// One entry point for each kind of error that the host model reports, and correct twins of those that a small change
+// fixes. Each takes (float* out, const float* in, int n): `in` holds n written floats, `out` has room for n. Unless
+// noted otherwise, a launch is one block of n = 64 threads, without dynamic shared memory. README.md lists how each error's text begins.
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -10,7 +10,7 @@ extern "C" __global__ void out_of_bounds_read(float* out, const float* in, int n
 // Writes out[n]. "out of bounds"
 extern "C" __global__ void out_of_bounds_write(float* out, const float* in, int n) { out[threadIdx.x + 1] = in[threadIdx.x]; }
 
-// Reads `out`, which the caller has only allocated. "read of unwritten memory"
+// Reads `out`, which the caller has allocated but not written. "read of unwritten memory"
 extern "C" __global__ void read_of_unwritten(float* out, const float* in, int n) { out[threadIdx.x] += in[threadIdx.x]; }
 
 // Writes one float past a shared array of n = 64. "shared memory out of bounds"
@@ -23,7 +23,7 @@ extern "C" __global__ void shared_out_of_bounds(float* out, const float* in, int
     out[threadIdx.x] = tile[63 - threadIdx.x] + next[threadIdx.x];
 }
 
-// The same in dynamic shared memory, of which the launch gives 4 * n bytes. "shared memory out of bounds"
+// The same in dynamic shared memory, of which the launch provides 4 * n bytes. "shared memory out of bounds"
 extern "C" __global__ void dynamic_out_of_bounds(float* out, const float* in, int n) {
     HEARTH_DYNAMIC_SHARED(float, tile);
     tile[threadIdx.x + 1] = in[threadIdx.x];
@@ -39,7 +39,7 @@ extern "C" __global__ void shared_unwritten(float* out, const float* in, int n) 
     out[threadIdx.x] = tile[threadIdx.x];
 }
 
-// Turns a row round without a barrier between writing and reading. "shared memory race"
+// Reverses a row without a barrier between writing and reading. "shared memory race"
 extern "C" __global__ void shared_race(float* out, const float* in, int n) {
     __shared__ float tile[64];
     tile[threadIdx.x] = 0.0f;
@@ -55,7 +55,7 @@ extern "C" __global__ void shared_race_sound(float* out, const float* in, int n)
     out[threadIdx.x] = tile[63 - threadIdx.x];
 }
 
-// The second turn overwrites what a slower thread still reads: one barrier too few. "shared memory race"
+// The second round overwrites what a slower thread is still reading: one barrier too few. "shared memory race"
 extern "C" __global__ void shared_reuse(float* out, const float* in, int n) {
     __shared__ float tile[64];
     float sum = 0.0f;
@@ -67,7 +67,7 @@ extern "C" __global__ void shared_reuse(float* out, const float* in, int n) {
     out[threadIdx.x] = sum;
 }
 
-// Lanes exchange through shared memory and rely on running in step. "shared memory race"
+// Lanes exchange values through shared memory and rely on running in lockstep. "shared memory race"
 extern "C" __global__ void missing_syncwarp(float* out, const float* in, int n) {
     __shared__ float tile[64];
     tile[threadIdx.x] = 0.0f;
@@ -94,7 +94,7 @@ extern "C" __global__ void syncwarp_across_warps(float* out, const float* in, in
     out[threadIdx.x] = tile[threadIdx.x ^ 32];
 }
 
-// A copy into shared memory is committed and never waited for. "cp.async not waited for"
+// A copy into shared memory is committed but never waited for. "cp.async not waited for"
 extern "C" __global__ void missing_cp_async_wait(float* out, const float* in, int n) {
     __shared__ __align__(16) float tile[64];
     if (threadIdx.x < 16) cp_async_16(tile + 4 * threadIdx.x, in + 4 * threadIdx.x, true);
@@ -103,8 +103,8 @@ extern "C" __global__ void missing_cp_async_wait(float* out, const float* in, in
     out[threadIdx.x] = tile[threadIdx.x];
 }
 
-// Each thread waits for its own copies, and reads another's. "shared memory race", or, when the order of threads is shuffled and the
-// reader comes first, "cp.async not waited for".
+// Each thread waits for its own copies, and reads another's. "shared memory race", or, if the order of threads is
+// shuffled and the reader comes first, "cp.async not waited for".
 extern "C" __global__ void missing_cp_async_barrier(float* out, const float* in, int n) {
     __shared__ __align__(16) float tile[64];
     tile[threadIdx.x] = 0.0f;
@@ -124,14 +124,14 @@ extern "C" __global__ void cp_async_sound(float* out, const float* in, int n) {
     out[threadIdx.x] = tile[threadIdx.x];
 }
 
-// Half of the block goes past the barrier. "divergent barrier"
+// Half of the block skips the barrier. "divergent barrier"
 extern "C" __global__ void divergent_barrier(float* out, const float* in, int n) {
     if (threadIdx.x >= 32) return;
     __syncthreads();
     out[threadIdx.x] = in[threadIdx.x];
 }
 
-// Both halves wait, each in its own place. "divergent barrier"
+// Both halves wait, each at its own barrier. "divergent barrier"
 extern "C" __global__ void two_barriers(float* out, const float* in, int n) {
     if (threadIdx.x >= 32) {
         __syncthreads();
@@ -147,7 +147,7 @@ extern "C" __global__ void divergent_shuffle(float* out, const float* in, int n)
     out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, in[threadIdx.x], 1);
 }
 
-// All threads add to one place without atomics. "global memory race"
+// All threads add to one location without atomics. "global memory race"
 extern "C" __global__ void global_race(float* out, const float* in, int n) {
     if (threadIdx.x == 0) out[0] = 0.0f;
     __syncthreads();
@@ -160,7 +160,7 @@ extern "C" __global__ void global_race_sound(float* out, const float* in, int n)
     atomicAdd(out, in[threadIdx.x]);
 }
 
-// Launched with two blocks: the second reads what the first wrote, in an order that nothing fixes. "global memory race"
+// Launched with two blocks: the second reads what the first wrote, in no fixed order. "global memory race"
 extern "C" __global__ void race_between_blocks(float* out, const float* in, int n) {
     if (blockIdx.x == 0) out[threadIdx.x] = in[threadIdx.x];
     if (blockIdx.x == 1 && threadIdx.x == 3) out[4] = out[3];
@@ -182,7 +182,7 @@ extern "C" __global__ void partial_masks_sound(float* out, const float* in, int 
     out[threadIdx.x] = __any_sync(quarter, sum > 0.0f) ? sum : 0.0f;
 }
 
-// What follows is launched with 128 threads and OPERAND_BYTES of dynamic shared memory: a warpgroup multiplies zeros.
+// The kernels below are launched with 128 threads and OPERAND_BYTES of dynamic shared memory: a warpgroup multiplies zeros.
 constexpr int OPERAND_BYTES = 25 * 1024;
 
 struct Planted {

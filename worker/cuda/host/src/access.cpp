@@ -1,4 +1,4 @@
-// The callbacks of -fsanitize=thread: g++ calls one before every access of a kernel. They are the hot path of the model.
+// The callbacks of -fsanitize=thread: g++ calls one before every access by a kernel. They are the model's hot path.
 #include "access.h"
 
 #include "device.h"
@@ -8,10 +8,10 @@
 namespace hearth {
 namespace {
 
-Space global;             // of the device of the running launch
-const Module* module;     // whose kernel runs
+Space global;             // of the running launch's device
+const Module* module;     // of the running kernel
 
-// Whether what `labels` tell is ordered before an access by `mine`, as far as it is told without looking at single bytes.
+// Whether the accesses in `labels` are ordered before `mine`, as far as that shows without looking at single bytes.
 template <bool SHARED, unsigned BYTES>
 inline bool ordered_quickly(const Label* labels, const Fiber& fiber) {
     const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor(), mine = fiber.label;
@@ -23,7 +23,7 @@ inline bool ordered_quickly(const Label* labels, const Fiber& fiber) {
     return !recent || (!differs && ordered(labels[0], SHARED, fiber));
 }
 
-// The quick checks are false when single bytes have to be looked at, and in every error.
+// The quick checks return false if single bytes have to be looked at, and on every error.
 template <bool SHARED, unsigned BYTES>
 inline bool read_quickly(Space& space, size_t offset, const Fiber& fiber) {
     Shadow& shadow = *space.shadow;
@@ -49,7 +49,7 @@ inline bool in_bounds(const Space& space, const char* address, unsigned bytes) {
     return shared_memory.in_array(address, bytes);
 }
 
-// Bytes that were written before need no look at their bounds.
+// Bytes that were written before need no bounds check.
 template <bool SHARED, unsigned BYTES>
 inline bool write_quickly(Space& space, size_t offset, const Fiber& fiber) {
     Shadow& shadow = *space.shadow;
@@ -69,7 +69,7 @@ inline bool access_quickly(Use use, Space& space, size_t offset, const Fiber& fi
     return use == Use::WRITE && write_quickly<SHARED, BYTES>(space, offset, fiber);
 }
 
-// For sizes that are known only now.
+// For sizes known only at run time.
 template <bool SHARED>
 bool piece_quickly(Use use, Space& space, size_t offset, unsigned bytes, const Fiber& fiber) {
     switch (bytes) {
@@ -85,7 +85,7 @@ bool on_stack(const void* address, const Fiber& fiber) {
     return (const char*)address >= fiber.stack_low && (const char*)address < fiber.stack_high;
 }
 
-// Memory without a shadow: pinned and registered host memory, and tables of constants in the kernel's object.
+// Handles memory without a shadow: pinned and registered host memory, and tables of constants in the kernel's object.
 void check_elsewhere(const Access& access) {
     if (const HostRange* range = host_memory().find(access.address, access.bytes)) {
         if (access.use != Use::READ && range->read_only) fail_out_of_bounds(access);
@@ -94,7 +94,7 @@ void check_elsewhere(const Access& access) {
     if (access.use != Use::READ || !module->contains(access.address)) fail_out_of_bounds(access);
 }
 
-// In pieces of a power of two that are aligned to their size.
+// Checks in power-of-two pieces that are aligned to their size.
 void check_pieces(Space& space, bool is_shared, const Access& access) {
     size_t offset = space.offset(access.address), left = access.bytes;
     while (left > 0) {
@@ -181,5 +181,5 @@ HEARTH_CALLBACK __tsan_write_range(void* address, unsigned long bytes) {
                           {__builtin_return_address(0), nullptr}});
 }
 
-// Every object calls it when it is loaded.
+// Called by every object when it is loaded.
 HEARTH_CALLBACK __tsan_init() {}

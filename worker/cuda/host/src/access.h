@@ -1,4 +1,4 @@
-// Checks of single accesses: bounds, alignment, bytes that were never written, races.
+// Checks of single accesses: bounds, alignment, unwritten bytes, races.
 #pragma once
 
 #include "executor.h"
@@ -8,7 +8,7 @@ namespace hearth {
 
 enum class Use : uint8_t { READ, WRITE, ATOMIC, ASYNC_WRITE };
 
-// Where in the kernel an access stands: an address of its code, or a place of its source.
+// Location of an access in the kernel: an address in its code, or a source location.
 struct Place {
     const void* code = nullptr;
     const HearthHostSite* site = nullptr;
@@ -23,24 +23,24 @@ struct Access {
     Place place;
 };
 
-// Called at the start of a launch: the addresses of its device.
+// Called at the start of a launch, with its device.
 void begin_access_checks(Device& device);
 
-// Does not return when the access is in error.
+// Does not return if the access is an error.
 void check_access(const Access& access);
-// The same where only shared memory, or only other memory, will do.
+// The same, if only shared memory, or only other memory, is valid.
 void check_shared_access(const Access& access);
 void check_global_access(const Access& access);
 
-// A cp.async has landed: the bytes are this thread's writes.
+// Records that a cp.async has landed: the bytes count as written by this thread.
 void mark_landed(const Fiber& fiber, const void* shared);
-// The launch ends without having waited for it.
+// Records that the launch ended without waiting for it.
 void mark_abandoned(const void* shared);
 
-// The rest of a check, where the quick one has not found that all is well. `offset` lies in `space`.
+// The rest of a check, if the quick one has not passed. `offset` is in `space`.
 void check_slowly(Space& space, bool is_shared, size_t offset, unsigned bytes, const Access& access);
 
-// End the launch with the text of an error.
+// Ends the launch with an error's text.
 [[noreturn]] void fail_misaligned(const Access& access);
 [[noreturn]] void fail_out_of_bounds(const Access& access);
 [[noreturn]] void fail_unwritten(const Access& access, bool is_shared);

@@ -12,7 +12,7 @@ void check_source(const Fiber& fiber, const AsyncCopy& copy) {
     if (copy.valid) check_global_access({Use::READ, copy.global, 16, 16, fiber, {nullptr, &copy.site}});
 }
 
-// The source is checked again: another thread may have written it in the meantime.
+// The source is checked again: another thread may have written to it in the meantime.
 void land(Fiber& fiber, const AsyncCopy& copy) {
     if (config().checks) {
         check_source(fiber, copy);

@@ -1,11 +1,11 @@
-// cp.async: the bytes land at the wait and no earlier, so that a missing wait or barrier leaves a reader with what was there before.
+// cp.async: the bytes land at the wait and no earlier, so that after a missing wait or barrier a reader sees the old contents.
 #pragma once
 
 #include "executor.h"
 
 namespace hearth {
 
-// Forgets the copies that the thread's block never waited for.
+// Drops the copies that the thread's block never waited for.
 void abandon_copies(Fiber& fiber);
 
 }  // namespace hearth

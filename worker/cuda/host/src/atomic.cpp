@@ -1,4 +1,4 @@
-// Atomic operations. One thread runs at a time, so the operation itself is plain; the check is what matters.
+// Atomic operations. One thread runs at a time, so the operation itself is plain; the point is the check.
 #include <cstring>
 
 #include "access.h"

@@ -1,4 +1,4 @@
-// Warp operations: each lane leaves its operand and waits; the last one to arrive does the work for all.
+// Warp operations: each lane stores its operand and waits; the last one to arrive does the work for all.
 #include <cstring>
 
 #include "access.h"
@@ -62,7 +62,7 @@ float element(unsigned word, int i) {
     return E4M3 ? e4m3_values[word >> (8 * i) & 0xffu] : bf16(word >> (16 * i) & 0xffffu);
 }
 
-// Rows of eight columns: the vector units' width where there are such.
+// Rows of eight columns: the width of the vector units, if any.
 typedef float Row __attribute__((vector_size(32)));
 #if defined(__x86_64__)
 #define HEARTH_WIDE __attribute__((target_clones("default", "avx2")))
@@ -78,8 +78,9 @@ HEARTH_WIDE void multiply_add(Row* d, const float (*a)[32], const Row* b, int de
     }
 }
 
-// Fragments of m16n8k16 (two elements a register) and m16n8k32 (four) lie alike: registers 0, 1 of A hold the first half of k in rows
-// group and group + 8, registers 2, 3 the second half. Each sum is taken over ascending k, one rounding a step.
+// Fragments of m16n8k16 (two elements per register) and m16n8k32 (four) are laid out alike: registers 0, 1 of A hold
+// the first half of k in rows group and group + 8, registers 2, 3 the second half.
+// Each sum is over ascending k, with one rounding per step.
 template <bool E4M3>
 void mma(Executor& e, unsigned warp) {
     constexpr int per_word = E4M3 ? 4 : 2, half = 4 * per_word;
@@ -197,7 +198,7 @@ unsigned hearth_host_match(HearthHostSite site, unsigned mask, unsigned long lon
     return (unsigned)exchange(site, WarpOperation::MATCH, mask, value, 0);
 }
 
-// The model knows no divergence: every lane that has not exited counts as active.
+// The model has no divergence: every lane that has not exited counts as active.
 unsigned hearth_host_active_mask() { return executor().live_lanes(); }
 
 unsigned hearth_host_lane() { return running_fiber->lane(); }

@@ -13,7 +13,7 @@
 namespace hearth {
 namespace {
 
-// Bytes after each shared array that nothing may touch, so that an index past the end does not meet the next array.
+// Bytes after each shared array that must not be accessed, so that an index past the end does not reach the next array.
 constexpr int SHARED_GAP_BYTES = 256;
 
 std::vector<std::string> preprocess_flags(const Options& options, const std::string& name) {
@@ -26,7 +26,7 @@ std::vector<std::string> preprocess_flags(const Options& options, const std::str
     return flags;
 }
 
-// Each shared array must have a section to itself, for the gap after it, and be this object's own.
+// Each shared array needs a section of its own, for the gap after it, and must be local to this object.
 std::vector<std::string> compile_flags(const Options& options, bool checks) {
     std::vector<std::string> flags = {
         "g++", "-S", "-x", "c++", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fdata-sections", "-fno-gnu-unique",
@@ -44,7 +44,7 @@ std::vector<std::string> compile_flags(const Options& options, bool checks) {
     return flags;
 }
 
-// Where this library lies, found while it is loaded: its name may be relative to a working directory that changes later.
+// Directory of this library, determined while it is loaded: its name may be relative to a working directory that changes later.
 std::string find_library_directory() {
     Dl_info self;
     dladdr(reinterpret_cast<void*>(find_library_directory), &self);
@@ -53,12 +53,12 @@ std::string find_library_directory() {
 }
 const std::string library_directory = find_library_directory();
 
-// The object names libcuda.so.1 as needed, so that the loader finds the copy that loads it.
+// The object lists libcuda.so.1 as needed, so that the loader finds the copy that loads it.
 std::vector<std::string> link_flags() {
     return {"g++", "-shared", "-Wl,-Bsymbolic", "kernel.s", library_directory + "/libcuda.so.1", "-lm", "-o", "kernel.so"};
 }
 
-// Adds the gap after the zeros of every static of a function (see `__shared__`). Its symbol keeps its size.
+// Adds the gap after the zeros of every function's static (see `__shared__`). Its symbol keeps its size.
 std::string add_shared_gaps(const std::string& assembly) {
     std::istringstream lines(assembly);
     std::string line, result;
@@ -91,7 +91,7 @@ std::string make_image(const std::vector<EntryPoint>& entries, const Options& op
     return image + object;
 }
 
-// A header's name may have folders in it, but none outside.
+// A header's name may contain directories, but not lead outside.
 bool write_sources(const Program& program, const std::string& directory, std::string& log) {
     std::string ignored;
     bool written = run_program(directory, {"mkdir", "hearth_host"}, ignored);

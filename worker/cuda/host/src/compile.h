@@ -15,7 +15,7 @@ struct Program {
     std::vector<SourceFile> headers;
 };
 
-// False with the compiler's messages in `log` when the source does not compile.
+// Returns false, with the compiler's messages in `log`, if the source does not compile.
 bool compile(const Program& program, const Options& options, bool checks, std::string& image, std::string& log);
 
 }  // namespace hearth

@@ -1,4 +1,4 @@
-// The environment variables of the model, read once.
+// The model's environment variables, read once.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ struct Config {
 
 const Config& config();
 
-// Whether kernels are compiled with checks; the compiler library needs no more of the configuration.
+// Whether kernels are compiled with checks; the compiler library needs only this part of the configuration.
 bool checks_wanted();
 
 }  // namespace hearth

@@ -8,7 +8,7 @@
 namespace hearth {
 namespace {
 
-// Never destroyed, as nothing here that the driver's entries use: threads may still call them while the process exits.
+// Never destroyed, like everything here that the driver's entries use: threads may still call them while the process exits.
 std::vector<Device*>& devices = *new std::vector<Device*>;
 std::atomic<bool> is_initialised = false;
 
@@ -27,7 +27,7 @@ unsigned Device::multiprocessor_shared_bytes() const {
     }
 }
 
-// One KiB of each block is the system's.
+// One KiB per block is reserved by the system.
 unsigned Device::opt_in_shared_bytes() const { return multiprocessor_shared_bytes() - 1024; }
 
 Device* device(int ordinal) { return ordinal >= 0 && (size_t)ordinal < devices.size() ? devices[ordinal] : nullptr; }

@@ -1,4 +1,4 @@
-// A device, which is its primary context too.
+// A device, which is also its primary context.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ struct Device {
 
     int ordinal;
     int retained = 0;
-    CUresult error = CUDA_SUCCESS;     // sticky, as a context's after a failed launch
+    CUresult error = CUDA_SUCCESS;     // sticky, like a context's after a failed launch
     DeviceMemory memory;
     Shadow shadow;                     // of `memory`; empty without checks
     Streams streams;
@@ -26,23 +26,23 @@ struct Device {
     unsigned multiprocessor_shared_bytes() const;
 };
 
-constexpr unsigned SHARED_BYTES = 48 * 1024;    // that a block may use without opting in
+constexpr unsigned SHARED_BYTES = 48 * 1024;    // available to a block without opting in
 
-// All devices, made by cuInit; null for an ordinal that does not exist.
+// All devices, created by cuInit; null for an ordinal that does not exist.
 Device* device(int ordinal);
 bool initialised();
 void initialise();
 
-// Empties every shadow's labels: of all devices, of all modules' shared arrays and of dynamic shared memory.
+// Clears every shadow's labels: of all devices, of all modules' shared arrays and of dynamic shared memory.
 void forget_labels();
 
 // The device that is current on the calling thread.
 Device*& current_device();
 
-// Every entry of the driver holds this: one thing happens at a time.
+// Held by every entry of the driver: only one runs at a time.
 std::recursive_mutex& driver_mutex();
 
-// The beginning of an entry that works in the current context: the lock, the device, and why it cannot go on.
+// Prologue of an entry that works in the current context: the lock, the device, and the error if it cannot continue.
 class Entry {
 public:
     Entry();

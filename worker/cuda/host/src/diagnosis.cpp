@@ -1,4 +1,4 @@
-// The texts of errors in accesses. README.md lists how each begins.
+// The error texts of accesses. README.md lists how each begins.
 #include <unistd.h>
 
 #include <cstdio>
@@ -10,10 +10,10 @@
 namespace hearth {
 namespace {
 
-// "attention.cu:93, " from the line table of the object, innermost inlined function first; empty where it has none.
+// "attention.cu:93, " from the object's line table, innermost inlined function first; empty if it has none.
 std::string source_line(const void* code) {
     const Module& module = *executor().launch().function->module;
-    // A return address points behind the call.
+    // A return address points past the call.
     size_t offset = (const char*)code - module.load_address - 1;
     FILE* pipe = popen(format("addr2line -s -i -e /proc/%d/fd/%d 0x%zx 2>/dev/null", getpid(), module.file, offset).c_str(), "r");
     if (pipe == nullptr) return "";
@@ -36,7 +36,7 @@ std::string where(const Access& access) {
     return line + format("%zu bytes at %p", access.bytes, (const void*)access.address);
 }
 
-// "in shared array part[16] of 64 bytes", or what the device has around the address.
+// "in shared array part[16] of 64 bytes", or the device's description of the address's surroundings.
 std::string surroundings(const Access& access, bool is_shared) {
     Executor& e = executor();
     if (shared_memory.dynamic().contains(access.address)) {
@@ -53,7 +53,7 @@ std::string surroundings(const Access& access, bool is_shared) {
     return e.device().memory.describe(access.address);
 }
 
-// How far an address that should be shared is from the shared memory before it; empty when it is nowhere near.
+// Distance of an address that should be shared from the shared memory before it; empty if it is nowhere near.
 std::string past_shared(const Access& access) {
     constexpr size_t NEAR_BYTES = 1 << 20;
     const Space& dynamic = shared_memory.dynamic();
@@ -81,7 +81,7 @@ const char* verb(Use use) {
     return "cp.async";
 }
 
-// The thread or threads of a label.
+// Describes the thread or threads of a label.
 std::string describe_label(Label label) {
     Executor& e = executor();
     unsigned who = label_who(label) & ~ATOMIC;

@@ -1,4 +1,4 @@
-// The driver API: initialisation, devices, contexts, errors, and the look-up of entries.
+// The driver API: initialisation, devices, contexts, errors, and lookup of entries.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -103,7 +103,7 @@ const ErrorText* find_error(CUresult code) {
     return nullptr;
 }
 
-// The device of an ordinal, for entries that need no context.
+// Finds the device for an ordinal, for entries that need no context.
 CUresult find_device(int ordinal, Device*& found) {
     if (!initialised()) return CUDA_ERROR_NOT_INITIALIZED;
     found = device(ordinal);
@@ -225,7 +225,7 @@ HEARTH_API CUresult cuGetErrorString(CUresult code, const char** text) {
     return error != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-// The newest of the entry's forms, as its callers get by including cuda.h.
+// Returns the newest version of the entry, as callers get by including cuda.h.
 HEARTH_API CUresult cuGetProcAddress_v2(const char* symbol, void** address, int, uint64_t, int* found) {
     Dl_info self;
     dladdr(reinterpret_cast<void*>(cuInit), &self);

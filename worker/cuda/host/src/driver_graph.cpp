@@ -1,4 +1,4 @@
-// The driver API: graphs. An instance runs its nodes in the order in which they were added, which dependencies cannot contradict.
+// The driver API: graphs. An instance runs its nodes in the order in which they were added, which is consistent with all dependencies.
 #include <algorithm>
 #include <variant>
 

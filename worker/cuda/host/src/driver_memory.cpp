@@ -13,7 +13,7 @@ CUresult allocate(Device& device, CUdeviceptr* result, size_t bytes) {
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     char* address = device.memory.allocate(bytes);
     if (address == nullptr) {
-        // What waits may free memory.
+        // Waiting work may free memory.
         if (CUresult status = device.streams.drain_all(); status != CUDA_SUCCESS) return status;
         address = device.memory.allocate(bytes);
     }
@@ -29,7 +29,7 @@ bool free_memory(Device& device, CUdeviceptr address) {
     return true;
 }
 
-// A copy on a stream, or at once without one.
+// Copies on a stream, or immediately without one.
 CUresult copy(CUstream handle, const Transfer& transfer) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();

@@ -87,7 +87,7 @@ HEARTH_API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigne
     return device->streams.add(stream, [device, launch = std::move(launch)] { return executor().run(*device, launch); });
 }
 
-// Threads and shared memory limit it; registers are unknown.
+// Limited by threads and shared memory; registers are unknown.
 HEARTH_API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, CUfunction function, int threads,
                                                                          size_t shared_bytes, unsigned) {
     Entry entry;

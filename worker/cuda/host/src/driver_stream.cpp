@@ -36,7 +36,7 @@ HEARTH_API CUresult cuStreamSynchronize(CUstream handle) {
     return entry->streams.drain(stream);
 }
 
-// Each query does one piece of work, so that a caller that polls gets there.
+// Each query does one piece of work, so that a polling caller makes progress.
 HEARTH_API CUresult cuStreamQuery(CUstream handle) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();

@@ -1,4 +1,4 @@
-// Numbers that C++ has no type for.
+// Number formats that C++ has no type for.
 #pragma once
 
 namespace hearth {

@@ -1,4 +1,4 @@
-// The headers of ../include, which travel in the compiler library.
+// The headers of ../include, embedded in the compiler library.
 #pragma once
 
 #include <string>

@@ -7,7 +7,7 @@ namespace {
 
 bool is_word(char c) { return isalnum((unsigned char)c) || c == '_'; }
 
-// Reads tokens of C++: words, and single other characters.
+// Reads C++ tokens: words, and other characters one by one.
 class Reader {
 public:
     Reader(const std::string& text, size_t position) : text_(text), position_(position) {}
@@ -20,7 +20,7 @@ public:
         return text_.substr(begin, position_ - begin);
     }
 
-    // What stands in parentheses that are open now, up to the comma or parenthesis that ends its first part.
+    // Reads the contents of the parentheses that are open now, up to the comma or parenthesis that ends the first argument.
     std::string first_argument() {
         std::string first;
         bool in_first = true;

@@ -8,13 +8,13 @@ namespace hearth {
 
 struct EntryPoint {
     std::string name;
-    std::string max_threads;     // the first argument of __launch_bounds__ as the source has it, or "1024"
+    std::string max_threads;     // the first argument of __launch_bounds__ as in the source, or "1024"
 };
 
-// Every `extern "C" __global__ void name(`, with or without launch bounds.
+// Finds every `extern "C" __global__ void name(`, with or without launch bounds.
 std::vector<EntryPoint> find_entry_points(const std::string& text);
 
-// The functions by which the driver library reaches them, to stand after the text.
+// The functions through which the driver library reaches them, to be appended to the text.
 std::string entry_point_glue(const std::vector<EntryPoint>& entries);
 
 }  // namespace hearth

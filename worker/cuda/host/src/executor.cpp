@@ -97,7 +97,7 @@ void Executor::make_runnable(Fiber& fiber) {
     runnable_warps_ |= 1u << fiber.warp();
 }
 
-// The next thread to run: the lowest lane of the running warp while it has one, or, shuffled, any lane of some warp.
+// Picks the next thread to run: the lowest lane of the running warp while it has one, or, when shuffled, any lane of some warp.
 Fiber* Executor::pick() {
     if (runnable_warps_ == 0) return nullptr;
     unsigned warp = running_fiber->warp(), first_lane = 0;
@@ -114,7 +114,7 @@ Fiber* Executor::pick() {
     return &lane(warp, from(runnable_[warp], first_lane));
 }
 
-// With nothing to run, control returns to run_block.
+// If nothing can run, control returns to run_block.
 void Executor::switch_to(Fiber* next) {
     void** save = running_stack_;
     running_stack_ = next != nullptr ? &next->stack : &main_stack_;
@@ -225,7 +225,7 @@ void Executor::record(CUresult code, const char* kind, const std::string& detail
     fault_.text += details;
 }
 
-// No thread can go on: the first one that waits names one that it waits for.
+// No thread can continue: the error names the first waiting thread and one that it waits for.
 void Executor::report_stall() {
     const Fiber* waiting = &fibers_[0];
     while (waiting->state == State::EXITED) waiting++;

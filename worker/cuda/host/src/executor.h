@@ -1,4 +1,4 @@
-// Runs a launch: blocks one after the other, the threads of a block as fibers that change at barriers and warp operations.
+// Runs a launch: blocks one after the other, a block's threads as fibers that switch at barriers and warp operations.
 #pragma once
 
 #include <cstdint>
@@ -18,18 +18,18 @@ enum class State : uint8_t { RUNNABLE, AT_BARRIER, AT_WARP_OPERATION, EXITED };
 
 enum class WarpOperation : uint8_t { SYNC, SHUFFLE, BALLOT, MATCH, MMA_BF16, MMA_E4M3, LDMATRIX, WGMMA, WGMMA_WAIT };
 
-// A lane's part of a wgmma that was not waited for.
+// A lane's part of a wgmma that has not been waited for.
 struct Product {
     float* d;
     unsigned long long a;                // descriptors
     unsigned long long b;
     bool accumulate;
-    bool is_first;                       // of those under way with these accumulators
+    bool is_first;                       // of those in flight with these accumulators
     HearthHostSite site;
-    float before[64];                    // what the accumulators held at the start of the first
+    float before[64];                    // the accumulators' contents at the start of the first
 };
 
-// What a lane brings to a warp operation and what it takes away.
+// A lane's input to a warp operation and its result.
 struct Operand {
     unsigned long long value;
     int source;
@@ -62,7 +62,7 @@ struct Fiber {
     Label label;                         // this thread, since the last barrier or __syncwarp that it passed
     Operand operand;
     std::vector<AsyncCopy> copies;
-    std::vector<size_t> group_ends;      // in `copies`, of the committed groups
+    std::vector<size_t> group_ends;      // of the committed groups, in `copies`
     bool copies_unfenced = false;        // some have landed since the last fence.proxy.async
     std::vector<Product> products;
     std::vector<size_t> product_group_ends;
@@ -76,25 +76,25 @@ inline bool same_site(const HearthHostSite& a, const HearthHostSite& b) {
     return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
 }
 
-// The thread that runs now.
+// The running thread.
 extern Fiber* running_fiber;
 
 class Executor {
 public:
     Executor();
 
-    // The first fault, if any.
+    // Returns the first fault, if any.
     Fault run(Device& device, const Launch& launch);
 
-    // What follows is called on a thread's own stack.
+    // The functions below are called on a thread's own stack.
     Fiber& lane(unsigned warp, unsigned lane) { return fibers_[warp * 32 + lane]; }
     unsigned wait_barrier(HearthHostSite site, bool predicate);
     void wait_warp(HearthHostSite site, WarpOperation operation, unsigned mask);
-    // `kind` begins the text of the fault, where `at` is and `details` follow.
+    // `kind` begins the text of the fault, followed by the location of `at` and by `details`.
     [[noreturn]] void fail(CUresult code, const char* kind, const std::string& details, const Fiber& at);
     [[noreturn]] void exit_thread();
     unsigned live_lanes() const;
-    // Every advance of the clock goes this way: it may have to start again.
+    // All advances of the clock go through this: it may have to restart.
     void advance_clock(void (RaceClock::*step)());
     const Launch& launch() const { return *launch_; }
     Device& device() { return *device_; }
@@ -121,7 +121,7 @@ private:
     const Launch* launch_ = nullptr;
     std::vector<void*> values_;
     void* main_stack_ = nullptr;
-    void** running_stack_ = &main_stack_;    // where the stack pointer of what runs now goes
+    void** running_stack_ = &main_stack_;    // where the running stack's pointer is saved
     Fault fault_;
     unsigned block_ = 0;
     unsigned threads_ = 0;
@@ -129,14 +129,14 @@ private:
     unsigned at_barrier_ = 0;
     unsigned barrier_count_ = 0;
     unsigned runnable_[MAX_THREADS / 32];    // lanes by warp
-    unsigned arrived_[MAX_THREADS / 32];     // lanes that wait at a warp operation
+    unsigned arrived_[MAX_THREADS / 32];     // lanes waiting at a warp operation
     unsigned runnable_warps_ = 0;
     uint64_t random_ = 0;
 };
 
 Executor& executor();
 
-// Does a warp operation for all lanes of `mask`, which have all arrived at it.
+// Performs a warp operation for all lanes of `mask`, which have all arrived at it.
 void complete_warp_operation(Executor& executor, unsigned warp, WarpOperation operation, unsigned mask);
 
 // The name of an operation as CUDA C++ spells it.

@@ -1,4 +1,4 @@
-// The first error of a launch: what the driver returns and what the reader of a log needs.
+// The first error of a launch: the driver's result and the text for the log.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ struct Fault {
 
 __attribute__((format(printf, 1, 2))) std::string format(const char* pattern, ...);
 
-// Writes the text to stderr and to the file of HEARTH_HOST_MODEL_REPORT.
+// Writes the text to stderr and to the file named by HEARTH_HOST_MODEL_REPORT.
 void report(const Fault& fault);
 
 }  // namespace hearth

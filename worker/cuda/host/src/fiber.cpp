@@ -80,10 +80,10 @@ Stacks::Stacks() {
 }
 
 void* Stacks::prepare(unsigned thread, void (*entry)()) const {
-    // Stacks a power of two apart would all use the same cache sets, so their tops are staggered.
+    // Stacks that are a power of two apart would all use the same cache sets, so their tops are staggered.
     char* top = high(thread) - 64 * (thread % 61) - 64;
 #if defined(__x86_64__)
-    // Six registers, the address to return to, and one word that keeps the alignment a call would give.
+    // Six registers, the return address, and one word that keeps the alignment a call would give.
     void** frame = reinterpret_cast<void**>(top) - 8;
     memset(frame, 0, 8 * sizeof(void*));
     frame[6] = reinterpret_cast<void*>(entry);

@@ -24,7 +24,7 @@ std::string cache_directory() {
     return std::string(home != nullptr ? home : "/tmp") + "/.cache/hearth/host-model";
 }
 
-// FNV-1a of 128 bits.
+// 128-bit FNV-1a.
 std::string digest(const std::vector<std::string>& parts) {
     unsigned __int128 prime = ((unsigned __int128)1 << 88) + 0x13b;
     unsigned __int128 hash = ((unsigned __int128)0x6c62272e07bb0142 << 64) + 0x62b821756295c58d;
@@ -96,7 +96,7 @@ CacheEntry::CacheEntry(const std::vector<std::string>& parts) : path_(cache_dire
 
 bool CacheEntry::load(std::string& bytes) const { return read_file(path_, bytes); }
 
-// Renamed into place, so that another process never reads half of it. A cache that cannot be written is no error.
+// Renamed into place, so that another process never reads a partial file. A cache that cannot be written is not an error.
 void CacheEntry::store(const std::string& bytes) const {
     std::error_code ignored;
     fs::create_directories(fs::path(path_).parent_path(), ignored);

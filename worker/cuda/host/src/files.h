@@ -1,4 +1,4 @@
-// Files, private directories, child processes and the cache on disk, as the compiler needs them.
+// Files, private directories, child processes and the on-disk cache for the compiler.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@ namespace hearth {
 bool read_file(const std::string& path, std::string& text);
 bool write_file(const std::string& path, const std::string& text);
 
-// A new directory that goes with the object.
+// A new directory that is removed with the object.
 class PrivateDirectory {
 public:
     PrivateDirectory();
@@ -20,10 +20,10 @@ private:
     std::string path_;
 };
 
-// Runs a program in a directory and waits; its stdout and stderr are appended to `output`. False when it fails.
+// Runs a program in a directory and waits; its stdout and stderr are appended to `output`. Returns false if it fails.
 bool run_program(const std::string& directory, const std::vector<std::string>& arguments, std::string& output);
 
-// What was stored under the key of all `parts`; their order and boundaries count.
+// Data stored under the key of all `parts`; their order and boundaries matter.
 class CacheEntry {
 public:
     explicit CacheEntry(const std::vector<std::string>& parts);

@@ -1,4 +1,4 @@
-// What stands for a cubin: a header, the entry points and the shared object that g++ built.
+// The model's replacement for a cubin: a header, the entry points and the shared object that g++ built.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct ImageHeader {
     uint32_t version;
     uint32_t checks;
     uint32_t capability;     // 10 * major + minor
-    uint32_t entry_count;    // ImageEntry after the header
+    uint32_t entry_count;    // number of ImageEntry after the header
     uint64_t object_offset;
     uint64_t object_bytes;
 };

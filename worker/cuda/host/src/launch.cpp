@@ -15,7 +15,7 @@ void Launch::set_values(void** parameters) {
     values.clear();
     offsets.clear();
     for (size_t i = 0; i < function->parameter_bytes.size(); i++) {
-        // 16 is the largest alignment that a parameter has.
+        // 16 is the largest alignment of a parameter.
         size_t offset = (values.size() + 15) / 16 * 16;
         offsets.push_back(offset);
         values.resize(offset + function->parameter_bytes[i]);

@@ -1,4 +1,4 @@
-// One launch of a kernel: everything that the caller may change or free before it runs is copied.
+// One launch of a kernel: copies of everything that the caller may change or free before it runs.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Function {
     std::string name;
     void (*call)(void** values);
     std::vector<unsigned> parameter_bytes;
-    unsigned max_threads;            // of __launch_bounds__, 1024 without
+    unsigned max_threads;            // of __launch_bounds__, or 1024
     unsigned static_shared_bytes;
     unsigned max_dynamic_shared_bytes;
 };
@@ -33,7 +33,7 @@ struct Launch {
                    unsigned shared_bytes);
     // Reads the values behind cuLaunchKernel's kernelParams.
     void set_values(void** parameters);
-    // The limits that the driver checks when it is called.
+    // Checks the limits that the driver checks at the call.
     CUresult check(unsigned opt_in_shared_bytes) const;
 };
 

@@ -26,8 +26,8 @@ char* reserve(size_t bytes) {
     return static_cast<char*>(memory);
 }
 
-// Freed bytes become NaN in every format of floats. Whole pages of a large range go back to the system instead and read as zeros; a
-// granule is shorter than a page, so those at its ends may be a neighbour's too.
+// Freed bytes become NaN in every float format. Whole pages of a large range are returned to the system instead and
+// read as zeros; a granule is shorter than a page, so the pages at its ends may also belong to a neighbour.
 void spoil(char* address, size_t bytes) {
     static const uintptr_t page = sysconf(_SC_PAGESIZE);
     auto begin = (uintptr_t)address, end = begin + bytes;
@@ -42,8 +42,8 @@ void spoil(char* address, size_t bytes) {
 
 size_t round_up(size_t bytes) { return (bytes + DeviceMemory::GRANULE - 1) / DeviceMemory::GRANULE * DeviceMemory::GRANULE; }
 
-// The operating system copies, since it answers an address that is gone with an error instead of a signal. It moves less than 2 GiB
-// at a time. Where a sandbox forbids the call, a plain copy does.
+// The operating system does the copy, since for an invalid address it returns an error instead of raising a signal. It
+// moves less than 2 GiB at a time. If a sandbox forbids the call, a plain copy is used.
 template <class Copy>
 bool copy_guarded(void* local, const void* remote, size_t bytes, Copy copy) {
     constexpr size_t STEP = 1 << 30;

@@ -11,17 +11,17 @@
 
 namespace hearth {
 
-// The addresses of one device. They are reserved at once and handed out in a ring, so that a freed address is used again late, with
-// a gap after every allocation, so that an access past the end meets nobody else's bytes.
+// The addresses of one device. They are reserved at once and handed out in a ring, so that a freed address is reused
+// late, with a gap after every allocation, so that an access past the end never reaches another allocation.
 class DeviceMemory {
 public:
-    static constexpr size_t GRANULE = 512;    // what cuMemAlloc aligns to
+    static constexpr size_t GRANULE = 512;    // alignment of cuMemAlloc
 
     explicit DeviceMemory(size_t budget_bytes);
 
-    char* allocate(size_t bytes);    // null past the budget
-    bool free(char* address);        // false for what is not the start of an allocation
-    size_t size(const char* address) const;      // of the allocation that starts there, 0 for none
+    char* allocate(size_t bytes);    // null if over budget
+    bool free(char* address);        // false if not the start of an allocation
+    size_t size(const char* address) const;      // of the allocation that starts there, or 0
     size_t free_bytes() const { return budget_bytes_ - used_bytes_; }
 
     bool reserved(const void* address) const { return (size_t)((const char*)address - base_) < reserved_bytes_; }
@@ -31,7 +31,7 @@ public:
         if (offset >= reserved_bytes_) return false;
         return offset + bytes <= ends_[offset / GRANULE];
     }
-    // The nearest allocation and how far from it the address is, or that it was freed.
+    // Describes the nearest allocation and the distance to the address, or says that it was freed.
     std::string describe(const void* address) const;
     char* base() const { return base_; }
     size_t reserved_bytes() const { return reserved_bytes_; }
@@ -44,16 +44,16 @@ private:
     size_t reserved_bytes_;
     size_t cursor_ = 0;
     char* base_;
-    uint64_t* ends_;                       // by granule: offset where its allocation ends, 0 where there is none
+    uint64_t* ends_;                       // by granule: offset where its allocation ends, or 0
     std::map<size_t, size_t> live_;        // offset -> bytes
-    std::map<size_t, size_t> freed_;       // of addresses that are not in use again
+    std::map<size_t, size_t> freed_;       // of addresses that have not been reused
 };
 
 struct HostRange {
     size_t bytes;
     bool registered;     // by cuMemHostRegister, not allocated by the driver
     bool read_only;
-    uint64_t id;         // never used again, so that a copy notices that its buffer is another one by now
+    uint64_t id;         // never reused, so that a copy notices that its buffer has been replaced
 };
 
 class HostMemory {
@@ -62,7 +62,7 @@ public:
     bool free(void* address);
     CUresult add(void* address, size_t bytes, bool read_only);
     CUresult remove(void* address);
-    // The range that holds all these bytes, or null.
+    // The range that contains all these bytes, or null.
     const HostRange* find(const void* address, size_t bytes) const;
 
 private:
@@ -72,7 +72,7 @@ private:
 
 HostMemory& host_memory();
 
-// Copies to or from memory of the process that may be gone by now; false when it is.
+// Copies to or from memory of the process that may have been unmapped; returns false if so.
 bool read_host(void* to, const void* from, size_t bytes);
 bool write_host(void* to, const void* from, size_t bytes);
 

@@ -33,7 +33,7 @@ SharedArray describe_symbol(const char* symbol, const ImageEntry* entries, uint3
     return array;
 }
 
-// A shadow tells alignment by offsets, so the space starts at a multiple of the largest.
+// A shadow determines alignment by offsets, so the space starts at a multiple of the largest alignment.
 void find_shared_space(Module& module, const ElfW(Shdr)& bss) {
     if (module.shared.empty()) return;
     size_t skipped = bss.sh_addr % 16;
@@ -43,7 +43,7 @@ void find_shared_space(Module& module, const ElfW(Shdr)& bss) {
     module.shared_space.shadow = module.shared_shadow.get();
 }
 
-// Every static of a function that lies in .bss is `__shared__`: kernels have no other way to write one.
+// Every static of a function in .bss is `__shared__`: kernels have no other writable statics.
 void find_shared(Module& module, const char* object, const ImageEntry* entries, uint32_t entry_count) {
     const auto* elf = reinterpret_cast<const ElfW(Ehdr)*>(object);
     const auto* sections = reinterpret_cast<const ElfW(Shdr)*>(object + elf->e_shoff);
@@ -113,7 +113,7 @@ CUresult add_function(Module& module, const char* name) {
 
 CUresult check_header(const ImageHeader& header) {
     if (memcmp(header.magic, IMAGE_MAGIC, sizeof header.magic) != 0 || header.version != IMAGE_VERSION) return CUDA_ERROR_INVALID_IMAGE;
-    // As a cubin: of the same major version and no later minor one.
+    // As for a cubin: same major version, and no later minor version.
     uint32_t major = header.capability / 10, minor = header.capability % 10;
     if ((int)major != config().capability_major || (int)minor > config().capability_minor) return CUDA_ERROR_NO_BINARY_FOR_GPU;
     if ((header.checks != 0) != config().checks) {
@@ -134,7 +134,7 @@ CUresult Module::load(Device* device, const void* image, std::unique_ptr<Module>
     module = std::make_unique<Module>();
     module->device = device;
     module->checks = header.checks != 0;
-    // A file of its own for each load: the loader would share one object, and with it the shared memory, otherwise.
+    // A separate file for each load: the loader would otherwise share one object, and with it the shared memory.
     module->file = memfd_create("hearth-host-model", MFD_CLOEXEC);
     for (uint64_t written = 0; written < header.object_bytes;) {
         ssize_t n = write(module->file, object + written, header.object_bytes - written);

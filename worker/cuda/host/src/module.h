@@ -1,4 +1,4 @@
-// A loaded module: the shared object, its entry points, and where its static shared memory lies.
+// A loaded module: the shared object, its entry points, and the location of its static shared memory.
 #pragma once
 
 #include <map>
@@ -11,9 +11,9 @@
 
 namespace hearth {
 
-// One `__shared__` array of the object.
+// One `__shared__` array in the object.
 struct SharedArray {
-    std::string owner;     // the entry point that declares it; empty for one in a function that several may call
+    std::string owner;     // the entry point that declares it; empty for one in a function that several entry points may call
     std::string name;
     char* address;
     size_t bytes;
@@ -27,7 +27,7 @@ struct Module {
     char* load_address = nullptr;
     size_t loaded_bytes = 0;
     std::vector<SharedArray> shared;            // by address
-    Space shared_space;                         // the section that holds them
+    Space shared_space;                         // the section that contains them
     std::unique_ptr<Shadow> shared_shadow;
     std::map<std::string, std::unique_ptr<Function>> functions;
 

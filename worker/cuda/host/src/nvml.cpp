@@ -1,4 +1,4 @@
-// The management library (libnvidia-ml.so.1): the same devices as the driver's, for profiles. Clocks and widths are those of a small card.
+// The management library (libnvidia-ml.so.1): the driver's devices, for profiles. Clocks and widths are those of a small card.
 #include <cstdio>
 #include <cstring>
 
@@ -19,7 +19,7 @@ struct Memory {
     unsigned long long total, reserved, free, used;
 };
 
-// Handles are ordinals from 1.
+// Handles are ordinals, starting from 1.
 int ordinal(void* device) { return (int)(long)device - 1; }
 
 int give(unsigned* to, unsigned value) {
@@ -42,7 +42,7 @@ ENTRY nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
 }
 
 ENTRY nvmlDeviceGetUUID(void* device, char* text, unsigned length) {
-    // As cuDeviceGetUuid has it: "HearthHostModel", then the ordinal.
+    // The same as from cuDeviceGetUuid: "HearthHostModel", then the ordinal.
     snprintf(text, length, "GPU-48656172-7468-486f-7374-4d6f64656c%02x", ordinal(device));
     return NVML_SUCCESS;
 }

@@ -24,7 +24,7 @@ struct CompiledProgram {
     bool real = false;
 };
 
-// Texts are handed out with their terminating zero, images without.
+// Texts are returned with their terminating zero, images without.
 void copy_text(char* to, const std::string& text) { memcpy(to, text.c_str(), text.size() + 1); }
 
 }  // namespace

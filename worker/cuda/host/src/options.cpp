@@ -8,7 +8,7 @@ namespace {
 
 bool starts_with(const std::string& text, const std::string& start) { return text.compare(0, start.size(), start) == 0; }
 
-// Options that change nothing here: the model has one precision and no device code to tune. A trailing `=` takes any value.
+// Options without effect here: the model has one precision and no device code to tune. A trailing `=` accepts any value.
 const char* const WITHOUT_EFFECT[] = {
     "-default-device", "--device-as-default-execution-space", "--ptxas-options=", "-Xptxas=", "--maxrregcount=", "-maxrregcount=",
     "--fmad=", "-fmad=", "--ftz=", "-ftz=", "--prec-div=", "-prec-div=", "--prec-sqrt=", "-prec-sqrt=", "--generate-line-info",
@@ -35,7 +35,7 @@ bool parse_architecture(const std::string& name, Options& options) {
            std::to_string(options.capability) == digits;
 }
 
-// The value of an option that may be spelled `name=value`, `namevalue` (short ones) or `name value`.
+// Takes the value of an option that may be written as `name=value`, `namevalue` (short ones) or `name value`.
 bool take_value(const std::vector<std::string>& arguments, size_t& i, const std::vector<std::string>& names, std::string& value) {
     for (const std::string& name : names) {
         bool is_letter = name.size() == 2;

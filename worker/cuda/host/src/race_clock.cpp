@@ -20,7 +20,7 @@ void RaceClock::begin_block() {
 
 void RaceClock::barrier() { barrier_floor_ = make_label(++now_, 0); }
 
-// What happened before is forgotten: a race with it is missed, but none is made up.
+// Forgets earlier accesses: a race with one is missed, but none is reported wrongly.
 void RaceClock::restart() {
     now_ = block_ = 1;
     launch_floor_ = barrier_floor_ = make_label(1, 0);

@@ -10,7 +10,7 @@ namespace {
 
 bool is_thread(unsigned who) { return who < MAX_THREADS; }
 
-// The warp of all threads of `who`, -1 when there are several.
+// The warp of all threads of `who`, or -1 if there are several.
 int warp_of(unsigned who) {
     if (is_thread(who)) return (int)(who / 32);
     return who < BLOCK_SET ? (int)(who - WARP_SET) : -1;
@@ -18,7 +18,7 @@ int warp_of(unsigned who) {
 
 bool in_earlier_block(Label label) { return label_time(label) < race_clock.block_start(); }
 
-// One label for accesses of which none is ordered before another.
+// One label for accesses that are not ordered among each other.
 Label merge(Label a, Label b, bool is_shared) {
     uint32_t time = std::max(label_time(a), label_time(b));
     unsigned who_a = label_who(a) & ~ATOMIC, who_b = label_who(b) & ~ATOMIC;

@@ -9,7 +9,7 @@
 namespace hearth {
 namespace {
 
-// Zeros that take memory only where they are written.
+// Zeros that occupy memory only where they are written.
 void* reserve(size_t bytes) {
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {

@@ -1,4 +1,4 @@
-// What the checks know of a range of memory: for each byte whether it was ever written, and who wrote and read it last.
+// The checks' state for a range of memory: for each byte whether it was ever written, and who wrote and read it last.
 #pragma once
 
 #include <cstddef>
@@ -6,13 +6,13 @@
 
 namespace hearth {
 
-// Time << 12 | who, so that labels compare as times; never negative, for the vector units have signed comparisons.
+// Time << 12 | who, so that labels compare as times; never negative, because the vector units have signed comparisons.
 using Label = int32_t;
 
 constexpr unsigned WHO_BITS = 12;
 constexpr uint32_t MAX_TIME = (1u << (31 - WHO_BITS)) - 1;
 
-// Who is a thread of a block or one of these.
+// "Who" is a thread of a block or one of these.
 constexpr unsigned WARP_SET = 1024;        // + warp: several threads of the warp
 constexpr unsigned BLOCK_SET = 1056;       // several warps of the block
 constexpr unsigned GRID_SET = 1057;        // threads of several blocks
@@ -31,7 +31,7 @@ public:
     Shadow(const Shadow&) = delete;
     Shadow& operator=(const Shadow&) = delete;
 
-    // The labels of the bytes from `offset` to the next multiple of 16, which lie side by side.
+    // The labels of the bytes from `offset` to the next multiple of 16, which are adjacent.
     Label* writes(size_t offset) { return labels_ + offset / 16 * 32 + offset % 16; }
     Label* reads(size_t offset) { return writes(offset) + 16; }
 
@@ -49,16 +49,16 @@ public:
         }
     }
 
-    // Any range. A shadow of no bytes ignores it.
+    // Any range. A shadow of zero bytes ignores it.
     void set_written_range(size_t offset, size_t bytes, bool written);
     void copy_written_range(size_t to, size_t from, size_t bytes);
-    // Labels start again when the clock does.
+    // Labels restart when the clock does.
     void forget_labels();
 
 private:
     size_t bytes_;
-    uint8_t* written_ = nullptr;    // one bit a byte
-    Label* labels_ = nullptr;       // for 16 bytes 16 of writes, then 16 of reads, so that a check stays on one page
+    uint8_t* written_ = nullptr;    // one bit per byte
+    Label* labels_ = nullptr;       // per 16 bytes: 16 of writes, then 16 of reads, so that a check stays on one page
 };
 
 }  // namespace hearth

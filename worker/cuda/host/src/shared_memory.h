@@ -1,4 +1,4 @@
-// Shared memory of the running block: the dynamic part, and the arrays that lie in the kernel's object.
+// Shared memory of the running block: the dynamic part, and the arrays in the kernel's object.
 #pragma once
 
 #include <cstddef>
@@ -25,12 +25,12 @@ public:
     SharedMemory();
 
     void begin_launch(const Function& function, unsigned dynamic_bytes);
-    // Nothing that an earlier block left may be used: with checks it counts as unwritten, without it becomes NaN.
+    // Invalidates everything that an earlier block left: with checks it counts as unwritten, without it becomes NaN.
     void begin_block();
 
     Space& dynamic() { return dynamic_; }
     Space& arrays() { return arrays_; }
-    // Whether the bytes, which lie in arrays(), belong to one array and not to a gap.
+    // Whether the bytes, which are in arrays(), belong to one array and not to a gap.
     bool in_array(const void* address, size_t bytes) const;
 
 private:

@@ -1,5 +1,5 @@
-// Streams and events. Work waits in its stream until something synchronises with it, so that a host buffer that is changed or freed
-// too early is seen.
+// Streams and events. Work waits in its stream until something synchronises with it, so that a host buffer that is
+// changed or freed too early is detected.
 #pragma once
 
 #include <chrono>
@@ -24,7 +24,7 @@ struct Event {
     std::chrono::steady_clock::time_point when;
 };
 
-// What CUevent points to: waiting work may outlive the handle.
+// Target of a CUevent: waiting work may outlive the handle.
 struct EventHandle {
     std::shared_ptr<Event> event;
 };
@@ -37,26 +37,26 @@ struct Stream {
     std::deque<Work> work;
 };
 
-// The streams of a device; every function returns the device's sticky error, if there is one by then.
+// The streams of a device; every function returns the device's sticky error, if one is set by then.
 class Streams {
 public:
     explicit Streams(Device& device);
     ~Streams();
 
-    // The stream of a handle: 0 and the two special handles are the null stream. Null for one that does not exist.
+    // The stream for a handle: 0 and the two special handles are the null stream. Null for one that does not exist.
     Stream* find(CUstream handle);
     Stream* create(bool blocking);
     void destroy(Stream* stream);
 
-    // Queues work, in order with the null stream as its documentation says.
+    // Queues work, ordered with the null stream as documented by CUDA.
     CUresult add(Stream* stream, Work work);
     CUresult drain(Stream* stream);
     CUresult drain_all();
-    // Drains what the null stream waits for.
+    // Drains the streams that the null stream waits for.
     CUresult drain_blocking();
-    // Does one piece of work; false when there was none.
+    // Does one piece of work; returns false if there was none.
     bool step(Stream* stream);
-    // Runs the event's stream as far as the record.
+    // Runs the event's stream up to the record.
     CUresult reach(const Event& event, uint64_t record);
 
 private:

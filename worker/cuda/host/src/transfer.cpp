@@ -50,7 +50,7 @@ Fault run(Device& device, const Transfer& t) {
     return fault;
 }
 
-// Fills in the host ranges; whether the device addresses are allocations now.
+// Fills in the host ranges; returns whether the device addresses are currently allocated.
 bool prepare(Device& device, Transfer& t) {
     size_t to_bytes = extent(t.width_bytes, t.to_pitch, t.rows), from_bytes = extent(t.width_bytes, t.from_pitch, t.rows);
     if (t.to_side == Side::DEVICE && !device.memory.holds(t.to, to_bytes)) return false;
@@ -79,7 +79,7 @@ bool check_fill(Device& device, const Fill& fill) {
            (bytes == 0 || device.memory.holds(fill.to, extent(bytes, fill.pitch, fill.rows)));
 }
 
-// Work that the driver does at once fails with an error of the call only; the device goes on.
+// Work that the driver does immediately fails with an error of that call only; the device stays usable.
 CUresult run_now(Device& device, const Work& work) {
     if (CUresult status = device.streams.drain_blocking(); status != CUDA_SUCCESS) return status;
     Fault fault = work();

@@ -19,7 +19,7 @@ struct Transfer {
     size_t from_pitch;
     size_t width_bytes;
     size_t rows;
-    // The driver's ranges of the host buffers when the copy was asked for; 0 for pageable memory.
+    // The driver's ranges of the host buffers at the time of the call; 0 for pageable memory.
     uint64_t to_range = 0;
     uint64_t from_range = 0;
 };
@@ -30,7 +30,7 @@ inline Transfer transfer(Side to_side, void* to, Side from_side, const void* fro
 
 // Checks the device addresses and queues the copy.
 CUresult add_transfer(Device& device, Stream* stream, Transfer transfer);
-// The same at once, after all that it has to wait for.
+// The same, immediately, after all work that it has to wait for.
 CUresult do_transfer(Device& device, Transfer transfer);
 
 struct Fill {

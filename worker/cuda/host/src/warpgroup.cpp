@@ -1,6 +1,6 @@
-// wgmma reads its operands from shared memory at any time between its start and the wait, and its accumulators belong to it as long. So the
-// model checks the operands at both ends and multiplies at the wait; accumulators are NaN between. A warp has 16 of the 64 rows, and
-// needs no other warp for them.
+// wgmma may read its operands from shared memory at any time between its start and the wait, and owns its accumulators
+// during that time. The model therefore checks the operands at both ends and multiplies at the wait; accumulators are
+// NaN in between. A warp has 16 of the 64 rows, and needs no other warp for them.
 #include "warpgroup.h"
 
 #include <cmath>
@@ -15,10 +15,10 @@ namespace {
 
 constexpr int WARP_ROWS = 16, OUTPUTS = 128, DEPTH = 32, SUMS = 64;
 constexpr unsigned WARPGROUP = 128;
-// Shared addresses begin behind what the driver keeps for itself, and no further aligned than the kernels' declaration says.
+// Shared addresses start after the part that the driver reserves, aligned no further than the kernels' declaration requires.
 constexpr unsigned SHARED_START = 1024 + 128;
 
-// A matrix as PTX ISA 9.7.15.5.1.2 describes it, of rows of 128 bytes with the 128-byte swizzle.
+// A matrix as described in PTX ISA 9.7.15.5.1.2, with rows of 128 bytes and the 128-byte swizzle.
 struct Matrix {
     unsigned start;
     unsigned stride;    // from eight rows to the next
@@ -37,7 +37,7 @@ Matrix matrix(Executor& e, unsigned long long descriptor, const Fiber& fiber) {
     return {unsigned(descriptor & 0x3fffu) << 4, unsigned(descriptor >> 32 & 0x3fffu) << 4};
 }
 
-// 16 bytes that the warp's wgmma reads.
+// Returns 16 bytes that the warp's wgmma reads.
 const unsigned char* operand(const Matrix& from, unsigned row, unsigned byte, const Fiber& fiber, const HearthHostSite& site) {
     const char* address = shared_memory.dynamic().base + (int)(from.piece(row, byte) - SHARED_START);
     if (config().checks) check_shared_access({Use::READ, address, 16, 16, fiber, {nullptr, &site}});
@@ -64,7 +64,7 @@ void read(Executor& e, Operands& to, const Product& product, const Fiber& fiber)
     read(to.b, matrix(e, product.b, fiber), 0, OUTPUTS, fiber, product.site);
 }
 
-// Each sum is taken over ascending k, one rounding a step.
+// Each sum is over ascending k, with one rounding per step.
 void multiply(Executor& e, unsigned warp, size_t index) {
     static Operands operands;
     read(e, operands, e.lane(warp, 0).products[index], e.lane(warp, 0));
@@ -132,7 +132,7 @@ void finish_products(Executor& e, unsigned warp) {
             for (size_t& end : ends) end -= count;
         }
     }
-    // What comes next may touch accumulators.
+    // The next instructions may touch accumulators.
     for (unsigned lane = 0; lane < 32; lane++) e.lane(warp, lane).accumulators_fenced = false;
 }
 

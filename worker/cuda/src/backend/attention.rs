@@ -8,9 +8,9 @@ use super::{Activations, CudaBackend, CudaKv, CudaTensor, Kernel};
 use crate::compile::{AttentionShape, Variant};
 use crate::queue::Args;
 
-/// Positions of one partial result (`KEY_SPLIT` of common.cuh).
+/// Positions per partial result (`KEY_SPLIT` of common.cuh).
 const SPLIT_POSITIONS: usize = 512;
-/// Bytes of partial results beyond which splits are merged in registers instead.
+/// Size of the partial results beyond which splits are merged in registers instead.
 const MOST_PARTIAL_BYTES: usize = 256 << 20;
 
 /// Rows of a batch cut into tiles, with the blocks of their sequences.
@@ -59,7 +59,7 @@ impl AttentionOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Kernels that a cache of this layout will be read by.
+    /// Kernels that will read a cache of this layout.
     pub(super) fn attention_variants(&self, layout: &KvLayout) -> Vec<Variant> {
         match flash_dims(layout) {
             None => vec![Variant::plain("attention_any")],
@@ -128,7 +128,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Joins the splits that each row reaches.
+    /// Merges the splits that each row reaches.
     fn merge(
         &self,
         step: &Step<'_>,
@@ -192,7 +192,7 @@ impl CudaBackend {
         self.launch(kernel, [tiles.count, step.spec.heads, 1], args)
     }
 
-    /// Tiles of at most `tokens` tokens; the last rows of a sequence see the most keys and come first.
+    /// Cuts spans into tiles of at most `tokens` tokens; the last rows of a sequence see the most keys and come first.
     fn tiles(&self, spans: &[Span], tokens: usize) -> Result<Tiles, KernelError> {
         let mut blocks: Vec<u32> = Vec::new();
         let mut tiles = Vec::new();
@@ -217,7 +217,7 @@ impl CudaBackend {
     }
 }
 
-/// One call of [`AttentionOps::attention`].
+/// Operands of one call of [`AttentionOps::attention`].
 struct Step<'a> {
     q: &'a CudaTensor,
     kv: &'a CudaKv,
@@ -227,8 +227,8 @@ struct Step<'a> {
     out: &'a CudaTensor,
 }
 
-/// `(K_DIM, V_DIM, VALUE_IN_KEY)` where the tensor-core kernel takes the layout: it depends on the layout alone, so that all rows of a
-/// cache go the same way.
+/// `(K_DIM, V_DIM, VALUE_IN_KEY)` if the tensor-core kernel supports the layout. This depends on the layout alone, so
+/// that all rows of a cache take the same path.
 fn flash_dims(layout: &KvLayout) -> Option<(i64, i64, bool)> {
     let fits = layout.dtype == KvDType::Bf16
         && layout.k_dim.is_multiple_of(16)

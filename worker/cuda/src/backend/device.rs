@@ -1,4 +1,4 @@
-//! The device itself: its thread, what it is called, and how fast it was measured to be.
+//! The device itself: its thread, its description, and its measured speed.
 
 use std::time::Instant;
 
@@ -10,12 +10,12 @@ use crate::compile::Variant;
 use crate::memory::{Pinned, Pitched};
 use crate::queue::{Args, Command};
 
-/// Passes over the buffer that are timed, after one that is not.
+/// Number of timed passes over the buffer, after one that is not timed.
 const PASSES: u32 = 5;
 
 impl DeviceOps for CudaBackend {
     fn bind_thread(&self) -> Result<(), KernelError> {
-        // The thread owns the steps even if the driver refuses it: then they fail in the driver's words.
+        // The thread owns the steps even if the driver refuses it: they then fail with the driver's message.
         let bound = self.device.bind();
         self.queue.bind_thread()?;
         bound
@@ -74,12 +74,12 @@ impl DeviceOps for CudaBackend {
     }
 }
 
-/// How fast bytes come to the device, GB/s.
+/// Transfer rates from host to device, GB/s.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyRates {
-    /// Rate from the bytes where they lie: registered where the driver can, through the staging ring otherwise.
+    /// Rate from the bytes' own location: registered if the driver supports it, otherwise through the staging ring.
     pub mapped_gbps: f64,
-    /// Rate from page-locked memory: what the link can do.
+    /// Rate from page-locked memory: the limit of the link.
     pub pinned_gbps: f64,
 }
 
@@ -87,7 +87,7 @@ impl CudaBackend {
     /// Copies `host` to the device both ways, best of several passes.
     ///
     /// # Errors
-    /// [`KernelError`] when the bytes find no room, or the driver fails.
+    /// [`KernelError`] if there is no room for the bytes, or the driver fails.
     pub fn measure_copies(&self, host: &[u8]) -> Result<CopyRates, KernelError> {
         let buffer = self.buffer(host.len(), "a measurement")?;
         let to = Pitched {

@@ -1,4 +1,4 @@
-//! Operations whose cost is that of touching their operands.
+//! Operations whose cost is dominated by touching their operands.
 
 use std::sync::PoisonError;
 
@@ -10,15 +10,15 @@ use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, MOST_RECORD
 use crate::compile::Variant;
 use crate::queue::Args;
 
-/// Columns of a block where a thread takes four.
+/// Columns per block where a thread takes four.
 const QUAD_COLS: usize = 1024;
-/// Pairs of a head that rope.cu rotates.
+/// Maximum pairs per head that rope.cu rotates.
 const MOST_PAIRS: usize = 512;
-/// Columns up to which a norm is a warp's work.
+/// Maximum columns of a group that one warp normalises.
 const WARP_NORM_COLS: usize = 256;
 
 impl ElementwiseOps for CudaBackend {
-    /// Begins a forward pass: it is the first operation of each.
+    /// Begins a forward pass, as the first operation of each.
     fn embed(&self, table: &CudaWeight, tokens: &[u32]) -> Result<CudaTensor, KernelError> {
         let table = &*table.0;
         checks::embed(tokens, table.rows)?;
@@ -208,17 +208,17 @@ impl ElementwiseOps for CudaBackend {
     }
 }
 
-/// What was derived from the tensor's old contents is void.
+/// Invalidates everything derived from the tensor's old contents.
 pub(super) fn changed(x: &mut CudaTensor) {
     *x.terms.get_mut().unwrap_or_else(PoisonError::into_inner) = None;
 }
 
-/// A block for each row and 1024 of its columns.
+/// One block per row and 1024 of its columns.
 fn row_grid(rows: usize, cols: usize) -> [usize; 3] {
     [rows, cols.div_ceil(QUAD_COLS), 1]
 }
 
-/// Eight narrow groups share a block, a wide one has its own.
+/// Eight narrow groups share a block; a wide one has its own.
 fn norm_grid(groups: usize, cols: usize) -> [usize; 3] {
     let blocks = if cols <= WARP_NORM_COLS {
         groups.div_ceil(8)

@@ -1,7 +1,8 @@
-//! Mixture of experts: running what was chosen.
+//! Mixture of experts: runs the chosen experts.
 //!
-//! Slots (a token and one of its choices) are sorted by expert; the matrix kernels take tiles of slots of one expert, so that an expert's weights
-//! are loaded once for up to 64 of them, and tiles of one expert run together; then each token's outputs are added in the order of its experts.
+//! Slots (a token and one of its choices) are sorted by expert. The matrix kernels take tiles of slots of one expert,
+//! so that an expert's weights are loaded once for up to 64 of them, and tiles of one expert run together. Each
+//! token's outputs are then added in the order of its experts.
 
 use hearth_kernels::ops::ExpertOps;
 use hearth_kernels::{DType, ExpertCall, ExpertWeights, KernelError, checks};
@@ -13,14 +14,14 @@ use crate::compile::Variant;
 use crate::memory::Buffer;
 use crate::queue::Args;
 
-/// Limit of moe_sort.cu.
+/// Maximum number of slots in moe_sort.cu.
 const MOST_SLOTS: usize = 65_536;
-/// Working memory of one pass is at least this, and else half of what the budget leaves.
+/// Minimum working memory of one pass; normally it is half of what the budget leaves.
 const LEAST_WORK_BYTES: u64 = 4 << 20;
 
 /// All routed experts of a layer on the device.
 pub struct CudaBank {
-    /// `struct Expert` for each.
+    /// One `struct Expert` per expert.
     table: Buffer,
     count: usize,
     shape: ExpertShape,
@@ -28,7 +29,7 @@ pub struct CudaBank {
     _weights: Vec<[CudaWeight; 3]>,
 }
 
-/// What all experts of a pass have in common.
+/// Properties that all experts of a pass share.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct ExpertShape {
     hidden: usize,
@@ -43,13 +44,13 @@ struct ExpertShape {
 struct Slots {
     /// `[slots]`: row of the input.
     rows: u64,
-    /// `[tokens, per_token]`: place in the order, or -1.
+    /// `[tokens, per_token]`: position in the sorted order, or -1.
     positions: u64,
     /// `[tokens, per_token]`.
     weights: u64,
     tiles: u64,
     tile_count: u64,
-    /// The most tiles that there can be.
+    /// Upper bound of the number of tiles.
     most_tiles: usize,
     slots: usize,
     per_token: usize,
@@ -73,7 +74,7 @@ impl ExpertShape {
         })
     }
 
-    /// Bytes of working memory that a slot needs.
+    /// Bytes of working memory per slot.
     fn slot_bytes(self) -> usize {
         self.hidden * 4 + self.inter * 4 + self.inter.next_multiple_of(128) * 6 + 64
     }
@@ -94,7 +95,7 @@ impl ExpertOps for CudaBackend {
         for expert in experts {
             let (gate, up, down) = (&*expert.gate.0, &*expert.up.0, &*expert.down.0);
             if ExpertShape::of(gate, up, down)? != shape {
-                return Ok(None); // Unlike ones are run by the host's choice, in groups that are alike.
+                return Ok(None); // Experts of different shapes are run by the host's choice, in groups of equal shape.
             }
             table.push(expert_arg(gate, up, down));
         }
@@ -185,7 +186,7 @@ impl ExpertOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Runs calls of one shape, sorted by the host.
+    /// Runs calls of the same shape, sorted by the host.
     fn run_alike(
         &self,
         out: &CudaTensor,
@@ -215,7 +216,8 @@ impl CudaBackend {
         self.run_slots(out, 0, x.rows, &terms, self.host(&table)?, shape, &slots)
     }
 
-    /// Sorts the choices of `tokens` tokens from `first` on the device; the buffer holds what the slots point to.
+    /// Sorts the choices of `tokens` tokens from `first` on the device;
+    /// the returned buffer holds the data that the slots point to.
     fn sort(
         &self,
         chosen: &CudaChosen,
@@ -349,14 +351,15 @@ impl CudaBackend {
         self.launch(kernel, grid, args)
     }
 
-    /// Slots of one pass.
+    /// Maximum slots per pass.
     fn most_slots(&self, shape: ExpertShape) -> usize {
         let bytes = (self.memory.room_bytes() / 2).max(LEAST_WORK_BYTES) as usize;
         (bytes / shape.slot_bytes()).clamp(1, MOST_SLOTS)
     }
 }
 
-/// Few tokens an expert: tiles of the decode kernel, which is bound by the weights; else those of the tiled one. The bits are the same.
+/// Rows of a tile: those of the decode kernel, which is bound by the weights, for few tokens per expert; else those of
+/// the tiled one. The bits are the same.
 fn tile_rows(slots: usize, experts: usize) -> usize {
     if slots <= experts * DECODE_ROWS {
         DECODE_ROWS
@@ -377,7 +380,7 @@ fn expert_arg(gate: &WeightData, up: &WeightData, down: &WeightData) -> ExpertAr
     }
 }
 
-/// What moe_sort.cu leaves on the device, made of calls that are in order already.
+/// Arrays as moe_sort.cu leaves them on the device, built from calls that are already in order.
 struct HostOrder {
     rows: Vec<i32>,
     positions: Vec<i32>,
@@ -392,7 +395,7 @@ impl HostOrder {
         Self::of(&listed, tokens, tile_rows)
     }
 
-    /// `calls`: rows and weights of each.
+    /// `calls`: rows and weights of each expert.
     fn of(calls: &[(&[u32], &[f32])], tokens: usize, tile_rows: usize) -> Self {
         let mut of_token: Vec<Vec<(i32, f32)>> = vec![Vec::new(); tokens];
         let (mut rows, mut tiles) = (Vec::new(), Vec::new());

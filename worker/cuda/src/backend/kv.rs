@@ -1,4 +1,5 @@
-//! The paged KV cache on the device: the same bytes in the same places as on the CPU, so that workers exchange them as they are.
+//! The paged KV cache on the device: the same bytes at the same offsets as on the
+//! CPU, so that workers exchange them as they are.
 
 use hearth_kernels::ops::KvOps;
 use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, Span, checks};
@@ -57,7 +58,7 @@ impl KvOps for CudaBackend {
             needed_bytes: u64::MAX,
         })?;
         let buffer = self.buffer(bytes, "the KV cache")?;
-        // Kernels read whole tiles and mask what lies past a sequence's end: it must be numbers.
+        // Kernels read whole tiles and mask everything past a sequence's end: it must hold finite numbers.
         self.queue.push(Command::Zero {
             address: buffer.address(),
             bytes: bytes.max(1),
@@ -90,7 +91,7 @@ impl KvOps for CudaBackend {
         let layout = kv.layout;
         checks::kv_layer("kv_append", &layout, layer)?;
         checks::kv_append(&layout, keys.shape(), values.map(CudaTensor::shape))?;
-        // Rows of the batch that belong to no span are stored nowhere: each run of covered rows is one launch.
+        // Rows of the batch that belong to no span are not stored: each run of covered rows is one launch.
         for span in spans {
             checks::span("kv_append", &layout, kv.blocks, span, keys.rows)?;
         }
@@ -164,7 +165,7 @@ impl KvOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Stores spans whose rows follow one another.
+    /// Stores spans whose rows are contiguous.
     fn append_run(
         &self,
         kv: &CudaKv,
@@ -193,7 +194,7 @@ impl CudaBackend {
     }
 }
 
-/// Spans in runs without a gap between their rows.
+/// Groups spans into runs without a gap between their rows.
 fn runs(spans: &[Span]) -> impl Iterator<Item = &[Span]> {
     spans.chunk_by(|a, b| a.first_row + a.rows == b.first_row)
 }

@@ -13,12 +13,12 @@ use super::{
 use crate::compile::Variant;
 use crate::queue::Args;
 
-/// Rows that the decode kernel takes.
+/// Maximum rows of the decode kernel.
 pub(super) const DECODE_ROWS: usize = 8;
-/// Outputs of a block (`TILE_OUTPUTS` of matmul.cuh) and rows of a tiled one (`TILE_TOKENS`).
+/// Outputs per block (`TILE_OUTPUTS` of matmul.cuh) and rows per block of the tiled kernel (`TILE_TOKENS`).
 const TILE_OUTPUTS: usize = 128;
 pub(super) const TILE_ROWS: usize = 64;
-/// Columns of one partial sum (`SEGMENT` of common.cuh).
+/// Columns per partial sum (`SEGMENT` of common.cuh).
 const SEGMENT_COLS: usize = 512;
 
 /// One product of rows with a weight.
@@ -32,12 +32,12 @@ pub(super) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Partial sums of an output.
+    /// Number of partial sums per output.
     pub(super) fn segments(&self) -> usize {
         self.terms.padded.div_ceil(SEGMENT_COLS)
     }
 
-    /// Parameters of the kernels; those that can compute segments take the address of `partials` too.
+    /// Parameters of the kernels; those that can compute segments also take the address of `partials`.
     fn args(&self, partials: Option<u64>) -> Args {
         let args = Args::new().with(self.y.address());
         match partials {
@@ -118,7 +118,7 @@ impl LinearOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// A block of rows reads each weight once; where there are few blocks, each sum is cut into its segments.
+    /// Runs the decode kernel, whose blocks read each weight once; with few blocks, each sum is cut into its segments.
     fn decode(&self, product: &Product<'_>) -> Result<(), KernelError> {
         let blocks = product.y.cols.div_ceil(TILE_OUTPUTS);
         let is_few = blocks < 2 * self.device.info.multiprocessors as usize;
@@ -128,8 +128,8 @@ impl CudaBackend {
         self.in_segments(product, splits, kernel, [blocks, splits, 1])
     }
 
-    /// Launches a kernel with the parameters of `linear_decode`; where its grid has several splits each computes one segment, and these are
-    /// added after it.
+    /// Launches a kernel with the parameters of `linear_decode`; if its grid has several splits, each computes one
+    /// segment, and these are added afterwards.
     pub(super) fn in_segments(
         &self,
         product: &Product<'_>,
@@ -155,7 +155,7 @@ impl CudaBackend {
         self.launch(Kernel::new(&variant, "linear_fold"), [blocks, 1, 1], args)
     }
 
-    /// The `mma.sync` kernel for any number of rows.
+    /// Runs the `mma.sync` kernel for any number of rows.
     pub(super) fn tiled(&self, product: &Product<'_>) -> Result<(), KernelError> {
         let dtype = product.weight.dtype;
         let variant = self.matrix_variant("linear", dtype);
@@ -165,7 +165,8 @@ impl CudaBackend {
         self.launch(kernel, grid, product.args(None))
     }
 
-    /// The rows of `x` as kernels for weights of `dtype` take them; made once while the tensor does not change.
+    /// Converts the rows of `x` to the form that kernels for weights of `dtype`
+    /// take; cached while the tensor does not change.
     pub(super) fn terms(&self, x: &CudaTensor, dtype: DType) -> Result<Arc<Terms>, KernelError> {
         let activations = self.activations_for(dtype);
         let is_own = activations == self.activations;
@@ -215,13 +216,13 @@ impl CudaBackend {
             .with(rows as i32)
             .with(cols as i32)
             .with(padded as i32);
-        // A warp takes 128 columns of a row, and a block has eight.
+        // A warp processes 128 columns of a row, and a block has eight warps.
         let blocks = (rows * padded / PADDED_COLS).div_ceil(8);
         self.launch(Kernel::new(&variant, "split"), [blocks, 1, 1], args)?;
         Ok(terms)
     }
 
-    /// FP8 activations go with FP8 weights alone.
+    /// Activations used with weights of `dtype`: FP8 activations are used with FP8 weights only.
     pub(super) fn activations_for(&self, dtype: DType) -> Activations {
         match (self.activations, dtype) {
             (Activations::Fp8, DType::F8E4m3) => Activations::Fp8,
@@ -230,7 +231,7 @@ impl CudaBackend {
         }
     }
 
-    /// `linear` or `experts` for weights of `dtype`.
+    /// Variant of `linear` or `experts` for weights of `dtype`.
     pub(super) fn matrix_variant(&self, file: &'static str, dtype: DType) -> Variant {
         let activations = activations_number(self.activations_for(dtype));
         Variant::with(
@@ -260,7 +261,7 @@ impl CudaBackend {
         (stages * stage) as u32
     }
 
-    /// One of the per-head up-projections: `width` outputs a head.
+    /// Runs one of the per-head up-projections, with `width` outputs per head.
     fn per_head(
         &self,
         name: &'static str,

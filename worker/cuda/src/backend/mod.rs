@@ -1,4 +1,4 @@
-//! The backend: shapes are checked and kernels chosen here; an operation group a file.
+//! The backend: checks shapes and chooses kernels; one file per operation group.
 
 mod attention;
 mod device;
@@ -28,40 +28,40 @@ pub use kv::CudaKv;
 pub use tensor::CudaTensor;
 pub use tensor::{CudaChosen, CudaVector, CudaWeight};
 
-/// Rows up to which a step is recorded and launched as a graph.
+/// Maximum rows of a step that is recorded and launched as a graph.
 const MOST_RECORDED_ROWS: usize = 32;
-/// Bytes of the GPU that no budget takes where none is given: the context, the display, the driver's own.
+/// Bytes of the GPU left unused if no budget is given: for the context, the display, and the driver.
 const RESERVED_BYTES: u64 = 512 << 20;
 
-/// How activations enter the products with weights.
+/// Precision of the activations in products with weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activations {
-    /// Unrounded: three bf16 terms, products exact, sums f32. What the other backends compute.
+    /// Unrounded: three bf16 terms, products exact, sums f32. The same as on the other backends.
     #[default]
     F32,
-    /// Rounded to bf16, as most engines do: faster prefill, other bits.
+    /// Rounded to bf16, as in most engines: faster prefill, different bits.
     Bf16,
-    /// Quantised to e4m3 with one scale for each row and 128 columns, for FP8 weights (DeepSeek-V3, arXiv:2412.19437, section 3.3.2);
-    /// other weights take bf16.
+    /// Quantised to e4m3 with one scale per row and 128 columns, for FP8 weights (DeepSeek-V3, arXiv:2412.19437,
+    /// section 3.3.2); other weights use bf16.
     Fp8,
 }
 
-/// How the backend runs.
+/// Options of the CUDA backend.
 #[derive(Clone, Debug, Default)]
 pub struct CudaOptions {
-    /// UUID of the GPU, or its beginning; `None`: the first that is new enough.
+    /// UUID of the GPU, or a prefix of it; `None`: the first that is new enough.
     pub uuid: Option<String>,
-    /// Bytes of device memory that weights, KV and activations together may take; `None`: what is free, less half a GiB.
+    /// Bytes of device memory for weights, KV and activations together; `None`: the free memory, less half a GiB.
     pub budget_bytes: Option<u64>,
-    /// How activations enter products.
+    /// Precision of the activations in products.
     pub activations: Activations,
-    /// Directories with compiled kernels: all are read, the last is written.
+    /// Directories of compiled kernels: all are read, the last one is written.
     pub kernel_cache: Vec<PathBuf>,
-    /// Where NVRTC lies if the system does not find it.
+    /// Directory of NVRTC if the system does not find it.
     pub nvrtc: Option<PathBuf>,
-    /// Test setting: every buffer is an allocation of its own, exactly as long as was asked for, between patterns of this many bytes (a
-    /// multiple of 256), which [`CudaBackend::check_sentinels`] reads. 0: without patterns, so that whatever watches the bounds of
-    /// allocations sees every step over them.
+    /// Test setting: every buffer is a separate allocation of exactly the requested size, between patterns of this
+    /// many bytes (a multiple of 256), which [`CudaBackend::check_sentinels`] reads. 0: without patterns, so that a
+    /// tool that watches the bounds of allocations sees every access beyond them.
     pub sentinels: Option<usize>,
 }
 
@@ -73,7 +73,7 @@ pub struct CudaBackend {
     uploader: Uploader,
     device: Arc<Device>,
     activations: Activations,
-    /// Whether FP8 products go by wgmma, once that was tried.
+    /// Whether FP8 products use wgmma, once that has been tried.
     wgmma: OnceLock<bool>,
 }
 
@@ -81,7 +81,8 @@ impl CudaBackend {
     /// Opens the GPU.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when there is no driver, it is too old, there is no such GPU, or it cannot compute what `options` ask.
+    /// [`KernelError::Device`] if there is no driver, it is too old,
+    /// there is no such GPU, or it does not support `options`.
     pub fn new(options: CudaOptions) -> Result<Self, KernelError> {
         let CudaOptions {
             uuid,
@@ -124,38 +125,39 @@ impl CudaBackend {
         })
     }
 
-    /// What the GPU says of itself.
+    /// Description of the GPU as reported by the driver.
     pub fn info(&self) -> &crate::DeviceInfo {
         &self.device.info
     }
 
-    /// How activations enter products.
+    /// Precision of the activations in products.
     pub fn activations(&self) -> Activations {
         self.activations
     }
 
-    /// Bytes of device memory in use, and the most that may be.
+    /// Bytes of device memory in use, and the budget.
     pub fn memory_bytes(&self) -> (u64, u64) {
         (self.memory.used_bytes(), self.memory.budget_bytes())
     }
 
-    /// CUDA graphs that were made, and launches of them.
+    /// Numbers of CUDA graphs created and of graph launches.
     pub fn graph_counts(&self) -> (u64, u64) {
         self.queue.graph_counts()
     }
 
-    /// Waits until everything is done.
+    /// Waits until all queued work is done.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when something went wrong on the GPU since the last look.
+    /// [`KernelError::Device`] if an error has occurred on the GPU since the last check.
     pub fn synchronize(&self) -> Result<(), KernelError> {
         self.queue.synchronize()
     }
 
-    /// Reads, with [`CudaOptions::sentinels`], the patterns around every buffer that there was since the last call, and returns their number.
+    /// Checks, with [`CudaOptions::sentinels`], the patterns around every buffer that has
+    /// existed since the last call, and returns their number.
     ///
     /// # Errors
-    /// [`KernelError::Device`] naming the first that a kernel wrote over.
+    /// [`KernelError::Device`] naming the first buffer whose pattern a kernel overwrote.
     pub fn check_sentinels(&self) -> Result<usize, KernelError> {
         self.queue.synchronize()?;
         self.memory.check_sentinels()
@@ -168,7 +170,7 @@ impl CudaBackend {
         plain.into_iter().chain([split]).collect()
     }
 
-    /// An uninitialised tensor.
+    /// Allocates an uninitialised tensor.
     fn tensor(&self, rows: usize, cols: usize) -> Result<CudaTensor, KernelError> {
         Ok(CudaTensor {
             buffer: self.buffer(rows * cols * 4, "activations")?,
@@ -182,7 +184,7 @@ impl CudaBackend {
         self.memory.alloc(bytes, what, || self.queue.flush())
     }
 
-    /// Runs an entry point.
+    /// Launches an entry point.
     fn launch(&self, kernel: Kernel<'_>, grid: [usize; 3], args: Args) -> Result<(), KernelError> {
         if grid.contains(&0) {
             return Ok(());
@@ -202,7 +204,7 @@ impl CudaBackend {
         })))
     }
 
-    /// Host data for kernels of this step.
+    /// Copies host data to the device for kernels of this step.
     fn host<T: Argument>(&self, values: &[T]) -> Result<u64, KernelError> {
         // SAFETY: every byte of an `Argument` is initialised.
         let bytes = unsafe {
@@ -214,25 +216,26 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // Compilers that still run use libraries that end with the process; pages are let go while a context is current.
+        // Compilers still running use libraries that end with the process;
+        // pages are released while a context is current.
         self.modules.wait();
         let _ = self.uploader.release();
     }
 }
 
-/// An entry point and how it is launched.
+/// An entry point and its launch parameters.
 #[derive(Clone, Copy)]
 struct Kernel<'a> {
     variant: &'a Variant,
     name: &'static str,
-    /// Threads of a block.
+    /// Threads per block.
     threads: u32,
-    /// Dynamic shared memory.
+    /// Bytes of dynamic shared memory.
     shared_bytes: u32,
 }
 
 impl<'a> Kernel<'a> {
-    /// 256 threads, no dynamic shared memory.
+    /// Describes an entry point with 256 threads and no dynamic shared memory.
     fn new(variant: &'a Variant, name: &'static str) -> Self {
         Self {
             variant,
@@ -254,7 +257,7 @@ impl<'a> Kernel<'a> {
     }
 }
 
-/// `ACTIVATIONS` of the kernels.
+/// Value of the kernels' `ACTIVATIONS`.
 fn activations_number(activations: Activations) -> i64 {
     match activations {
         Activations::F32 => 0,

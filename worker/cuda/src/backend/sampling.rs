@@ -1,4 +1,4 @@
-//! Choice of tokens where their logits are.
+//! Choice of tokens on the device, where their logits are.
 
 use hearth_kernels::ops::SampleOps;
 use hearth_kernels::{KernelError, SampleFault, SampleSpec, checks};
@@ -7,11 +7,11 @@ use super::{CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
 use crate::queue::{Args, Argument};
 
-/// Threads of a row (`SAMPLE_THREADS` of select.cuh).
+/// Threads per row (`SAMPLE_THREADS` of select.cuh).
 const THREADS: u32 = 512;
-/// Tokens whose weights a histogram's halves can sum (select.cuh).
+/// Maximum tokens whose weights a histogram's halves can sum (select.cuh).
 const MOST_TOKENS: usize = 1 << 20;
-/// `fault` of a row whose mask leaves no token.
+/// Value of `fault` for a row whose mask leaves no token.
 const NOTHING_ALLOWED: i32 = -1;
 
 impl SampleOps for CudaBackend {
@@ -32,7 +32,7 @@ impl SampleOps for CudaBackend {
         if specs.is_empty() {
             return Ok(Vec::new());
         }
-        // Tokens, then faults, so that one copy brings both.
+        // Tokens, then faults, so that one copy brings both to the host.
         let results = self.buffer(count * 8, "chosen tokens")?;
         let weights = if specs.iter().all(SampleSpec::is_largest_logit) {
             None
@@ -68,7 +68,7 @@ impl SampleOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// The fault of a row, with the logit that it names.
+    /// Returns the fault of a row, with the logit that it names.
     fn not_finite(
         &self,
         logits: &CudaTensor,
@@ -85,7 +85,7 @@ impl CudaBackend {
     }
 }
 
-/// What the kernel reads of all rows.
+/// The kernel's input for all rows.
 #[derive(Default)]
 struct Lists {
     rows: Vec<SampleRowArg>,

@@ -1,4 +1,4 @@
-//! What the backend hands out: activations, weights, vectors, chosen experts.
+//! The backend's types: activations, weights, vectors, chosen experts.
 
 use std::sync::{Arc, Mutex};
 
@@ -12,7 +12,7 @@ pub struct CudaTensor {
     pub(super) buffer: Buffer,
     pub(super) rows: usize,
     pub(super) cols: usize,
-    /// The rows as the matrix kernels take them, once somebody asked; gone when the tensor changes.
+    /// The rows in the matrix kernels' form, once requested; dropped when the tensor changes.
     pub(super) terms: Mutex<Option<Arc<Terms>>>,
 }
 
@@ -30,14 +30,14 @@ impl CudaTensor {
     }
 }
 
-/// Activations as matrix kernels take them (`split.cu`).
+/// Activations in the matrix kernels' form (`split.cu`).
 pub(super) struct Terms {
     pub(super) values: Buffer,
-    /// FP8: one for each row and 128 columns.
+    /// Scales of FP8 activations, one per row and 128 columns.
     pub(super) scales: Option<Buffer>,
     /// Rows that were split.
     pub(super) rows: usize,
-    /// Columns with padding, a multiple of 128.
+    /// Columns including padding, a multiple of 128.
     pub(super) padded: usize,
 }
 
@@ -59,9 +59,9 @@ pub(super) struct WeightData {
     pub(super) cols: usize,
     /// Elements from one row to the next, a multiple of 128; those past `cols` are zero.
     pub(super) ld: usize,
-    /// Row 0 in the matrix that the scales belong to.
+    /// Index of row 0 in the matrix that the scales belong to.
     pub(super) first_row: usize,
-    /// Scales of a row of blocks.
+    /// Number of scales per row of blocks.
     pub(super) scale_cols: usize,
 }
 
@@ -90,7 +90,7 @@ pub struct CudaVector {
     pub(super) len: usize,
 }
 
-/// Experts of each token, where the router left them.
+/// Experts of each token, on the device where the router left them.
 pub struct CudaChosen {
     /// `[tokens, top_k]` u32, ascending for each token.
     pub(super) experts: Buffer,
@@ -153,7 +153,7 @@ pub(super) struct AttentionTileArg {
 // SAFETY: repr(C) of four i32.
 unsafe impl Argument for AttentionTileArg {}
 
-/// `WEIGHT_TYPE` of the kernels.
+/// Value of the kernels' `WEIGHT_TYPE`.
 pub(super) fn weight_type(dtype: DType) -> i64 {
     match dtype {
         DType::F32 => 0,

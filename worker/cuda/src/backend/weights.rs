@@ -1,4 +1,4 @@
-//! Weights, vectors and activations: between host and device, laid out as the kernels read them.
+//! Weights, vectors and activations: transferred between host and device, in the layout that the kernels read.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::driver::fault;
 use crate::memory::{Buffer, Pitched};
 use crate::queue::{Args, Command};
 
-/// Rows of a weight are padded to this many elements: kernels then need no tail along the sum.
+/// Multiple to which rows of a weight are padded, so that kernels need no tail along the sum.
 pub(super) const PADDED_COLS: usize = 128;
 
 impl MemoryOps for CudaBackend {
@@ -99,12 +99,12 @@ impl MemoryOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Copies host bytes into a buffer that was just allocated.
+    /// Copies host bytes into a newly allocated buffer.
     pub(super) fn send(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
         if host.is_empty() {
             return Ok(());
         }
-        // A buffer that is used again may still be read by what was queued before.
+        // A reused buffer may still be read by commands that were queued before.
         self.queue.flush()?;
         self.uploader.copy(host, to, self.memory.stream())
     }
@@ -123,7 +123,7 @@ impl CudaBackend {
         self.send_bytes(bytes_of(values), what)
     }
 
-    /// The FP8 kernels turn codes into bf16 without looking for the one that is no number.
+    /// Refuses NaN codes: the FP8 kernels convert codes to bf16 without checking for them.
     fn refuse_nan(&self, weight: &WeightData) -> Result<(), KernelError> {
         let codes = weight.rows * weight.ld;
         if codes == 0 {
@@ -149,7 +149,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// What a weight of this type will be used by.
+    /// Kernels that will use a weight of this type.
     fn matrix_variants(&self, dtype: DType) -> Vec<Variant> {
         vec![
             self.matrix_variant("linear", dtype),

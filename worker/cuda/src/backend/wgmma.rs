@@ -1,7 +1,8 @@
-//! FP8 products by Hopper's wgmma.
+//! FP8 products with Hopper's wgmma.
 //!
-//! wgmma adds inside the tensor core what `mma.sync` adds outside, so their bits differ: a GPU takes one of them for every number of rows, prompt and decode
-//! alike. wgmma is taken where it is proved to compute the product on the GPU at hand: one product is tried in all ways when the first weight is used.
+//! wgmma adds inside the tensor core what `mma.sync` adds outside, so their bits differ: a GPU uses one of them for
+//! every number of rows, for prompt and decode alike. wgmma is used if it is shown to compute the product on the GPU
+//! at hand: one product is tried in all variants when the first weight is used.
 
 use hearth_kernels::ops::MemoryOps;
 use hearth_kernels::{BlockScales, DType, HostMatrix, KernelError, SCALE_BLOCK};
@@ -10,17 +11,17 @@ use super::linear::Product;
 use super::{Activations, CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
 
-/// Outputs and tokens of a block, and its shared memory (the head of gemm_fp8_sm90.cu).
+/// Outputs and tokens per block, and its shared memory (the head of gemm_fp8_sm90.cu).
 const TILE: usize = 128;
 const SHARED_BYTES: u32 = 6 * 2 * 128 * 128 + 1024;
-/// The tensor core keeps 14 bits of a sum of 32 products, which over the trial's columns is off by 3e-4 of the largest result. A wrong layout
-/// would be off by as much as the result.
+/// Maximum relative error in the trial. The tensor core keeps 14 bits of a sum of 32 products, which over the trial's
+/// columns gives an error of 3e-4 of the largest result. A wrong layout would give an error as large as the result.
 const TRIAL_ERROR: f32 = 1.0 / 1024.0;
-/// Rows and columns of the trial: more than a tile, no multiples of it.
+/// Rows, outputs and columns of the trial: more than one tile, and not multiples of it.
 const TRIAL: (usize, usize, usize) = (200, 328, 1408);
 
 impl CudaBackend {
-    /// Whether FP8 products go by wgmma.
+    /// Whether FP8 products use wgmma.
     pub(super) fn has_wgmma(&self) -> bool {
         if self.activations != Activations::Fp8 || self.device.info.architecture() != "sm_90a" {
             return false;
@@ -41,7 +42,8 @@ impl CudaBackend {
         })
     }
 
-    /// The product by wgmma; where blocks would leave half the device idle, each sum is cut into its segments.
+    /// Computes the product with wgmma; if the blocks would leave half the device
+    /// idle, each sum is cut into its segments.
     pub(super) fn by_wgmma(&self, product: &Product<'_>) -> Result<(), KernelError> {
         let [columns, rows] = tiles(product.y);
         let is_few = 2 * columns * rows <= self.device.info.multiprocessors as usize;
@@ -55,10 +57,11 @@ impl CudaBackend {
         self.in_segments(product, splits, kernel, [columns, rows, splits])
     }
 
-    /// One product by `mma.sync`, and by wgmma whole and in segments: the largest difference over the largest result.
+    /// Computes one product with `mma.sync`, and with wgmma whole and in segments; returns the largest difference
+    /// relative to the largest result.
     fn try_wgmma(&self) -> Result<f32, KernelError> {
         let (rows, cols, inner) = TRIAL;
-        // Codes of every sign and size but NaN; activations of many sizes.
+        // Codes of every sign and magnitude except NaN; activations of many magnitudes.
         let mut state = 1_u32;
         let mut next = || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -82,7 +85,7 @@ impl CudaBackend {
         let weight = self.weight(&host)?;
         let x = self.upload(rows, inner, &values)?;
         let terms = self.terms(&x, DType::F8E4m3)?;
-        // What a way does not write stays NaN.
+        // Elements that a variant does not write stay NaN.
         let nan = vec![f32::NAN; rows * cols];
         let product = |way: &dyn Fn(&Product<'_>) -> Result<(), KernelError>| {
             let y = self.upload(rows, cols, &nan)?;
@@ -110,7 +113,7 @@ impl CudaBackend {
     }
 }
 
-/// Blocks of outputs and of rows.
+/// Number of blocks of outputs and of rows.
 fn tiles(y: &CudaTensor) -> [usize; 2] {
     [y.cols.div_ceil(TILE), y.rows.div_ceil(TILE)]
 }

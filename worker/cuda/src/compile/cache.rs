@@ -1,8 +1,8 @@
 //! Compiled kernels on disk.
 //!
-//! A file is `magic, SHA-256 of its key and the cubin, cubin`: one that was cut short, damaged or put in another's place does not match, is
-//! compiled again and replaced.
-//! Files are written beside their place and renamed, so that two workers that compile at once do each other no harm.
+//! A file is `magic, SHA-256 of its key and the cubin, cubin`: one that is truncated, damaged or stored under another
+//! key does not match, and is recompiled and replaced.
+//! Files are written to a temporary name and renamed, so that two workers that compile at once do not interfere.
 
 use std::fs;
 use std::io::Write;
@@ -16,7 +16,7 @@ use crate::driver::fault;
 const MAGIC: &[u8; 8] = b"HEARTHK1";
 const HASH_BYTES: usize = 32;
 
-/// Directories with compiled kernels: all are read, the last one is written.
+/// Directories of compiled kernels: all are read, the last one is written.
 pub(super) struct Cache {
     directories: Vec<PathBuf>,
 }
@@ -26,7 +26,7 @@ impl Cache {
         Self { directories }
     }
 
-    /// The cubin of this key, if a directory has it whole.
+    /// Returns the cubin for this key, if a directory has it intact.
     pub(super) fn read(&self, key: &str) -> Option<Vec<u8>> {
         self.directories.iter().find_map(|directory| {
             let path = file(directory, key);
@@ -39,7 +39,7 @@ impl Cache {
         })
     }
 
-    /// Keeps a cubin.
+    /// Stores a cubin.
     ///
     /// # Errors
     /// [`KernelError::Device`] naming the file that could not be written.
@@ -76,7 +76,7 @@ fn replace(path: &Path, key: &str, cubin: &[u8]) -> std::io::Result<()> {
     fs::rename(&beside, path)
 }
 
-/// The cubin of a whole file.
+/// Extracts the cubin from an intact file.
 fn unwrap(key: &str, stored: &[u8]) -> Option<Vec<u8>> {
     let rest = stored.strip_prefix(MAGIC)?;
     let (hash, cubin) = rest.split_at_checked(HASH_BYTES)?;

@@ -1,4 +1,4 @@
-//! Kernels from source to functions: NVRTC at first use, a cache on disk, and everything ahead for an image.
+//! Kernels from source to functions: NVRTC at first use, a cache on disk, and ahead-of-time compilation for an image.
 
 mod cache;
 mod modules;
@@ -15,22 +15,22 @@ pub use sources::{SOURCES, Variant, all_variants};
 
 use cache::Cache;
 
-/// What compiling everything ahead did.
+/// Outcome of compiling everything ahead of time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompileReport {
-    /// Kernels in the cache now, for one architecture.
+    /// Kernels now in the cache, for one architecture.
     pub kernels: usize,
-    /// Those that were compiled; the others were there.
+    /// Number of those newly compiled; the others were already there.
     pub compiled: usize,
-    /// Bytes of all of them.
+    /// Total size in bytes.
     pub bytes: u64,
 }
 
-/// Compiles every variant that models without unusual dimensions need, for one architecture (`sm_89`), into `directory`. `nvrtc`: where
-/// NVRTC lies if the system does not find it.
+/// Compiles every variant that models without unusual dimensions need, for one architecture (`sm_89`), into
+/// `directory`. `nvrtc`: NVRTC's directory if the system does not find it.
 ///
 /// # Errors
-/// [`KernelError::Device`] when NVRTC is missing or does not know the architecture, or a file cannot be written.
+/// [`KernelError::Device`] if NVRTC is missing or does not know the architecture, or a file cannot be written.
 pub fn compile_all(
     directory: &Path,
     architecture: &str,
@@ -63,7 +63,8 @@ pub fn compile_all(
     Ok(report)
 }
 
-/// Why workers of this machine cannot compute on its GPUs; `None`: they can. `ahead`: directories with kernels that were compiled ahead.
+/// Reason workers on this machine cannot compute on its GPUs; `None` if they can. `ahead`:
+/// directories of kernels compiled ahead of time.
 pub fn obstacle(ahead: &[PathBuf], nvrtc: Option<&Path>) -> Option<String> {
     let is_usable = || -> Result<(), KernelError> {
         let gpus = crate::driver::devices()?;
@@ -78,7 +79,7 @@ pub fn obstacle(ahead: &[PathBuf], nvrtc: Option<&Path>) -> Option<String> {
         }
     };
     let error = is_usable().err()?;
-    // The remedy is of the next line.
+    // The remedy is on the next line.
     let text = modules::text(&error);
     text.lines().next().map(str::to_owned)
 }

@@ -18,7 +18,7 @@ use crate::driver::{Device, check, fault};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Function(CUfunction);
 
-// SAFETY: a handle; the driver takes it from any thread.
+// SAFETY: a handle; the driver accepts it from any thread.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
@@ -29,34 +29,34 @@ impl Function {
     }
 }
 
-/// The kernels of a device: compiled or read when first used, then kept.
+/// The kernels of a device: compiled or read at first use, then kept.
 pub(crate) struct Modules {
     device: Arc<Device>,
     cache: Cache,
-    /// Where NVRTC lies if the system does not find it.
+    /// Directory of NVRTC if the system does not find it.
     nvrtc: Option<PathBuf>,
     compiler: OnceLock<Result<Compiler, String>>,
     loaded: Mutex<HashMap<Variant, Slot>>,
-    /// Threads that compile.
+    /// Compiling threads.
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// A module that is there, cannot be had, or is on its way.
+/// A module that is loaded, unavailable, or being prepared.
 type Slot = Arc<OnceLock<Result<Module, String>>>;
 
 struct Module {
     raw: CUmodule,
-    /// Functions by name, with the dynamic shared memory that each is allowed.
+    /// Functions by name, with the dynamic shared memory allowed for each.
     functions: Mutex<HashMap<&'static str, (Function, u32)>>,
 }
 
-// SAFETY: a handle; the driver takes it from any thread.
+// SAFETY: a handle; the driver accepts it from any thread.
 unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
 impl Modules {
-    /// Compiled kernels are looked for in `directories` and written to the last.
+    /// Creates the set; compiled kernels are looked up in `directories` and written to the last one.
     pub(crate) fn new(
         device: &Arc<Device>,
         directories: Vec<PathBuf>,
@@ -72,10 +72,10 @@ impl Modules {
         })
     }
 
-    /// Entry point `name` of a variant, allowed `shared_bytes` of dynamic shared memory.
+    /// Returns a variant's entry point `name`, allowed `shared_bytes` of dynamic shared memory.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the variant cannot be compiled or loaded.
+    /// [`KernelError::Device`] if the variant cannot be compiled or loaded.
     pub(crate) fn function(
         &self,
         variant: &Variant,
@@ -98,12 +98,12 @@ impl Modules {
         }
     }
 
-    /// Begins to make variants ready on threads of their own: what is used soon need not wait for one another.
+    /// Starts preparing variants on separate threads, so that kernels needed soon do not wait for one another.
     pub(crate) fn prepare(self: &Arc<Self>, variants: impl IntoIterator<Item = Variant>) {
         for variant in variants {
             let slot = self.slot(&variant);
             if slot.get().is_some() || Arc::strong_count(&slot) > 2 {
-                continue; // There, or on its way.
+                continue; // Loaded, or being prepared.
             }
             let modules = Arc::clone(self);
             let spawned = std::thread::Builder::new()
@@ -120,10 +120,10 @@ impl Modules {
         }
     }
 
-    /// Waits until nothing is being compiled any more.
+    /// Waits until no compilation is running.
     pub(crate) fn wait(&self) {
         let threads = std::mem::take(&mut *lock(&self.threads));
-        // A compiler that panicked has left its slot empty: who needs it will compile it.
+        // A compiler that panicked has left its slot empty: the next user compiles the variant.
         threads.into_iter().for_each(|thread| drop(thread.join()));
     }
 
@@ -135,7 +135,8 @@ impl Modules {
         }
     }
 
-    /// Loads the module from the cache where it has the variant and the driver takes it; else compiles and keeps it.
+    /// Loads the module from the cache if it has the variant and the driver
+    /// accepts it; otherwise compiles and stores it.
     fn load(&self, variant: &Variant) -> Result<Module, KernelError> {
         let architecture = self.device.info.architecture();
         let key = variant.cache_key(&architecture);
@@ -166,11 +167,11 @@ impl Modules {
         let c_name =
             CString::new(name).map_err(|_| fault("an entry point's name holds a zero byte"))?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the module is loaded and stays so, the name ends in zero.
+        // SAFETY: the module is loaded and stays loaded; the name is null-terminated.
         check("cuModuleGetFunction", unsafe {
             sys::cuModuleGetFunction(&raw mut raw, module.raw, c_name.as_ptr())
         })?;
-        // Without asking a block has 48 KiB, of which the kernel's own static part is taken: so it always asks.
+        // Without a request a block has 48 KiB, minus the kernel's own static part, so a limit is always requested.
         if shared_bytes > 0 {
             let most = self.device.info.shared_bytes_per_block;
             if shared_bytes > most {
@@ -188,7 +189,7 @@ impl Modules {
     }
 }
 
-/// Hands an image to the driver. A context is current.
+/// Passes an image to the driver. A context must be current.
 fn load_image(cubin: &[u8]) -> Result<Module, KernelError> {
     let mut raw = std::ptr::null_mut();
     // SAFETY: the image is whole, as its hash says or the compiler just made it; the out-pointer is valid.
@@ -201,7 +202,7 @@ fn load_image(cubin: &[u8]) -> Result<Module, KernelError> {
     })
 }
 
-/// An error that several will see.
+/// The error's text, for an error that is reported several times.
 pub(super) fn text(error: &KernelError) -> String {
     match error {
         KernelError::Device { detail, .. } => detail.clone(),

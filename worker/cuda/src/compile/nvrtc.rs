@@ -13,7 +13,7 @@ use crate::driver::fault;
 
 /// The library's name.
 const LIBRARY: &str = "libnvrtc.so.12";
-/// The oldest architecture with what the kernels are made of.
+/// The oldest architecture that supports the kernels' instructions.
 const LEAST_ARCHITECTURE: i32 = 80;
 
 /// Whether the system finds the library.
@@ -22,7 +22,8 @@ fn is_present() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
-/// Loads the library from a directory for good, so that it is found by its name from then on; why that cannot be, where it is there.
+/// Loads the library permanently from a directory, so that it is then found by name;
+/// returns the reason if it exists but cannot be loaded.
 fn load_from(directory: &Path) -> Option<String> {
     let path = directory.join(LIBRARY);
     // SAFETY: as above.
@@ -35,10 +36,10 @@ fn load_from(directory: &Path) -> Option<String> {
     }
 }
 
-/// The cubins of another generation may be refused by the driver.
+/// Refuses other major versions: the driver may reject their cubins.
 fn check_version() -> Result<(), KernelError> {
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is there, the out-pointers valid.
+    // SAFETY: the library is loaded, the out-pointers valid.
     check("nvrtcVersion", unsafe {
         sys::nvrtcVersion(&raw mut major, &raw mut minor)
     })?;
@@ -59,7 +60,7 @@ impl Compiler {
     /// # Errors
     /// [`KernelError::Device`] when the library is missing or does not know the architecture.
     pub(super) fn new(architecture: &str, directory: Option<&Path>) -> Result<Self, KernelError> {
-        // What was named comes before what the system finds.
+        // A named directory takes precedence over the system's library.
         let refused = directory.and_then(load_from);
         if !is_present() {
             let refused = refused.map_or_else(String::new, |why| format!("; {why}"));
@@ -91,7 +92,7 @@ impl Compiler {
         })
     }
 
-    /// The cubin of a variant.
+    /// Returns the cubin of a variant.
     ///
     /// # Errors
     /// [`KernelError::Device`] with the compiler's log.
@@ -99,7 +100,7 @@ impl Compiler {
         self.run(variant, &[]).map(|(cubin, _)| cubin)
     }
 
-    /// Compiles as [`Compiler::compile`] does, with the assembler's report of registers and spills.
+    /// Compiles as [`Compiler::compile`] does, and also returns the assembler's report of registers and spills.
     pub(super) fn compile_verbose(
         &self,
         variant: &Variant,
@@ -125,10 +126,10 @@ impl Compiler {
     }
 }
 
-/// Architectures that the library compiles for, as numbers: 89.
+/// Architectures that the library compiles for, as numbers such as 89.
 fn supported() -> Result<Vec<i32>, KernelError> {
     let mut count = 0;
-    // SAFETY: the library is there, the out-pointer valid.
+    // SAFETY: the library is loaded, the out-pointer valid.
     check("nvrtcGetNumSupportedArchs", unsafe {
         sys::nvrtcGetNumSupportedArchs(&raw mut count)
     })?;
@@ -167,7 +168,7 @@ impl Program {
         let text_pointers: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
         let name_pointers: Vec<*const c_char> = names.iter().map(|n| n.as_ptr()).collect();
         let mut program = ptr::null_mut();
-        // SAFETY: all strings end in zero and live through the call, which copies them; the counts are theirs.
+        // SAFETY: all strings are null-terminated and live through the call, which copies them; the counts match.
         check("nvrtcCreateProgram", unsafe {
             sys::nvrtcCreateProgram(
                 &raw mut program,

@@ -35,7 +35,7 @@ pub const SOURCES: &[(&str, &str)] = &[
     ("split", include_str!("../../kernels/split.cu")),
 ];
 
-/// Headers that the kernels include, by the name that they include them by.
+/// Headers that the kernels include, by the names used in `#include`.
 pub(super) const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("../../kernels/attention.cuh")),
     ("common.cuh", include_str!("../../kernels/common.cuh")),
@@ -51,7 +51,8 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
     ("wgmma.cuh", include_str!("../../kernels/wgmma.cuh")),
 ];
 
-/// Options of every compilation. Contraction is NVRTC's default; where the order of rounding matters the sources say it.
+/// Options of every compilation. Contraction is NVRTC's default; where the order of
+/// rounding matters, the sources are explicit.
 pub(super) const OPTIONS: &[&str] = &["-default-device", "--std=c++17"];
 
 /// `WEIGHT_TYPE`s: F32, F16, BF16, FP8 E4M3.
@@ -75,7 +76,7 @@ const ATTENTION_DIMS: [(i64, i64, bool); 6] = [
 pub struct Variant {
     /// Name in [`SOURCES`].
     pub file: &'static str,
-    /// Options in the order in which they are given.
+    /// Options in the order given.
     pub defines: Vec<(&'static str, i64)>,
 }
 
@@ -96,30 +97,31 @@ impl Variant {
         }
     }
 
-    /// The source's text; empty for a name that is not there.
+    /// The source's text; empty for an unknown name.
     pub(super) fn source(&self) -> &'static str {
         let found = SOURCES.iter().find(|(name, _)| *name == self.file);
         found.map_or("", |(_, text)| text)
     }
 
-    /// `-DNAME=VALUE` of each option.
+    /// Yields `-DNAME=VALUE` for each option.
     pub(super) fn options(&self) -> impl Iterator<Item = String> + '_ {
         let defines = self.defines.iter();
         defines.map(|(name, value)| format!("-D{name}={value}"))
     }
 
-    /// Whether the architecture has the instructions that this variant is made of: FP8 tensor cores begin with
-    /// sm_89, wgmma is sm_90a's alone.
+    /// Whether the architecture has the instructions that this variant uses: FP8 tensor cores start with
+    /// sm_89, and only sm_90a has wgmma.
     pub fn runs_on(&self, architecture: &str) -> bool {
         if self.file == "gemm_fp8_sm90" {
             return architecture == "sm_90a";
         }
         let fp8 = self.defines.contains(&("ACTIVATIONS", FP8_ACTIVATIONS));
-        // Quantising needs no FP8 instruction, but is of no use without them.
+        // Quantisation needs no FP8 instruction, but is useless without them.
         !fp8 || !matches!(architecture, "sm_80" | "sm_86" | "sm_87")
     }
 
-    /// What the compiled kernel depends on: text, headers, options, architecture, and this program's version of the format.
+    /// Hash of everything that the compiled kernel depends on: text, headers, options, architecture, and this
+    /// program's version of the format.
     pub(super) fn cache_key(&self, architecture: &str) -> String {
         let mut hash = Sha256::new();
         let mut part = |text: &str| {
@@ -140,7 +142,8 @@ impl Variant {
     }
 }
 
-/// Every variant that a published model of a supported architecture uses. Models of other dimensions compile theirs at first use.
+/// All variants that published models of supported architectures use.
+/// Models with other dimensions compile theirs at first use.
 pub fn all_variants() -> Vec<Variant> {
     let mut out: Vec<Variant> = [
         "add",
@@ -180,22 +183,22 @@ pub fn all_variants() -> Vec<Variant> {
     out
 }
 
-/// Dynamic shared memory of a block on every GPU since compute capability 8.6, beside 1 KiB of static; shapes are chosen for it, so that
-/// all GPUs run the same ones.
+/// Maximum dynamic shared memory of a block on every GPU since compute capability 8.6, besides 1 KiB of static; shapes
+/// are chosen for this limit, so that all GPUs use the same ones.
 const SHARED_BYTES: i64 = 98 << 10;
 
-/// How attention of one shape is compiled and launched (the head of attention.cu).
+/// Compilation and launch parameters of attention for one shape (the head of attention.cu).
 pub(crate) struct AttentionShape {
     pub(crate) variant: Variant,
-    /// Threads of a block.
+    /// Threads per block.
     pub(crate) threads: u32,
-    /// Dynamic shared memory.
+    /// Bytes of dynamic shared memory.
     pub(crate) shared_bytes: u32,
 }
 
 impl AttentionShape {
-    /// `(K_DIM, V_DIM, VALUE_IN_KEY)` with `rows` rows of work a block: as many tiles in shared memory as fit, then the queries beside them.
-    /// `terms`: bf16 terms of queries and probabilities, 3 or 1.
+    /// Chooses the shape for `(K_DIM, V_DIM, VALUE_IN_KEY)` with `rows` rows of work per block: as many tiles in
+    /// shared memory as fit, then the queries as well. `terms`: bf16 terms of queries and probabilities, 3 or 1.
     pub(crate) fn new((k, v, in_key): (i64, i64, bool), rows: i64, terms: i64) -> Self {
         let choices = [(2, 1), (2, 0), (1, 1), (1, 0)];
         let fitting = choices.into_iter().find(|&(buffers, queries)| {
@@ -218,7 +221,7 @@ impl AttentionShape {
         }
     }
 
-    /// Whether heads of these dimensions fit at all.
+    /// Whether heads of these dimensions fit into shared memory.
     pub(crate) fn fits(k: usize, v: usize, in_key: bool) -> bool {
         k <= 1024
             && v <= 1024
@@ -259,7 +262,7 @@ mod tests {
         for line in included {
             let name = line.trim_end().trim_end_matches('"');
             let is_embedded = HEADERS.iter().any(|(header, _)| *header == name);
-            // The host model's own are found where it compiles.
+            // The host model's own headers are found where it compiles.
             assert!(is_embedded || name.starts_with("hearth_host"), "{name}");
             count += 1;
         }

@@ -1,4 +1,4 @@
-//! GPUs: what each is, and the context of the one that computes.
+//! GPUs: their properties, and the context of the one that computes.
 
 use std::ffi::{CStr, c_char};
 
@@ -7,32 +7,33 @@ use hearth_kernels::KernelError;
 
 use super::{check, fault, init};
 
-/// The least compute capability whose tensor cores take bf16 with `cp.async` beside them (Ampere).
+/// Minimum compute capability whose tensor cores support bf16 together with `cp.async` (Ampere).
 const LEAST_CAPABILITY: (u32, u32) = (8, 0);
 
-/// What a GPU says of itself.
+/// Properties of a GPU, as reported by the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Place in the driver's list.
+    /// Index in the driver's list.
     pub ordinal: usize,
-    /// `NVIDIA GeForce RTX 4090`.
+    /// Name, such as `NVIDIA GeForce RTX 4090`.
     pub name: String,
     /// `GPU-` and 32 hexadecimal digits in groups, as `nvidia-smi -L` prints it.
     pub uuid: String,
     /// Compute capability: (8, 9) is sm_89.
     pub capability: (u32, u32),
-    /// Bytes of its memory.
+    /// Size of its memory in bytes.
     pub memory_bytes: u64,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Bytes of shared memory that one block may ask for.
+    /// Maximum bytes of shared memory that one block may request.
     pub shared_bytes_per_block: u32,
-    /// Whether it reads host pages that this process may only read.
+    /// Whether it can read host pages that are read-only for this process.
     pub registers_read_only: bool,
 }
 
 impl DeviceInfo {
-    /// What NVRTC calls the architecture; where the hardware has instructions of its own, with its suffix: `sm_90a`.
+    /// NVRTC's name of the architecture, with the suffix if the hardware has
+    /// architecture-specific instructions: `sm_90a`.
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         let suffix = if major >= 9 { "a" } else { "" };
@@ -40,10 +41,10 @@ impl DeviceInfo {
     }
 }
 
-/// All GPUs that the driver sees, in its order.
+/// Lists all GPUs that the driver sees, in its order.
 ///
 /// # Errors
-/// [`KernelError::Device`] when there is no driver or no GPU, with the remedy.
+/// [`KernelError::Device`] with the remedy if there is no driver or no GPU.
 pub fn devices() -> Result<Vec<DeviceInfo>, KernelError> {
     init()?;
     let mut count = 0;
@@ -118,20 +119,20 @@ fn uuid_text(bytes: [u8; 16]) -> String {
     format!("GPU-{a}-{b}-{c}-{d}-{e}")
 }
 
-/// A GPU with its primary context, which lives as long as this does.
+/// A GPU with its primary context, which lives as long as this value.
 pub(crate) struct Device {
     pub(crate) info: DeviceInfo,
     device: CUdevice,
     context: CUcontext,
 }
 
-// SAFETY: a context may be used from any thread that made it current; the handles are plain pointers.
+// SAFETY: a context may be used from any thread that has made it current; the handles are plain pointers.
 unsafe impl Send for Device {}
 // SAFETY: as above; the driver itself is thread-safe.
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Opens the GPU of this UUID (with or without `GPU-`, a beginning suffices); `None`: the first that is new enough.
+    /// Opens the GPU with this UUID (with or without `GPU-`, a prefix suffices); `None`: the first that is new enough.
     pub(crate) fn open(uuid: Option<&str>) -> Result<Self, KernelError> {
         let info = choose(devices()?, uuid)?;
         let mut device = 0;
@@ -154,7 +155,7 @@ impl Device {
         })
     }
 
-    /// Makes the calling thread's driver calls go to this GPU.
+    /// Directs the calling thread's driver calls to this GPU.
     pub(crate) fn bind(&self) -> Result<(), KernelError> {
         // SAFETY: the context is retained as long as `self` lives.
         check("cuCtxSetCurrent", unsafe {
@@ -162,12 +163,12 @@ impl Device {
         })
     }
 
-    /// How errors call it.
+    /// Name of the device in errors.
     pub(crate) fn label(&self) -> String {
         format!("cuda:{}", self.info.uuid)
     }
 
-    /// Bytes of memory that nobody holds now.
+    /// Bytes of memory that are currently free.
     pub(crate) fn free_bytes(&self) -> Result<u64, KernelError> {
         self.bind()?;
         let (mut free, mut total) = (0, 0);
@@ -181,12 +182,12 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: retained by `open`. What this returns cannot be helped.
+        // SAFETY: retained by `open`. An error here cannot be handled.
         unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// The GPU that was asked for, or the first that is new enough.
+/// Chooses the requested GPU, or the first that is new enough.
 fn choose(all: Vec<DeviceInfo>, uuid: Option<&str>) -> Result<DeviceInfo, KernelError> {
     let seen = all
         .iter()

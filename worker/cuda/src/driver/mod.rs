@@ -1,6 +1,6 @@
-//! The driver: whether it is there, what it says, and the devices behind it.
+//! The driver: its presence, its errors, and its devices.
 //!
-//! libcuda is loaded when it is first asked for; a machine without one loses nothing but the time of a failed `dlopen`.
+//! libcuda is loaded when it is first needed; a machine without it loses only the time of a failed `dlopen`.
 
 mod device;
 mod stream;
@@ -15,13 +15,13 @@ pub(crate) use device::Device;
 pub use device::{DeviceInfo, devices};
 pub(crate) use stream::{Event, Stream};
 
-/// The oldest driver interface that has every call made here: CUDA 12.0, driver 525.
+/// The oldest driver API version that has every call made here: CUDA 12.0, driver 525.
 const OLDEST_DRIVER: i32 = 12_000;
 
-/// Makes the driver ready, once.
+/// Initialises the driver, once.
 ///
 /// # Errors
-/// [`KernelError::Device`] when there is no driver, when it is too old, or when it does not start.
+/// [`KernelError::Device`] if there is no driver, it is too old, or it does not start.
 pub(crate) fn init() -> Result<(), KernelError> {
     static STATE: OnceLock<Result<(), String>> = OnceLock::new();
     let state = STATE.get_or_init(try_init);
@@ -31,7 +31,7 @@ pub(crate) fn init() -> Result<(), KernelError> {
 fn try_init() -> Result<(), String> {
     // SAFETY: only loads the library, whose initialisers are NVIDIA's.
     if !unsafe { sys::is_culib_present() } {
-        // SAFETY: as above; the library was just found wanting.
+        // SAFETY: as above; loading the library has just failed.
         let why = unsafe { libloading::Library::new("libcuda.so.1") }.err();
         let why = why.map_or_else(String::new, |error| format!(" ({error})"));
         return Err(format!(
@@ -39,7 +39,7 @@ fn try_init() -> Result<(), String> {
         ));
     }
     let mut version = 0;
-    // SAFETY: the library is there; both calls take no memory but a valid out-pointer.
+    // SAFETY: the library is loaded; both calls take no memory except a valid out-pointer.
     let (started, asked) = unsafe { (sys::cuInit(0), sys::cuDriverGetVersion(&raw mut version)) };
     if asked == CUresult::CUDA_SUCCESS && version < OLDEST_DRIVER {
         return Err(format!(
@@ -61,7 +61,7 @@ fn try_init() -> Result<(), String> {
     }
 }
 
-/// A fault of the device that is nobody's shape.
+/// A device fault that is not a shape error.
 pub(crate) fn fault(detail: impl Into<String>) -> KernelError {
     KernelError::Device {
         device: "cuda".to_owned(),
@@ -69,7 +69,7 @@ pub(crate) fn fault(detail: impl Into<String>) -> KernelError {
     }
 }
 
-/// Turns a result of the driver into ours, with the call and what can be done.
+/// Converts a driver result to our error, naming the call and the remedy.
 pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), KernelError> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -97,10 +97,10 @@ pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), KernelEr
     Err(fault(format!("{call}: {}\n  {remedy}", describe(result))))
 }
 
-/// `CUDA_ERROR_X: what it means`.
+/// Formats a result as `CUDA_ERROR_X: what it means`.
 fn describe(result: CUresult) -> String {
     let mut text = std::ptr::null();
-    // SAFETY: the out-pointer is valid; the driver's texts live for ever.
+    // SAFETY: the out-pointer is valid; the driver's texts have static lifetime.
     let meaning = unsafe {
         match sys::cuGetErrorString(result, &raw mut text) {
             CUresult::CUDA_SUCCESS if !text.is_null() => {

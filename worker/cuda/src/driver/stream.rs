@@ -7,7 +7,7 @@ use hearth_kernels::KernelError;
 
 use super::{Device, check};
 
-/// A queue of work on the GPU, carried out in order.
+/// A queue of work on the GPU, executed in order.
 pub(crate) struct Stream {
     device: Arc<Device>,
     raw: CUstream,
@@ -19,7 +19,7 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A stream that does not wait for the default one.
+    /// Creates a stream that does not wait for the default one.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self, KernelError> {
         device.bind()?;
         let mut raw = std::ptr::null_mut();
@@ -42,7 +42,7 @@ impl Stream {
         self.raw
     }
 
-    /// Waits until everything that was queued is done.
+    /// Waits until everything queued is done.
     pub(crate) fn synchronize(&self) -> Result<(), KernelError> {
         self.device.bind()?;
         // SAFETY: the stream lives.
@@ -51,7 +51,7 @@ impl Stream {
         })
     }
 
-    /// What is queued from now on waits for `event`.
+    /// Makes work queued from now on wait for `event`.
     pub(crate) fn wait_for(&self, event: &Event) -> Result<(), KernelError> {
         // SAFETY: stream and event live, and an event that was never recorded counts as done.
         check("cuStreamWaitEvent", unsafe {
@@ -63,7 +63,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: made by `new`; the driver ends it when its work is done.
+            // SAFETY: made by `new`; the driver destroys it once its work is done.
             unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
     }
@@ -81,7 +81,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event that keeps no time.
+    /// Creates an event without timing.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self, KernelError> {
         device.bind()?;
         let mut raw = std::ptr::null_mut();
@@ -96,7 +96,7 @@ impl Event {
         })
     }
 
-    /// Marks the end of what is queued in `stream` so far.
+    /// Marks the end of the work queued in `stream` so far.
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), KernelError> {
         // SAFETY: event and stream live and belong to one context.
         check("cuEventRecord", unsafe {
@@ -104,7 +104,7 @@ impl Event {
         })
     }
 
-    /// Waits until the mark is reached; at once when it was never recorded.
+    /// Waits until the mark is reached; returns immediately if it was never recorded.
     pub(crate) fn wait(&self) -> Result<(), KernelError> {
         // SAFETY: the event lives.
         check("cuEventSynchronize", unsafe {

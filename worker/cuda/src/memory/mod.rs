@@ -1,4 +1,4 @@
-//! Memory of the GPU and of the host beside it.
+//! Device memory, and host memory used with it.
 
 mod pinned;
 mod pool;

@@ -1,4 +1,4 @@
-//! Host memory that the GPU reads and writes by itself.
+//! Host memory that the GPU reads and writes directly.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -9,7 +9,7 @@ use hearth_kernels::KernelError;
 
 use crate::driver::{Device, check, fault};
 
-/// Page-locked bytes, zero at first; cached by the CPU, so reading them is as fast as any memory.
+/// Page-locked bytes, initially zero; cached by the CPU, so reading them is as fast as any other memory.
 pub(crate) struct Pinned {
     device: Arc<Device>,
     start: NonNull<u8>,
@@ -32,7 +32,7 @@ impl Pinned {
         })?;
         let start = NonNull::new(start.cast::<u8>())
             .ok_or_else(|| fault("cuMemHostAlloc gave no memory"))?;
-        // SAFETY: the memory is ours and as long; no reference to it exists yet.
+        // SAFETY: the memory is ours and of this length; no reference to it exists yet.
         unsafe { start.write_bytes(0, bytes) };
         Ok(Self {
             device: Arc::clone(device),
@@ -42,7 +42,7 @@ impl Pinned {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: owned, initialised, and no copy from the device into it is under way while this is called.
+        // SAFETY: owned, initialised, and no copy from the device into it is in flight while this is called.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
     }
 
@@ -67,7 +67,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: made by `new`; whoever queued a copy waited for it.
+            // SAFETY: made by `new`; every queued copy has been waited for.
             unsafe { sys::cuMemFreeHost(self.start.as_ptr().cast()) };
         }
     }

@@ -1,8 +1,8 @@
 //! Stream-ordered device memory under a hard budget.
 //!
-//! All computation runs in one stream, so a buffer may be used again as soon as its owner drops it: what was queued before
-//! runs before what is queued after. Buffers that came back wait in a list by size and are given to the driver
-//! only when the budget asks for it; a decode step therefore allocates nothing and finds the same addresses each time.
+//! All computation runs in one stream, so a buffer may be reused as soon as its owner drops it: work queued before
+//! runs before work queued after. Returned buffers wait in free lists by size and are given back to the driver
+//! only when the budget requires it; a decode step therefore allocates nothing and gets the same addresses each time.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,41 +12,41 @@ use hearth_kernels::KernelError;
 
 use crate::driver::{Stream, check, fault};
 
-/// What the patterns around buffers are made of.
+/// Byte of the patterns around buffers.
 const SENTINEL: u8 = 0xa5;
 /// Unit and alignment of every buffer.
 const GRAIN_BYTES: usize = 512;
 
-/// Where all device memory of a backend comes from.
+/// Source of all device memory of a backend.
 pub(crate) struct Memory {
     stream: Arc<Stream>,
     budget_bytes: u64,
-    /// Bytes of the pattern before and after each buffer, where sentinels stand.
+    /// Size of the pattern before and after each buffer, if sentinels are on.
     sentinels: Option<usize>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// Bytes that the driver has given, free buffers among them.
+    /// Bytes allocated by the driver, including free buffers.
     held_bytes: u64,
-    /// Free lists: addresses to be used again, by size.
+    /// Free lists: reusable addresses, by size.
     free: BTreeMap<usize, Vec<CUdeviceptr>>,
     free_bytes: u64,
-    /// Buffers with sentinels: every one since the last look, by the address of its leading pattern.
+    /// Buffers with sentinels: all since the last check, by the address of their leading pattern.
     guarded: BTreeMap<CUdeviceptr, Guarded>,
 }
 
 /// A buffer between patterns.
 struct Guarded {
     bytes: usize,
-    /// Its owner is gone, and it goes too after the next look.
+    /// Whether its owner is gone; it is freed after the next check.
     is_dropped: bool,
 }
 
 impl Memory {
-    /// Gives out at most `budget_bytes`, free buffers among them. With `sentinels`, patterns of that many bytes stand around
-    /// every buffer, which is as long as was asked for, and nothing is used twice: for tests.
+    /// Allocates at most `budget_bytes`, including free buffers. With `sentinels`, patterns of that many bytes
+    /// surround every buffer, which has exactly the requested size, and nothing is reused: for tests.
     pub(crate) fn new(
         stream: Arc<Stream>,
         budget_bytes: u64,
@@ -69,22 +69,22 @@ impl Memory {
         self.budget_bytes
     }
 
-    /// Bytes that are in use: held, and not free.
+    /// Bytes in use: held and not free.
     pub(crate) fn used_bytes(&self) -> u64 {
         let state = self.state();
         state.held_bytes - state.free_bytes
     }
 
-    /// Bytes that could still be had.
+    /// Bytes that can still be allocated.
     pub(crate) fn room_bytes(&self) -> u64 {
         self.budget_bytes.saturating_sub(self.used_bytes())
     }
 
-    /// A buffer of at least `bytes` bytes with unspecified contents; `what` names it in the error. Before free buffers are given
-    /// back, `launch` must put into the stream what still uses them.
+    /// Allocates a buffer of at least `bytes` bytes with unspecified contents; `what` names it in the error. Before
+    /// free buffers are given back, `launch` must queue in the stream all work that still uses them.
     ///
     /// # Errors
-    /// [`KernelError::OutOfMemory`] when it would pass the budget, or the GPU has no more.
+    /// [`KernelError::OutOfMemory`] if it would exceed the budget, or the GPU has no more memory.
     pub(crate) fn alloc(
         self: &Arc<Self>,
         bytes: usize,
@@ -114,7 +114,7 @@ impl Memory {
         })
     }
 
-    /// Asks the driver, after giving free buffers back where the budget or the GPU has no room.
+    /// Allocates from the driver, giving free buffers back first if the budget or the GPU has no room.
     fn ask(
         &self,
         size: usize,
@@ -159,7 +159,7 @@ impl Memory {
         Ok(address)
     }
 
-    /// Gives the driver all free buffers; what uses them must be in the stream.
+    /// Gives all free buffers back to the driver; all work that uses them must be in the stream.
     pub(crate) fn trim(&self) -> Result<(), KernelError> {
         self.stream.device().bind()?;
         let mut state = self.state();
@@ -167,7 +167,7 @@ impl Memory {
             for address in addresses {
                 state.held_bytes -= size as u64;
                 state.free_bytes -= size as u64;
-                // SAFETY: nobody holds the address any more, and what was queued with it runs before.
+                // SAFETY: no one holds the address any more, and work queued with it runs before.
                 check("cuMemFreeAsync", unsafe {
                     sys::cuMemFreeAsync(address, self.stream.raw())
                 })?;
@@ -202,7 +202,7 @@ impl Memory {
         })
     }
 
-    /// Reads all patterns, and gives back the buffers whose owners are gone. Everything queued must be done.
+    /// Checks all patterns, and frees the buffers whose owners are gone. Everything queued must be done.
     ///
     /// # Errors
     /// [`KernelError::Device`] naming the first buffer that was written past its bounds.
@@ -222,7 +222,7 @@ impl Memory {
         state.guarded = kept;
         for (base, guarded) in gone {
             state.held_bytes -= (guarded.bytes + 2 * sentinel) as u64;
-            // SAFETY: nobody holds the address any more, and what was queued with it is done.
+            // SAFETY: no one holds the address any more, and work queued with it is done.
             check("cuMemFreeAsync", unsafe {
                 sys::cuMemFreeAsync(base, self.stream.raw())
             })?;
@@ -241,26 +241,26 @@ impl Drop for Memory {
             return; // The context is lost, and its memory with it.
         }
         for base in std::mem::take(&mut self.state().guarded).into_keys() {
-            // SAFETY: the last buffer is gone, since each holds this; what was queued is done.
+            // SAFETY: the last buffer is gone, since each holds this; all queued work is done.
             unsafe { sys::cuMemFreeAsync(base, self.stream.raw()) };
         }
     }
 }
 
 impl Guarded {
-    /// Where the patterns before and after it begin.
+    /// Addresses of the patterns before and after the buffer.
     fn patterns(&self, base: CUdeviceptr, sentinel: usize) -> [CUdeviceptr; 2] {
         [base, base + (sentinel + self.bytes) as u64]
     }
 
-    /// Whether both patterns are whole.
+    /// Checks that both patterns are intact.
     fn read(&self, base: CUdeviceptr, sentinel: usize) -> Result<(), KernelError> {
         let mut seen = vec![0_u8; sentinel];
         for (side, at) in ["before", "after"]
             .into_iter()
             .zip(self.patterns(base, sentinel))
         {
-            // SAFETY: the pattern lies inside a live allocation, `seen` holds as much.
+            // SAFETY: the pattern lies inside a live allocation, and `seen` has its size.
             check("cuMemcpyDtoH", unsafe {
                 sys::cuMemcpyDtoH_v2(seen.as_mut_ptr().cast(), at, sentinel)
             })?;
@@ -275,7 +275,7 @@ impl Guarded {
     }
 }
 
-/// Bytes on the device. What was queued with it stays sound after the drop, as the stream is in order.
+/// Bytes on the device. Queued work that uses them stays sound after the drop, as the stream is in order.
 pub(crate) struct Buffer {
     address: CUdeviceptr,
     size: usize,
@@ -292,7 +292,7 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         let mut state = self.home.state();
         if let Some(sentinel) = self.home.sentinels {
-            // Kept until its patterns were read.
+            // Kept until its patterns have been checked.
             if let Some(guarded) = state.guarded.get_mut(&(self.address - sentinel as u64)) {
                 guarded.is_dropped = true;
             }
@@ -304,10 +304,10 @@ impl Drop for Buffer {
     }
 }
 
-/// What lasts as long as the model: it takes what it needs.
+/// Allocations that last as long as the model: they take exactly their size.
 const LASTING: [&str; 3] = ["weights", "scales of weights", "the KV cache"];
 
-/// Sizes of what comes and goes are rounded up so that like ones meet: at most a quarter too large.
+/// Rounds up the sizes of temporary allocations so that similar ones can share buffers: at most a quarter too large.
 fn size_class(bytes: usize, what: &str) -> usize {
     let bytes = bytes.max(1).next_multiple_of(GRAIN_BYTES);
     if LASTING.contains(&what) {

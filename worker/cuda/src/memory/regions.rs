@@ -1,8 +1,8 @@
-//! Regions of mapped files that the GPU reads by itself.
+//! Regions of mapped files that the GPU reads directly.
 //!
-//! Registering pages with the driver takes longer than copying a small tensor from them, and tensors that follow one another share pages. So a
-//! whole region of the file around a tensor is registered at once and kept for those that follow. A region is known by the mapping that it
-//! belongs to: memory that was unmapped and mapped anew is another.
+//! Registering pages with the driver takes longer than copying a small tensor from them, and consecutive tensors share
+//! pages. A whole region of the file around a tensor is therefore registered at once and kept for those that follow. A
+//! region is identified by its mapping: memory that was unmapped and mapped again is a different one.
 
 use std::ffi::c_void;
 use std::fs;
@@ -13,9 +13,9 @@ use hearth_kernels::KernelError;
 
 use crate::driver::check;
 
-/// Bytes of a region; a tensor that is longer has its own.
+/// Size of a region in bytes; a longer tensor has its own.
 const REGION_BYTES: usize = 64 << 20;
-/// Regions that are registered at a time while weights are loaded: their pages cannot leave memory.
+/// Number of regions registered at a time while weights are loaded: their pages cannot leave memory.
 const KEPT: usize = 2;
 
 /// Registered regions, the latest last.
@@ -42,13 +42,13 @@ impl RegisteredRegions {
         self.registered.is_empty()
     }
 
-    /// Lets all pages go. A context is current, and every copy is done.
+    /// Releases all pages. A context must be current, and every copy done.
     pub(super) fn clear(&mut self) {
         self.registered.clear();
     }
 
-    /// Whether the GPU can read `host` by itself, after registering what it takes. `Err(Some(…))` tells why the driver refuses;
-    /// `Err(None)`: the bytes are of no mapped file, and not worth it.
+    /// Checks whether the GPU can read `host` directly, after registering the pages needed. `Err(Some(…))` is the
+    /// driver's refusal; `Err(None)`: the bytes belong to no mapped file, so registering them is not worthwhile.
     pub(super) fn cover(
         &mut self,
         host: &[u8],
@@ -71,8 +71,8 @@ impl RegisteredRegions {
             self.registered.remove(0);
         }
         let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY;
-        // SAFETY: the range lies in one mapping of a file, which lives as long as `host` is borrowed; a region whose mapping is gone is
-        // never read again, since it is compared with the mappings of the day.
+        // SAFETY: the range lies in one mapping of a file, which lives as long as `host` is borrowed; a region whose
+        // mapping is gone is never read again, since it is compared with the current mappings.
         let result =
             unsafe { sys::cuMemHostRegister_v2(range.start as *mut c_void, range.len(), flags) };
         match result {
@@ -98,7 +98,7 @@ impl Drop for RegisteredRegion {
     }
 }
 
-/// The region of a mapping around some of its bytes.
+/// Returns the region of a mapping around some of its bytes.
 fn region(mapping: &Range<usize>, wanted: &Range<usize>) -> Range<usize> {
     let page = rustix::param::page_size();
     let start = (wanted.start / page * page).max(mapping.start);
@@ -106,7 +106,7 @@ fn region(mapping: &Range<usize>, wanted: &Range<usize>) -> Range<usize> {
     start..end.min(mapping.end)
 }
 
-/// The mapped file that holds `wanted` whole.
+/// Finds the mapped file that contains all of `wanted`.
 fn mapping_of(maps: &str, wanted: &Range<usize>) -> Option<Mapping> {
     maps.lines().find_map(|line| {
         let (addresses, rest) = line.split_once(' ')?;

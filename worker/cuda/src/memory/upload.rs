@@ -1,8 +1,8 @@
 //! Weights from a mapped file to the GPU.
 //!
-//! The pages of the mapping are registered with the driver (`regions`), so that the GPU reads them by itself. Where the driver
-//! refuses (no support for pages that may only be read, a file system that cannot pin), the bytes go through a ring of pinned
-//! buffers instead, and the log says so once.
+//! The pages of the mapping are registered with the driver (`regions`), so that the GPU reads them directly. If the
+//! driver refuses (no support for read-only pages, a file system that cannot pin), the bytes go through a ring of
+//! pinned buffers instead, which is logged once.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,28 +15,28 @@ use super::Pinned;
 use super::regions::RegisteredRegions;
 use crate::driver::{Event, Stream, check};
 
-/// Buffers of the staging ring: one is filled while others are copied.
+/// Buffers in the staging ring: one is filled while others are copied.
 const STAGES: usize = 4;
-/// Bytes of one of them.
+/// Size of each buffer in bytes.
 const STAGE_BYTES: usize = 8 << 20;
 /// Shorter copies are staged: registering pages costs more than it saves.
 const REGISTERED_FROM_BYTES: usize = 1 << 20;
 
-/// Rows on the device that lie further apart than they are long.
+/// Rows on the device that may lie further apart than they are long.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pitched {
     pub(crate) address: CUdeviceptr,
     pub(crate) rows: usize,
-    /// Bytes of a row.
+    /// Bytes per row.
     pub(crate) row_bytes: usize,
-    /// Bytes from one row to the next on the device; on the host rows lie close.
+    /// Bytes from one row to the next on the device; on the host, rows are contiguous.
     pub(crate) pitch_bytes: usize,
 }
 
-/// Copies host bytes to the device, in the order of a stream of its own.
+/// Copies host bytes to the device, in the order of its own stream.
 pub(crate) struct Uploader {
     stream: Stream,
-    /// The place is free to be written.
+    /// Recorded when the destination may be written.
     ready: Event,
     registers: AtomicBool,
     regions: Mutex<RegisteredRegions>,
@@ -65,11 +65,11 @@ impl Uploader {
         })
     }
 
-    /// Copies `host`, `rows × row_bytes` bytes, after what `before` has queued, zeroes the rest of each pitch, and returns when all
-    /// has arrived.
+    /// Copies `host`, `rows × row_bytes` bytes, after the work queued in `before`, zeroes the rest of each pitch, and
+    /// returns when everything has arrived.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the driver fails.
+    /// [`KernelError::Device`] if the driver fails.
     pub(crate) fn copy(
         &self,
         host: &[u8],
@@ -95,7 +95,7 @@ impl Uploader {
         self.stage(host, to)
     }
 
-    /// Lets the pages of files go that are registered: loading is over, or pauses.
+    /// Releases the registered pages of files: loading is over, or pauses.
     pub(crate) fn release(&self) -> Result<(), KernelError> {
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         if !regions.is_empty() {
@@ -112,7 +112,7 @@ impl Uploader {
         self.stream.synchronize()
     }
 
-    /// Whether the GPU can read these bytes by itself; a refusal of the driver is said once.
+    /// Whether the GPU can read these bytes directly; a refusal by the driver is logged once.
     fn is_readable(
         &self,
         regions: &mut RegisteredRegions,
@@ -136,7 +136,7 @@ impl Uploader {
         }
     }
 
-    /// Copies through the ring: rows are cut into chunks that fit a stage.
+    /// Copies through the ring: rows are cut into chunks that fit a buffer.
     fn stage(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = match &mut *ring {
@@ -169,14 +169,14 @@ impl Ring {
     }
 }
 
-/// Part of a copy that fits one stage.
+/// Part of a copy that fits one buffer.
 #[derive(Debug)]
 struct CopyChunk {
     host_offset: usize,
     to: Pitched,
 }
 
-/// Whole rows together, or parts of a row that is longer than a stage.
+/// Cuts a copy into chunks of whole rows, or parts of a row that is longer than a buffer.
 fn chunks(to: Pitched) -> Vec<CopyChunk> {
     let mut out = Vec::new();
     if to.row_bytes == 0 {
@@ -213,13 +213,13 @@ fn chunks(to: Pitched) -> Vec<CopyChunk> {
     out
 }
 
-/// Queues one copy of rows that lie close on the host.
+/// Queues one copy of rows that are contiguous on the host.
 fn copy_rows(stream: &Stream, host: *const c_void, to: Pitched) -> Result<(), KernelError> {
     if to.rows == 0 || to.row_bytes == 0 {
         return Ok(());
     }
     if to.row_bytes == to.pitch_bytes {
-        // SAFETY: the caller keeps the host bytes until the stream was synchronised or the stage's event passed.
+        // SAFETY: the caller keeps the host bytes until the stream is synchronised or the stage's event has passed.
         return check("cuMemcpyHtoDAsync", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to.address, host, to.rows * to.row_bytes, stream.raw())
         });

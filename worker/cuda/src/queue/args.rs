@@ -2,12 +2,12 @@
 
 use std::ffi::c_void;
 
-/// Most parameters of a kernel.
+/// Maximum number of parameters of a kernel.
 const MOST: usize = 24;
-/// Most bytes of all of them.
+/// Maximum size of all parameters in bytes.
 const BYTES: usize = 256;
 
-/// Parameters, each aligned as C aligns it.
+/// Parameters, each aligned as in C.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Args {
     bytes: Aligned,
@@ -20,7 +20,7 @@ pub(crate) struct Args {
 #[repr(C, align(16))]
 struct Aligned([u8; BYTES]);
 
-/// A type that a kernel takes by value: no padding that is not written, laid out as C lays it out.
+/// A type that a kernel takes by value: without uninitialised padding, laid out as in C.
 ///
 /// # Safety
 /// Every byte of the value is initialised and the type is `repr(C)` or primitive.
@@ -69,7 +69,7 @@ impl Args {
         self
     }
 
-    /// One pointer to each parameter, as the driver wants them; valid while `self` stays where it is.
+    /// One pointer to each parameter, as the driver requires; valid while `self` is not moved.
     pub(crate) fn pointers(&self) -> [*mut c_void; MOST] {
         let mut out = [std::ptr::null_mut(); MOST];
         for (pointer, offset) in out.iter_mut().zip(&self.offsets[..self.count]) {

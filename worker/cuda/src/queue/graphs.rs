@@ -1,7 +1,8 @@
 //! Lists of commands as CUDA graphs.
 //!
-//! A list is known by its kernels, in order. Seen once, it is launched command by command; seen again, it becomes a graph; from then on only
-//! the nodes whose arguments or grid changed are told, and the whole list is one launch.
+//! A list is identified by its kernels, in order. When first seen it is launched command by command; when seen again,
+//! it becomes a graph; from then on only nodes whose arguments or grid changed are
+//! updated, and the whole list is one launch.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -14,9 +15,9 @@ use hearth_kernels::KernelError;
 use super::{Command, Launch};
 use crate::driver::{Stream, check};
 
-/// Graphs that are kept; beyond them the one that was used longest ago goes.
+/// Maximum number of graphs; beyond it, the least recently used one is dropped.
 const KEPT: usize = 24;
-/// Fewer commands are not worth a graph.
+/// Minimum number of commands that is worth a graph.
 const LEAST_COMMANDS: usize = 8;
 
 #[derive(Default)]
@@ -30,13 +31,13 @@ pub(super) struct Graphs {
 struct Known {
     shape: u64,
     graph: Option<Graph>,
-    /// The driver could not make one of it.
+    /// Whether the driver failed to make a graph of it.
     is_refused: bool,
     used: u64,
 }
 
 impl Graphs {
-    /// Launches `commands` as a graph; false when they are to be launched one by one this time.
+    /// Launches `commands` as a graph; returns false if they must be launched one by one this time.
     pub(super) fn launch(
         &mut self,
         stream: &Stream,
@@ -96,8 +97,8 @@ impl Graphs {
     }
 }
 
-/// What a graph cannot be told anew: the kinds of the commands, in order. Kernels may change, but are part of the shape so that a
-/// graph's nodes stay alike and few must be told.
+/// Hash of the part of a graph that cannot be updated: the kinds of the commands, in order. Kernels could change, but
+/// are part of the shape so that a graph's nodes stay alike and few need updates.
 fn shape(commands: &[Command]) -> u64 {
     let mut hasher = DefaultHasher::new();
     for command in commands {
@@ -115,7 +116,7 @@ struct Graph {
     graph: CUgraph,
     exec: CUgraphExec,
     nodes: Vec<CUgraphNode>,
-    /// What each node was told last.
+    /// Each node's current command.
     told: Vec<Command>,
 }
 
@@ -196,7 +197,7 @@ impl Graph {
         Ok(())
     }
 
-    /// Tells the nodes what changed.
+    /// Updates the nodes that changed.
     fn update(&mut self, commands: &[Command]) -> Result<(), KernelError> {
         for ((node, told), command) in self.nodes.iter().zip(&mut self.told).zip(commands) {
             let (Command::Launch(before), Command::Launch(now)) = (&*told, command) else {
@@ -230,7 +231,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, destroyed once; a launch under way keeps what it needs.
+        // SAFETY: made by `new`, destroyed once; a launch in flight keeps what it needs.
         unsafe {
             if !self.exec.is_null() {
                 sys::cuGraphExecDestroy(self.exec);

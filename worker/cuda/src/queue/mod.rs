@@ -1,9 +1,10 @@
-//! The order of work: what operations ask for becomes commands of one stream.
+//! Order of work: operations become commands in one stream.
 //!
-//! Small steps (decode) are **recorded**: their commands wait until somebody needs a result, and are then launched together. A list of
-//! kernels that was seen before is launched as one CUDA graph, whose nodes get the arguments that changed; the host's share of a decode
-//! step is then one launch instead of a thousand. Large steps (prefill) are launched as they are asked for, so that the GPU works while the host
-//! goes on. Either way the commands run in the same order with the same arguments, so results do not depend on it.
+//! Small steps (decode) are **recorded**: their commands wait until a result is needed, and are then launched
+//! together. A list of kernels that was seen before is launched as one CUDA graph, whose nodes get the arguments that
+//! changed; the host's share of a decode step is then one launch instead of a thousand. Large steps (prefill) are
+//! launched immediately, so that the GPU works while the host continues. Either way the commands run in the same order
+//! with the same arguments, so results do not depend on it.
 
 mod args;
 mod graphs;
@@ -23,7 +24,7 @@ pub(crate) use args::{Args, Argument};
 use graphs::Graphs;
 use staging::Staging;
 
-/// Bytes that are brought to the host at a time.
+/// Maximum bytes copied to the host at a time.
 const MOST_LANDING_BYTES: usize = 64 << 20;
 
 /// One kernel launch.
@@ -31,13 +32,13 @@ const MOST_LANDING_BYTES: usize = 64 << 20;
 pub(crate) struct Launch {
     pub(crate) function: Function,
     pub(crate) grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads per block.
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
     pub(crate) args: Args,
 }
 
-/// Something that the stream does.
+/// A command for the stream.
 #[derive(Clone, Debug)]
 pub(crate) enum Command {
     /// Runs a kernel.
@@ -46,21 +47,22 @@ pub(crate) enum Command {
     Zero { address: CUdeviceptr, bytes: usize },
 }
 
-/// The stream of a backend, with what waits to be put into it.
+/// A backend's stream, with the commands not yet in it.
 pub(crate) struct Queue {
     stream: Arc<Stream>,
     state: Mutex<State>,
 }
 
 struct State {
-    /// The thread whose steps these are. Another's step would take the places of this one's tables, and buffers that it still reads.
+    /// The thread that owns the steps. A step of another thread would overwrite this
+    /// one's tables, and buffers that it still reads.
     owner: Option<ThreadId>,
-    /// Whether commands wait (a small step) or are launched at once.
+    /// Whether commands wait (a small step) or are launched immediately.
     recording: bool,
     waiting: Vec<Command>,
     staging: Staging,
     graphs: Graphs,
-    /// Where results land on the host.
+    /// Pinned host memory that results are copied to.
     landing: Option<Pinned>,
 }
 
@@ -80,17 +82,17 @@ impl Queue {
         })
     }
 
-    /// The calling thread owns the queue from now on.
+    /// Makes the calling thread the owner of the queue.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the driver fails to launch what the last one left.
+    /// [`KernelError::Device`] if the driver fails to launch the commands that the previous owner left.
     pub(crate) fn bind_thread(&self) -> Result<(), KernelError> {
         let mut state = self.lock();
         state.owner = Some(std::thread::current().id());
         self.launch_waiting(&mut state)
     }
 
-    /// A forward pass begins; `records`: it is small, so its commands wait to be launched together.
+    /// Begins a forward pass; `records`: it is small, so its commands wait to be launched together.
     pub(crate) fn begin_step(&self, records: bool) -> Result<(), KernelError> {
         let mut state = self.state()?;
         self.launch_waiting(&mut state)?;
@@ -111,8 +113,8 @@ impl Queue {
         self.run(&command)
     }
 
-    /// Puts host data where kernels of this step can read it, and returns its address on the device. Equal data of one
-    /// step is sent once.
+    /// Puts host data where kernels of this step can read it, and returns its device address.
+    /// Equal data within one step is sent only once.
     pub(crate) fn host_data(&self, bytes: &[u8]) -> Result<CUdeviceptr, KernelError> {
         let mut state = self.state()?;
         if let Some(address) = state.staging.put(bytes) {
@@ -126,18 +128,18 @@ impl Queue {
             .ok_or_else(|| fault("the staging buffer did not grow"))
     }
 
-    /// Launches what waits.
+    /// Launches the waiting commands.
     pub(crate) fn flush(&self) -> Result<(), KernelError> {
         self.launch_waiting(&mut *self.state()?)
     }
 
-    /// Launches what waits, and waits until it is done.
+    /// Launches the waiting commands, and waits until they are done.
     pub(crate) fn synchronize(&self) -> Result<(), KernelError> {
         self.flush()?;
         self.stream.synchronize()
     }
 
-    /// Copies device bytes to the host after everything that was queued; `take` sees them.
+    /// Copies device bytes to the host after all queued work, and passes them to `take`.
     pub(crate) fn download<R>(
         &self,
         address: CUdeviceptr,
@@ -169,7 +171,7 @@ impl Queue {
         Ok(take(&all))
     }
 
-    /// Copies into pinned memory, and waits.
+    /// Copies into pinned memory and waits.
     fn land(
         &self,
         landing: &mut Pinned,
@@ -177,7 +179,8 @@ impl Queue {
         bytes: usize,
     ) -> Result<(), KernelError> {
         if bytes > 0 {
-            // SAFETY: the caller's range lies in a live buffer; the landing place is as large and is read after the wait.
+            // SAFETY: the caller's range lies in a live buffer; the landing buffer
+            // is as large and is read after the wait.
             check("cuMemcpyDtoHAsync", unsafe {
                 sys::cuMemcpyDtoHAsync_v2(landing.as_mut_ptr(), address, bytes, self.stream.raw())
             })?;
@@ -185,7 +188,7 @@ impl Queue {
         self.stream.synchronize()
     }
 
-    /// Graphs that were made, and launches of them, since the start.
+    /// Numbers of graphs created and of graph launches, since the start.
     pub(crate) fn graph_counts(&self) -> (u64, u64) {
         self.lock().graphs.counts()
     }
@@ -203,7 +206,7 @@ impl Queue {
                 self.run(command)?;
             }
         }
-        // Keep the allocation.
+        // Keep the allocation for reuse.
         state.waiting = commands;
         state.waiting.clear();
         Ok(())
@@ -226,8 +229,9 @@ impl Queue {
                     args,
                 } = &**launch;
                 let mut pointers = args.pointers();
-                // SAFETY: the arguments are laid out as the kernel's parameters (the backend's operations are written beside
-                // them and tested), and the buffers they point to are free only for commands queued after this one.
+                // SAFETY: the arguments are laid out as the kernel's parameters (the backend's operations are written
+                // alongside them and tested), and the buffers they point to are freed
+                // only for commands queued after this one.
                 check("cuLaunchKernel", unsafe {
                     sys::cuLaunchKernel(
                         function.raw(),
@@ -247,7 +251,7 @@ impl Queue {
         }
     }
 
-    /// The state, for the thread that owns it.
+    /// Locks the state, for the thread that owns it.
     fn state(&self) -> Result<MutexGuard<'_, State>, KernelError> {
         let mut state = self.lock();
         let this = std::thread::current().id();
@@ -266,7 +270,7 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // Copies under way still read the pinned memory that goes with this. What the driver returns cannot be helped.
+        // Copies in flight still read the pinned memory that is dropped with this. An error here cannot be handled.
         let _ = self.stream.synchronize();
     }
 }

@@ -1,8 +1,9 @@
 //! Small host data of a step (tokens, positions, tables) on its way to the device.
 //!
-//! A step's pieces are appended to a pinned buffer and copied to one place on the device in one go, before the first command that reads them.
-//! The place is the same for every step, so that a graph finds its tables where it left them: the stream's order keeps one step's copy behind the
-//! commands of the last. Pinned buffers take turns, so that a step can be prepared while the last one runs.
+//! A step's pieces are appended to a pinned buffer and copied to one device buffer at once, before the first command
+//! that reads them. The device buffer is the same for every step, so that a graph finds its tables at the same
+//! addresses: the stream's order keeps one step's copy after the commands of the previous one. Pinned buffers rotate,
+//! so that a step can be prepared while the previous one runs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,33 +14,33 @@ use hearth_kernels::KernelError;
 use crate::driver::{Event, Stream, check};
 use crate::memory::{Buffer, Memory, Pinned};
 
-/// Pinned buffers that take turns.
+/// Number of pinned buffers in rotation.
 const TURNS: usize = 3;
-/// Bytes of each at first, and of the place on the device.
+/// Initial size of each, and of the device buffer.
 const FIRST_BYTES: usize = 1 << 20;
-/// Alignment of a piece: tables of structs with pointers are among them.
+/// Alignment of a piece: some are tables of structs with pointers.
 const ALIGN_BYTES: usize = 16;
 
 pub(super) struct Staging {
     memory: Arc<Memory>,
-    /// Where a step's pieces lie on the device.
+    /// Device buffer for a step's pieces.
     device: Buffer,
-    /// Bytes of it.
+    /// Size of `device` in bytes.
     bytes: usize,
     turns: Vec<Turn>,
     turn: usize,
-    /// What became too small in this step; what lies there is still read.
+    /// Buffers outgrown in this step; their contents are still read.
     outgrown: Vec<(Buffer, Pinned)>,
-    /// Bytes that are filled, and those of them that are on their way.
+    /// Bytes filled, and those of them already sent.
     filled: usize,
     sent: usize,
-    /// Where equal pieces of this step lie.
+    /// Device addresses of this step's pieces by content, for deduplication.
     known: HashMap<Vec<u8>, CUdeviceptr>,
 }
 
 struct Turn {
     host: Pinned,
-    /// Everything of the step that used it last is done.
+    /// Recorded after the step that used this buffer last.
     done: Event,
 }
 
@@ -65,7 +66,7 @@ impl Staging {
         })
     }
 
-    /// Turns to the next pinned buffer, when the step that used it last is done.
+    /// Switches to the next pinned buffer, once the step that used it last is done.
     pub(super) fn next_step(&mut self, stream: &Stream) -> Result<(), KernelError> {
         if !self.outgrown.is_empty() {
             stream.synchronize()?;
@@ -83,7 +84,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Appends a piece; `None` when it does not fit.
+    /// Appends a piece; `None` if it does not fit.
     pub(super) fn put(&mut self, bytes: &[u8]) -> Option<CUdeviceptr> {
         if let Some(address) = self.known.get(bytes) {
             return Some(*address);
@@ -100,8 +101,9 @@ impl Staging {
         Some(address)
     }
 
-    /// Takes a larger place, with room for `bytes` more. Everything queued was launched. What the step has appended so far stays where it
-    /// is: an operation may hold its address without having queued anything yet.
+    /// Switches to larger buffers, with room for `bytes` more. Everything queued must have been launched. The pieces
+    /// that the step has appended so far stay where they are: an operation may hold their
+    /// address without having queued anything yet.
     pub(super) fn grow(&mut self, bytes: usize) -> Result<(), KernelError> {
         let memory = Arc::clone(&self.memory);
         let stream = memory.stream();
@@ -119,7 +121,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies what was appended and is not yet on its way.
+    /// Copies the appended bytes that have not been sent yet.
     pub(super) fn send(&mut self, stream: &Stream) -> Result<(), KernelError> {
         let end = self.filled.min(self.bytes);
         if self.sent < end {
@@ -140,7 +142,7 @@ impl Staging {
     }
 }
 
-/// A place on the device. Nothing waits that still uses what may be given back for it.
+/// Allocates a device buffer. No waiting command uses the free buffers that may be given back for it.
 fn place(memory: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
     memory.alloc(bytes, "tables of a step", || Ok(()))
 }

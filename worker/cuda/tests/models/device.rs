@@ -1,4 +1,4 @@
-//! Backends and engines of these tests.
+//! Backends and engines for these tests.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use hearth_residency::Resident;
 
 use crate::support::options;
 
-/// The GPU, or the host model of one.
+/// The GPU, or the host model's GPU.
 pub(crate) fn gpu() -> Arc<CudaBackend> {
     gpu_with(Activations::F32)
 }

@@ -1,4 +1,5 @@
-//! Agreement with transformers in float32 on the stored weights: the bounds of the CPU's fast kernels hold for the GPU's.
+//! Agreement with transformers in float32 on the stored weights: the bounds of the
+//! CPU's fast kernels also apply to the GPU's.
 
 use std::path::Path;
 
@@ -10,11 +11,12 @@ use hearth_model::{Batch, Model};
 use crate::device::{gpu, gpu_with, model};
 use crate::support::checkpoints;
 
-/// What the project allows fast kernels with a BF16 cache; exact activations and an F32 cache stay far below.
+/// Error bound of fast kernels with a BF16 cache; exact activations and an F32 cache stay far below.
 const FAST_ERROR_STDS: f32 = 2e-2;
-/// Exact activations and cache: only the order of sums differs from the reference, and the bound is that of the CPU's scalar kernels.
+/// Error bound with exact activations and cache: only the order of sums differs from the reference, and the bound is
+/// that of the CPU's scalar kernels.
 const EXACT_ERROR_STDS: f32 = 5e-5;
-/// Where the best token leads by more, it must be the same.
+/// Lead from which the best token must be the same.
 const CLEAR_LEAD_STDS: f32 = 0.1;
 const BLOCK_TOKENS: usize = 16;
 
@@ -63,7 +65,7 @@ impl Runner {
         }
     }
 
-    /// Logits of every appended token.
+    /// Returns the logits of every appended token.
     fn step(&mut self, tokens: &[u32]) -> Vec<Vec<f32>> {
         let batch = Batch {
             tokens: tokens.to_vec(),
@@ -131,8 +133,8 @@ fn continuations_of_every_architecture_hold_and_decode_goes_by_graphs() {
     );
 }
 
-/// Rounded activations are allowed to differ: a router's near tie falls the other way and an expert is another. On the whole they compute the
-/// same model, and how far they differ is told.
+/// Rounded activations are allowed to differ: in a router's near tie another expert may be chosen. On the whole they
+/// compute the same model, and the difference is printed.
 #[test]
 fn rounded_activations_stay_near() {
     for (activations, bound) in [(Activations::Bf16, 0.02), (Activations::Fp8, 0.4)] {

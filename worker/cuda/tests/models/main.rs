@@ -1,5 +1,6 @@
-//! Whole models on the CUDA backend: every architecture against transformers, every way to an answer, and KV that moves between a GPU and
-//! a CPU. On the host model of CUDA, or with `HEARTH_TEST_GPU=1` on the GPU of this machine.
+//! Whole models on the CUDA backend: every architecture against transformers, every way to an answer, and KV that
+//! moves between a GPU and a CPU. They run on the host model of CUDA,
+//! or with `HEARTH_TEST_GPU=1` on this machine's GPU.
 #![allow(
     clippy::unwrap_used,
     reason = "a test may panic; clippy.toml's exemption does not reach helpers of integration tests"

@@ -1,7 +1,7 @@
 //! Tokens chosen on the GPU are those that the engine's sampler chooses from the same logits.
 //!
-//! The GPU's exponential function may differ from the host's in the last bit, and sums are taken in another order, so a draw at the
-//! very edge between two tokens may fall to either: the seeds here lead to none.
+//! The GPU's exponential function may differ from the host's in the last bit, and sums are taken in another order, so
+//! a draw at the very edge between two tokens may fall to either; these seeds lead to no such draw.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use hearth_kernels::{SampleFault, SampleSpec};
 use crate::device::{engine, gpu};
 use crate::support::{ask, checkpoints, prompt, start};
 
-/// Numbers of a seed: an LCG's upper bits.
+/// Numbers from a seed: an LCG's upper bits.
 struct Numbers(u64);
 
 impl Numbers {
@@ -38,7 +38,7 @@ impl Numbers {
         low + (high - low) * (self.next() % (1 << 24)) as f32 / (1 << 24) as f32
     }
 
-    /// `off` every other time.
+    /// Returns `off` every other time, else a number between `low` and `high`.
     fn or(&mut self, off: f32, low: f32, high: f32) -> f32 {
         let value = self.within(low, high);
         if self.next().is_multiple_of(2) {
@@ -68,7 +68,7 @@ impl Numbers {
     }
 }
 
-/// A row and all that its token depends on.
+/// A row and everything that its token depends on.
 struct Row {
     params: SamplingParams,
     index: usize,
@@ -81,7 +81,7 @@ struct Row {
 impl Row {
     fn new(numbers: &mut Numbers, vocab: usize) -> Self {
         let params = numbers.params(vocab);
-        // Of few values, so that many are equal; or of nearly all, flat or steep.
+        // Few distinct values, so that many are equal; or nearly all distinct, flat or steep.
         let (steps, spread) = (
             [3.0, 40.0, 1e6][numbers.below(3)],
             numbers.within(1.0, 30.0),
@@ -92,7 +92,7 @@ impl Row {
             (0..count).map(|_| numbers.below(vocab) as u32).collect()
         };
         let is_masked = numbers.next().is_multiple_of(3);
-        // At times with fewer words than tokens: those without a word must not follow.
+        // Sometimes with fewer words than tokens: those without a word must not follow.
         let words = vocab.div_ceil(32) - numbers.below(2).min(vocab / 64);
         Self {
             params,
@@ -143,7 +143,7 @@ impl Row {
     }
 }
 
-/// What the device chooses from rows of one vocabulary.
+/// Chooses tokens on the device from rows with the same vocabulary.
 fn on_device(gpu: &CudaBackend, rows: &[Row]) -> Vec<Result<u32, SampleFault>> {
     let vocab = rows[0].logits.len();
     let logits: Vec<f32> = rows.iter().flat_map(|row| row.logits.clone()).collect();
@@ -208,10 +208,10 @@ fn shapes_that_do_not_fit_are_refused() {
     assert!(gpu.can_sample(1 << 20) && !gpu.can_sample((1 << 20) + 1) && !gpu.can_sample(0));
 }
 
-/// Tokens of an answer and how it ended.
+/// Tokens of an answer and its finish reason.
 type Ended = (Vec<u32>, FinishReason);
 
-/// All answers, begun at once: with log-probabilities the host chooses, and without the GPU does.
+/// All answers, started at once: with log-probabilities the host chooses, without them the GPU does.
 fn answers(engine: &Engine, inputs: &[GenerateInput], wants_logprobs: bool) -> Vec<Ended> {
     let streams: Vec<_> = inputs
         .iter()
@@ -236,7 +236,7 @@ fn answers(engine: &Engine, inputs: &[GenerateInput], wants_logprobs: bool) -> V
     ended.collect()
 }
 
-/// Letters, an end, and padding.
+/// Letters, an end token, and padding.
 fn letters(vocab: usize, end: u32) -> GrammarTokenizer {
     let tokens = (0..vocab).map(|id| match id as u8 {
         letter @ b'a'..=b'z' => vec![letter],
@@ -265,7 +265,7 @@ fn answers_are_the_same(dir: &Path) {
         .collect();
     let on_host = answers(&engine, &inputs, true);
     let on_device = answers(&engine, &inputs, false);
-    // Its thread uses the driver, and must be gone before the process ends.
+    // Its thread uses the driver, and must end before the process does.
     engine.shutdown();
     for ((input, host), device) in inputs.iter().zip(on_host).zip(on_device) {
         assert_eq!(device, host, "{}: {:?}", dir.display(), input.sampling);

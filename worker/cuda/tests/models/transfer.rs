@@ -1,11 +1,11 @@
-//! KV moves between a GPU and a CPU: one computes the prompt, the other goes on.
+//! KV moves between a GPU and a CPU: one computes the prompt, the other continues.
 
 use hearth_kernels::KvDType;
 
 use crate::device::{cpu, engine, gpu};
 use crate::support::{answer, ask, checkpoints, disaggregated, prompt};
 
-/// Tokens of an answer; the prompts were chosen by nobody.
+/// Tokens per answer; the prompts were not specially chosen.
 const ANSWER_TOKENS: usize = 8;
 
 #[test]

@@ -1,4 +1,5 @@
-//! Weights of a mapped file arrive as they are: short ones through the staging ring, long ones from the file's own pages.
+//! Weights of a mapped file arrive unchanged: short ones through the staging
+//! ring, long ones from the file's own pages.
 
 use std::io::Write;
 
@@ -9,9 +10,9 @@ use hearth_kernels::{DType, HostMatrix};
 
 use crate::device::gpu;
 
-/// A header of this length makes tensors begin at odd places, as they do in checkpoints.
+/// Length of a header that makes tensors begin at odd addresses, as they do in checkpoints.
 const HEADER_BYTES: usize = 1003;
-/// Columns that are no multiple of the device's padding.
+/// Number of columns that is not a multiple of the device's padding.
 const COLS: usize = 1200;
 
 #[test]
@@ -24,7 +25,7 @@ fn mapped_weights_arrive_whole() {
         let codes = (0..rows * COLS).flat_map(|i| element(matrix, i).to_le_bytes());
         file.write_all(&codes.collect::<Vec<u8>>()).unwrap();
     }
-    // SAFETY: the file has no name; nobody changes it.
+    // SAFETY: the file has no name, so nothing changes it.
     let mapped = Bytes::from_owner(unsafe { memmap2::Mmap::map(&file) }.unwrap());
     let gpu = gpu();
     let mut from = HEADER_BYTES;

@@ -9,14 +9,15 @@ use crate::common::*;
 use crate::sequence::{LAYER, Part, Sequence, layout};
 use crate::support::{BUDGET_BYTES, gpu, leave_nan, own, plain};
 
-/// Sequences of every kind of layout: the tensor-core kernel takes bf16 pages with dimensions of whole steps of 16, another the rest.
+/// Sequences in every kind of layout: the tensor-core kernel takes bf16 pages with dimensions that are multiples of
+/// 16, another kernel the rest.
 pub(crate) fn sequences() -> Vec<Sequence> {
     vec![
         // Grouped queries.
         Sequence::new(layout(2, 64, 64, false, Bf16), 8, 150, 1),
         Sequence::new(layout(1, 48, 32, false, Bf16), 5, 70, 2),
         Sequence::new(layout(3, 20, 12, false, Bf16), 12, 80, 3),
-        // A head of keys for each of queries.
+        // A key head for each query head.
         Sequence::new(layout(3, 32, 48, false, Bf16), 3, 131, 4),
         Sequence::new(layout(4, 64, 64, false, F32), 4, 75, 5),
         // Latent: the value is the key's beginning.
@@ -29,9 +30,9 @@ pub(crate) fn sequences() -> Vec<Sequence> {
 
 #[test]
 fn attention_agrees_with_the_reference() {
-    // Values are averages of numbers of size 1. Scores are as large as 0.3 * 3 * sqrt(k_dim), at most 25, and carry an f32 rounding
-    // of a few 2^-24 of that, so weights and averages are good to some 1e-6; queries and probabilities that are rounded to bf16 carry
-    // 2^-9 of their size.
+    // Values are averages of numbers of size 1. Scores are as large as 0.3 * 3 * sqrt(k_dim), at most 25, and carry an
+    // f32 rounding of a few 2^-24 of that, so weights and averages are accurate to about 1e-6; queries and
+    // probabilities that are rounded to bf16 carry 2^-9 of their size.
     for (activations, bound) in [(Activations::F32, 2e-5), (Activations::Bf16, 6e-2)] {
         let gpu = gpu(activations);
         for sequence in sequences() {
@@ -59,7 +60,7 @@ fn contexts_over_several_splits_agree_with_the_reference() {
     }
 }
 
-/// Keys `[n, dim]` and values of two kv heads' worth of scores that lie far apart, one key growing with its position.
+/// Attends with one head over keys and values that grow with their position, so that scores lie far apart.
 fn far_apart(layout: KvLayout, query: f32) -> Vec<f32> {
     let gpu = plain();
     let n = 200;
@@ -102,7 +103,8 @@ fn scores_far_apart_do_not_overflow() {
             let got = far_apart(layout, query);
             assert_close(&got, want, |_| 1e-5, &layout.fingerprint());
         }
-        // Scores of 1e33 are numbers still; beyond f32 there are none, and the result is no number or finite, never a fault.
+        // Scores of 1e33 are still numbers; beyond f32 they are not,
+        // and the result is NaN or finite, but never a fault.
         let got = far_apart(layout, 1e29);
         assert_close(&got[101..], &last[101..], |_| 1e-5, &layout.fingerprint());
     }
@@ -136,8 +138,8 @@ fn a_batch_without_rows_or_spans_attends_to_nothing() {
 
 #[test]
 fn a_table_of_blocks_larger_than_what_is_staged_leaves_the_rest_in_place() {
-    // Tables go to the device through a buffer of 1 MiB at first. The second call makes it grow between two pieces of one operation, and
-    // asks for partial results of that size next: they must not lie where the first piece still is.
+    // Tables are sent to the device through a buffer of initially 1 MiB. The second call makes it grow between two
+    // pieces of one operation, and then requests partial results of that size: they must not overlap the first piece.
     let gpu = own(BUDGET_BYTES);
     let sequence = Sequence::new(layout(1, 16, 512, false, Bf16), 16, 1100, 1);
     let mut kv = gpu.kv_alloc(sequence.layout, 69).unwrap();

@@ -1,4 +1,5 @@
-//! A row's attention has the same bits however the sequence is cut, wherever it lies and whatever is beside it.
+//! A row's attention has the same bits however the sequence is cut,
+//! wherever it lies and whatever else is in the batch.
 
 use hearth_kernels::KvDType::{Bf16, F32};
 use hearth_kernels::ops::*;
@@ -41,7 +42,7 @@ fn attention_gives_the_same_bits_whatever_the_chunks() {
 fn attention_gives_the_same_bits_beside_other_sequences() {
     let gpu = plain();
     for sequence in sequences() {
-        // Starts are in the middle, at the beginning and at the end of a tile of keys and of a block.
+        // Starts in the middle, at the beginning and at the end of a tile of keys and of a block.
         let last = sequence.tokens - 1;
         let starts = [
             (11, 9),
@@ -53,7 +54,7 @@ fn attention_gives_the_same_bits_beside_other_sequences() {
         ];
         let mut kv = poisoned(&gpu, &sequence, 10);
         let whole = sequence.step(&*gpu, &mut kv, 0, sequence.tokens);
-        // The later rows come first, with a row between each two that belongs to none.
+        // The later rows come first, with a row between each two that belongs to neither.
         let mut parts = Vec::new();
         let mut first_row = 0;
         for (start, rows) in starts {
@@ -113,7 +114,7 @@ fn two_sequences_in_one_batch_do_not_touch_each_other() {
 #[test]
 fn splits_that_are_merged_from_memory_give_the_bits_of_those_merged_in_registers() {
     let gpu = plain();
-    // Enough blocks of rows that a whole prompt fills the device and is not cut into splits; a few rows are.
+    // Enough blocks of rows that a whole prompt fills the device and is not cut into splits, whereas a few rows are.
     let multiprocessors = gpu.info().multiprocessors as usize;
     let kv_heads = (2 * multiprocessors).div_ceil(1100 / 32);
     let sequence = Sequence::new(layout(kv_heads, 16, 32, false, Bf16), 2 * kv_heads, 1100, 1);

@@ -1,4 +1,4 @@
-//! The budget is hard, and what runs out names it.
+//! The budget is hard, and the error names the allocation that exceeds it.
 
 use hearth_kernels::KvDType::Bf16;
 use hearth_kernels::ops::*;
@@ -39,7 +39,7 @@ fn too_much_is_refused_with_the_budget_and_what_is_in_use() {
         matches!(absurd, KernelError::OutOfMemory { .. }),
         "{absurd}"
     );
-    // What fits goes on.
+    // Allocations that fit still work.
     let y = gpu.zeros(3, 5).unwrap();
     assert_eq!(gpu.download(&y).unwrap(), [0.0; 15]);
 }
@@ -62,7 +62,7 @@ fn memory_that_waits_is_given_back_when_the_budget_asks_but_not_before_it_was_us
     assert!(gpu.memory_bytes().0 <= budget_bytes);
     assert!(gpu.zeros(1, large).is_err());
     drop(first);
-    // Another size: the first one's memory waits, and must go.
+    // Another size: the first one's memory is in the free list, and must be given back.
     let second = gpu.zeros(1, large - 300_000).unwrap();
     assert_eq!(gpu.download(&picked).unwrap(), [4.0, 6.0]);
     let second = gpu.download(&second).unwrap();

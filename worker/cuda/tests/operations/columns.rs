@@ -1,4 +1,4 @@
-//! Operations that move columns and rows: bits, whatever the widths.
+//! Operations that move columns and rows: bit-exact for all widths.
 
 use hearth_kernels::ops::*;
 

@@ -25,7 +25,7 @@ fn rms_norm_agrees_with_the_reference_for_any_width() {
             let at = row * cols..(row + 1) * cols;
             reference::rms_norm(&x[at.clone()], &weight, 1e-6, &mut want[at]);
         }
-        // The mean of squares is good to some 2^-22, its root to half of that, quotient and products to 2^-24.
+        // The mean of squares is accurate to about 2^-22, its root to half of that, quotient and products to 2^-24.
         let bound = |i: usize| want[i].abs() * 1e-6;
         assert_close(&norm(&gpu, &x, 3, &weight), &want, bound, "rms_norm");
     }
@@ -57,7 +57,7 @@ fn a_row_of_zeros_has_norm_zero_and_nan_stays_in_its_row() {
     let y = norm(&gpu, &x, 3, &[2.0; 20]);
     assert!(y[..20].iter().all(|&v| v == 0.0));
     assert!(y[20..40].iter().all(|v| v.is_nan()));
-    // The square of 1e30 is infinite in f32 and not in the f64 of the reference: no number of a model is near it.
+    // The square of 1e30 is infinite in f32 but not in the reference's f64; no model has numbers of that size.
     assert!(y[40..].iter().all(|v| v.is_finite()));
 }
 
@@ -98,7 +98,8 @@ fn silu_agrees_with_the_reference_over_its_whole_range() {
     let up: Vec<f32> = (0..gate.len()).map(|i| 0.5 + (i % 7) as f32).collect();
     let mut want = vec![0.0; gate.len()];
     reference::silu_mul(&gate, &up, &mut want);
-    // Roundings of 2^-24 and an exponential good to 2^-22. Below -87 the result, under 1e-35, may be any number of that size.
+    // Roundings of 2^-24 and an exponential accurate to 2^-22. Below -87 the result,
+    // under 1e-35, may be any number of that size.
     let bound = |i: usize| want[i].abs() * 6e-7 + 1e-34;
     assert_close(&silu(&gpu, &gate, &up), &want, bound, "silu");
     let got = silu(
@@ -107,7 +108,7 @@ fn silu_agrees_with_the_reference_over_its_whole_range() {
         &[1.0, 1.0, f32::NAN, 1.0],
     );
     assert!(got[0].is_nan() && got[1] == f32::INFINITY && got[2].is_nan());
-    // The reference has no number either: -inf / inf.
+    // The reference gives NaN too: -inf / inf.
     let mut special = [0.0];
     reference::silu_mul(&[f32::NEG_INFINITY], &[1.0], &mut special);
     assert!(same_bits(&got[3..], &special), "{} {}", got[3], special[0]);
@@ -145,7 +146,7 @@ fn rope_agrees_with_the_reference_in_both_layouts() {
             let mut y = gpu.upload(4, cols, &x).unwrap();
             gpu.rope(&mut y, heads, &positions, &table).unwrap();
             let got = gpu.download(&y).unwrap();
-            // Angles are equal; sine and cosine are good to two units in the last place, 2^-22.
+            // Angles are equal; sine and cosine are accurate to two units in the last place, 2^-22.
             let bound = |i: usize| {
                 let head = &x[i / head_dim * head_dim..][..head_dim];
                 head.iter().fold(0f32, |most, v| most.max(v.abs())) * 2f32.powi(-20)
@@ -158,7 +159,7 @@ fn rope_agrees_with_the_reference_in_both_layouts() {
                 let alone = gpu.download(&alone).unwrap();
                 assert_same_bits(&alone, &got[row * cols..][..cols], "alone");
             }
-            // Columns behind the rotary part stay as they are.
+            // Columns after the rotary part are unchanged.
             for (got, x) in got.chunks(head_dim).zip(x.chunks(head_dim)) {
                 let rest = 2 * pairs as usize..;
                 assert_same_bits(&got[rest.clone()], &x[rest], "rest");

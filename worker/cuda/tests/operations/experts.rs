@@ -1,4 +1,4 @@
-//! Routed experts: called by the host, or from a bank by what the router left on the device.
+//! Routed experts: called by the host, or from a bank by the router's choice on the device.
 
 use hearth_cuda::{Activations, CudaBackend, CudaWeight};
 use hearth_kernels::ops::*;
@@ -16,7 +16,7 @@ const SPEC: RouterSpec = RouterSpec {
     ..SIGMOID
 };
 
-/// Experts of a layer, and tokens with what a router says of them.
+/// A layer's experts, and tokens with their router logits.
 pub(crate) struct Layer {
     host: Vec<[HostMatrix; 3]>,
     weights: Vec<[CudaWeight; 3]>,
@@ -25,7 +25,7 @@ pub(crate) struct Layer {
     x: Vec<f32>,
     /// `[tokens, EXPERTS]`; every token chooses expert 1, and none chooses expert 3.
     logits: Vec<f32>,
-    /// What the output holds before: experts add to it.
+    /// Initial contents of the output, to which experts add.
     before: Vec<f32>,
 }
 
@@ -45,7 +45,7 @@ impl Layer {
             ]
         };
         let host: Vec<_> = (0..EXPERTS).map(|_| expert()).collect();
-        // Loaded last first: nothing may depend on where an expert lies.
+        // Loaded in reverse order: nothing may depend on an expert's address.
         let load = |matrices: &[HostMatrix; 3]| matrices.each_ref().map(|m| gpu.weight(m).unwrap());
         let mut weights: Vec<_> = host.iter().rev().map(load).collect();
         weights.reverse();
@@ -80,7 +80,7 @@ impl Layer {
         calls
     }
 
-    /// Runs the host's calls, several times of so many experts.
+    /// Runs the host's calls in several invocations of the given numbers of experts.
     pub(crate) fn called(&self, gpu: &CudaBackend, goes: &[usize]) -> Vec<f32> {
         let calls = self.calls(gpu);
         let x = gpu.upload(self.tokens, self.hidden, &self.x).unwrap();
@@ -118,7 +118,7 @@ impl Layer {
         gpu.download(&out).unwrap()
     }
 
-    /// The reference, to which activations enter as they do to the products.
+    /// The reference, with activations rounded as in the products.
     fn reference(&self, gpu: &Gpu) -> Vec<f32> {
         let mut out = self.before.clone();
         for ([gate, up, down], (rows, weights)) in self.host.iter().zip(self.calls(gpu)) {
@@ -153,8 +153,9 @@ impl Layer {
     }
 }
 
-/// The reference rounds the inner activations where the kernels do, but they are not the same to the last bit, and one near the middle of two
-/// numbers may be rounded to the other: a step of its type, relative to the size of a sum of many.
+/// Relative error bound. The reference rounds the inner activations where the kernels do, but they are not the same to
+/// the last bit, and one near the middle of two numbers may be rounded to the other:
+/// a step of its type, relative to the size of a sum of many.
 fn relative(activations: Activations) -> f32 {
     match activations {
         Activations::F32 => 4e-5,
@@ -167,7 +168,7 @@ fn relative(activations: Activations) -> f32 {
 fn experts_agree_with_the_reference_called_and_banked() {
     on_all_activations(|gpu| {
         for &dtype in dtypes(gpu) {
-            // Few tokens of each expert go by the decode kernel, many by the other; 70 of one expert are more than a tile.
+            // Few tokens per expert use the decode kernel, many the other; 70 for one expert are more than a tile.
             for (shape, tokens) in [((70, 200), 1), ((129, 31), 9), ((64, 136), 70)] {
                 let layer = Layer::new(gpu, [dtype; 2], shape, tokens);
                 let want = layer.reference(gpu);
@@ -212,7 +213,7 @@ fn experts_run_in_as_many_passes_as_the_budget_needs() {
     let budget_bytes = 18 << 20;
     let gpu = own(budget_bytes);
     let layer = new(&gpu);
-    // A slot's inner activations, their terms and its output; besides them the tokens, their terms and the sum.
+    // A slot's inner activations, their terms and its output; in addition the tokens, their terms and the sum.
     let (slot_bytes, token_bytes) = (8 * 4 + 128 * 6 + 2048 * 4, 2048 * (4 + 6 + 4));
     let at_once = layer.tokens * (TOP_K * slot_bytes + token_bytes);
     assert!(at_once as u64 > budget_bytes - gpu.memory_bytes().0);
@@ -278,7 +279,7 @@ fn no_calls_and_calls_without_rows_leave_the_output_as_it_is() {
 
 #[test]
 fn slots_sorted_on_the_device_are_those_sorted_on_the_host() {
-    // More slots than the sort's warps hold at once, and tokens that chose alike.
+    // More slots than the sort's warps hold at once, and tokens with the same choice.
     let gpu = gpu(Activations::Bf16);
     let layer = Layer::new(&gpu, [DType::F8E4m3; 2], (16, 16), 700);
     let banked = layer.banked(&gpu);

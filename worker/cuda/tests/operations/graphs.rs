@@ -1,4 +1,4 @@
-//! Small steps go by a CUDA graph once they were seen, with the bits of the first.
+//! Small steps run as a CUDA graph once they have been seen, with the bits of the first run.
 
 use hearth_cuda::{CudaBackend, CudaBank, CudaKv, CudaTensor, CudaVector, CudaWeight};
 use hearth_kernels::KvDType::Bf16;
@@ -53,7 +53,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// One step through the first `layers` layers: what each row's head would be computed from.
+    /// Runs one step through the first `layers` layers; returns the input of each row's head.
     fn step(&mut self, rows: &[Row], layers: usize) -> Vec<f32> {
         let gpu = self.gpu;
         let ids: Vec<u32> = rows.iter().map(|row| row.0).collect();
@@ -137,7 +137,7 @@ fn a_step_that_was_seen_goes_by_a_graph_with_the_same_bits() {
     assert_same_bits(&alone, &second[..HIDDEN], "one row of the step");
     assert!(launched() > before, "{:?}", gpu.graph_counts());
 
-    // Another shape in between, itself often enough to be a graph.
+    // Another shape in between, itself often enough to become a graph.
     let deep = model.step(&SECOND, 2);
     for _ in 0..3 {
         assert_same_bits(&model.step(&SECOND, 2), &deep, "two layers");
@@ -154,11 +154,11 @@ fn a_graph_gives_the_bits_of_kernels_launched_one_by_one() {
     assert_same_bits(&by_graph, &eager, "by graph");
 }
 
-/// The second step of both layers' first: after other steps of its shape, or as the first of its shape.
+/// Result of the second step, after other steps of its shape (`seen`) or as the first of its shape.
 fn own_model_bits(gpu: &CudaBackend, seen: bool) -> Vec<f32> {
     let mut model = Model::new(gpu);
     if !seen {
-        // Two layers write the first one's cache as one layer does.
+        // Two layers write the first layer's cache as one layer does.
         model.step(&FIRST, 2);
         let before = gpu.graph_counts().1;
         let second = model.step(&SECOND, 1);

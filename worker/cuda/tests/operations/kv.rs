@@ -1,4 +1,4 @@
-//! The cache holds the CPU's bytes in the CPU's places, so that workers exchange them as they are.
+//! The cache holds the CPU's bytes at the CPU's offsets, so that workers exchange them as they are.
 
 use hearth_kernels::KvDType::{Bf16, F32};
 use hearth_kernels::ops::*;
@@ -8,7 +8,7 @@ use crate::common::*;
 use crate::sequence::{LAYER, Part, Sequence, layout};
 use crate::support::{plain, scalar};
 
-/// Records whose lengths are multiples of 16 and not, for both types.
+/// Layouts whose record lengths are multiples of 16 and not, for both types.
 fn layouts() -> [KvLayout; 7] {
     [
         layout(3, 20, 12, false, Bf16),
@@ -21,7 +21,7 @@ fn layouts() -> [KvLayout; 7] {
     ]
 }
 
-/// Spans that leave rows out, in no order.
+/// Spans that leave rows out, in arbitrary order.
 const PARTS: [Part; 3] = [
     Part {
         first_row: 30,
@@ -43,7 +43,7 @@ const PARTS: [Part; 3] = [
     },
 ];
 
-/// Everything that a cache of ten blocks holds.
+/// Everything in a cache of ten blocks.
 fn contents<B: Backend>(backend: &B, kv: &B::Kv) -> Vec<Vec<u8>> {
     let blocks: Vec<BlockId> = (0..10).map(BlockId).collect();
     (0..2)
@@ -73,7 +73,7 @@ fn what_is_appended_lies_as_on_the_cpu() {
     }
 }
 
-/// Bytes of one token for each value.
+/// Bytes of one stored token per value.
 fn stored<B: Backend>(backend: &B, layout: KvLayout, values: &[f32]) -> Vec<u8> {
     let mut kv = backend.kv_alloc(layout, 10).unwrap();
     let rows = values.len() / layout.k_dim;
@@ -124,7 +124,7 @@ fn numbers_of_every_kind_are_stored_as_the_cpu_stores_them() {
     }
 }
 
-/// Bytes written in two parts, and others written over a block of them.
+/// Writes bytes in two parts, then others over a block of them.
 fn moved<B: Backend>(backend: &B, layout: KvLayout, bytes: &[u8]) -> Vec<Vec<u8>> {
     let mut kv = backend.kv_alloc(layout, 10).unwrap();
     let blocks: Vec<BlockId> = (0..4).map(|i| BlockId(9 - 2 * i)).collect();

@@ -7,7 +7,7 @@ use hearth_kernels::{DType, HostMatrix, reference};
 use crate::common::*;
 use crate::support::{Gpu, gpu, on_all_activations, seen};
 
-/// Weights with which these activations enter in a way of their own.
+/// Element types of the weights that these activations enter in different ways.
 pub(crate) fn dtypes(gpu: &Gpu) -> &'static [DType] {
     match gpu.activations() {
         Activations::Fp8 => &[DType::F8E4m3, DType::Bf16],
@@ -30,10 +30,10 @@ pub(crate) fn what(gpu: &Gpu, w: &HostMatrix, rows: usize) -> String {
     )
 }
 
-/// Bound of |got - reference| for each output, where the reference takes the activations as the products see them: what remains is the
-/// rounding of sums, relative to `Σ |x[k] w[k]|`. A k step has up to nine products of terms, each added by an instruction that may
-/// cut where the reference would round (2^-23); the sum over columns then carries far less than cols * 2^-24. FP8 tensor cores keep
-/// 13 or 14 bits of a step's sum.
+/// Bound of |got - reference| for each output, where the reference takes the activations as the products see them: the
+/// remaining error is the rounding of sums, relative to `Σ |x[k] w[k]|`. A k step has up to nine products of terms,
+/// each added by an instruction that may truncate where the reference would round (2^-23); the sum over columns then
+/// carries far less than cols * 2^-24. FP8 tensor cores keep 13 or 14 bits of a step's sum.
 pub(crate) fn bounds(gpu: &Gpu, x: &[f32], rows: usize, w: &HostMatrix) -> Vec<f32> {
     let step = match gpu.activations() {
         Activations::Fp8 => 2f32.powi(-12),
@@ -80,8 +80,8 @@ fn linear_agrees_with_the_reference_over_odd_shapes() {
 
 #[test]
 fn every_tile_of_a_grid_is_computed_once() {
-    // Tiles run in groups of 4 or 8 rows of 64 tokens, or of 8 rows of 128; here the last group is a part of one, and outputs are several
-    // columns of tiles.
+    // Tiles run in groups of 4 or 8 rows of 64 tokens, or of 8 rows of 128; here the last group is partial, and
+    // outputs span several columns of tiles.
     on_all_activations(|gpu| {
         let mut rng = Rng(4);
         let w = random_matrix(&mut rng, 300, 40, DType::F8E4m3);
@@ -98,8 +98,8 @@ fn every_tile_of_a_grid_is_computed_once() {
 
 #[test]
 fn rounded_activations_are_as_near_as_their_type() {
-    // bf16 keeps 8 bits of a number; e4m3 keeps 4 of one that is not small beside the largest of its 128 columns, and half of 2^-9 of
-    // the scale of others.
+    // bf16 keeps 8 bits of a number; e4m3 keeps 4 of one that is not small compared with the largest of its 128
+    // columns, and half of 2^-9 of the scale for others.
     on_all_activations(|gpu| {
         let mut rng = Rng(2);
         let (outputs, cols) = (33, 300);
@@ -157,7 +157,7 @@ fn bias_is_added_last() {
 
 #[test]
 fn every_fp8_code_but_nan_is_exact() {
-    // One code a row, in every column; x picks one column, so y is the code's value itself.
+    // One code per row, in every column; x picks one column, so y is the code's value itself.
     let cols = 200;
     let numbers: Vec<u8> = (0..=255).filter(|code| code & 0x7f != 0x7f).collect();
     let codes: Vec<u8> = numbers.iter().flat_map(|&code| vec![code; cols]).collect();
@@ -209,7 +209,7 @@ fn what_is_not_finite_reaches_its_own_row_alone() {
             let mut x = rng.normals(9 * 140);
             x[4 * 140 + 139] = f32::NAN;
             x[6 * 140 + 3] = f32::INFINITY;
-            // An infinity becomes e4m3's largest number, as the reference's conversion says.
+            // An infinity becomes e4m3's largest number, as in the reference's conversion.
             let saturates = (gpu.activations(), dtype) == (Activations::Fp8, DType::F8E4m3);
             for rows in [9, 8] {
                 let y = linear(gpu, &x[..rows * 140], rows, &w);

@@ -1,4 +1,4 @@
-//! An output's bits do not depend on what else is in the batch, nor on the rows of the weight that are computed with it.
+//! An output's bits do not depend on what else is in the batch, nor on the weight rows that are computed with it.
 
 use std::process::Command;
 
@@ -10,12 +10,12 @@ use crate::common::*;
 use crate::linear::{dtypes, linear, what};
 use crate::support::{gpu, is_hardware, on_all_activations, skipped};
 
-/// Tells the process that runs on the model of another GPU.
+/// Environment variable that marks the process running on the model of another GPU.
 const OTHER_GPU: &str = "HEARTH_TEST_OTHER_GPU";
 
 #[test]
 fn an_output_is_the_same_bits_alone_and_in_any_batch() {
-    // Three partial sums, the last of them short: an order of two would not show.
+    // Three partial sums, the last one short: with two, the order would not matter.
     let (outputs, cols, most) = (140, 1100, 130);
     on_all_activations(|gpu| {
         let mut rng = Rng(1);
@@ -110,7 +110,7 @@ fn what_was_split_once_follows_a_tensor_that_changes() {
 
 #[test]
 fn products_by_wgmma_are_tested_where_it_is() {
-    // On such a GPU all tests of FP8 activations go by it, for every number of rows.
+    // On such a GPU all tests of FP8 activations use wgmma, for every number of rows.
     let architecture = gpu(Activations::F32).info().architecture();
     if architecture == "sm_90a" {
         let numerics = gpu(Activations::Fp8).numerics();
@@ -124,7 +124,7 @@ fn products_by_wgmma_are_tested_where_it_is() {
         "what wgmma (gemm_fp8_sm90) gives on hardware waits for a GPU of compute capability 9.0; this one is {architecture}"
     ));
     if !is_hardware() && std::env::var_os(OTHER_GPU).is_none() {
-        // The model of another GPU, in a process of its own.
+        // The model of another GPU, in its own process.
         let output = Command::new(std::env::current_exe().unwrap())
             .arg("linear")
             .env("HEARTH_HOST_MODEL_CAPABILITY", "9.0")

@@ -1,7 +1,8 @@
 //! Every operation of the CUDA backend against the scalar reference.
 //!
-//! The operations run on the host model, whose checks see what a kernel does out of bounds or out of order; with `HEARTH_TEST_GPU=1` they run on
-//! this machine's GPU, with patterns around every buffer, and a machine without a GPU fails.
+//! The operations run on the host model, whose checks detect kernels' accesses out of bounds or out of order; with
+//! `HEARTH_TEST_GPU=1` they run on this machine's GPU, with patterns around every
+//! buffer, and fail on a machine without a GPU.
 
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 

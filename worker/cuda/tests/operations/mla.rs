@@ -47,7 +47,8 @@ fn expand(gpu: &Gpu, x: &[f32], rows: usize, kv_b: &HostMatrix, dims: MlaHeads) 
         .unwrap()
 }
 
-/// A head's weights are below 5 and its inputs about 1, so a sum of k products carries a rounding of far less than k * 2^-20.
+/// Error bound: a head's weights are below 5 and its inputs about 1, so a sum of k products
+/// carries a rounding of far less than k * 2^-20.
 fn bound(k: usize) -> f32 {
     k as f32 * 2f32.powi(-20) + 1e-6
 }

@@ -1,4 +1,4 @@
-//! Operands that do not fit each other are refused in the CPU's words.
+//! Operands that do not fit each other are refused with the same messages as on the CPU.
 
 use hearth_kernels::ops::*;
 use hearth_kernels::{
@@ -28,7 +28,7 @@ const ROUTER: RouterSpec = RouterSpec {
     scaling: 2.5,
 };
 
-/// What each call answered; none of them may succeed.
+/// Error of each call; none of them may succeed.
 #[derive(Default)]
 struct Answers(Vec<String>);
 

@@ -1,4 +1,4 @@
-//! Choice of experts, as the reference chooses.
+//! Choice of experts, compared with the reference.
 
 use hearth_kernels::ops::*;
 use hearth_kernels::{RouterScore, RouterSpec, Routing};
@@ -29,7 +29,8 @@ fn route<B: Backend>(
     backend.routing(chosen).unwrap()
 }
 
-/// The same experts, and their weights but for the rounding of an exponential and of sums of up to 512 scores.
+/// Asserts the same experts, and the same weights except for the rounding of an
+/// exponential and of sums of up to 512 scores.
 #[track_caller]
 fn assert_routes(gpu: &Gpu, logits: &[f32], tokens: usize, bias: Option<&[f32]>, spec: RouterSpec) {
     let want = route(&scalar(), logits, tokens, bias, spec);
@@ -87,7 +88,7 @@ fn ties_go_to_the_lower_index_and_nan_is_last() {
             vec![200.0, -200.0, 200.0, 200.0],
         ] {
             assert_routes(&gpu, &logits, 1, None, spec);
-            // Scores that are not equal, and sums with the bias that are.
+            // Scores that are not equal, with sums including the bias that are.
             let bias: Vec<f32> = vec![-2.0; logits.len()];
             assert_routes(&gpu, &logits, 1, Some(&bias), spec);
         }
@@ -106,7 +107,7 @@ fn ties_go_to_the_lower_index_and_nan_is_last() {
 #[test]
 fn groups_and_bias_choose_as_the_reference_does() {
     let gpu = plain();
-    // Group 0 has the best single expert, group 1 the best pair, group 2 is eligible only among two.
+    // Group 0 has the best single expert, group 1 the best pair, group 2 is eligible only with two groups.
     let logits = [3.0, -9.0, -9.0, 1.0, 1.1, -9.0, 0.5, 0.4, 0.3];
     let spec = RouterSpec {
         groups: 3,

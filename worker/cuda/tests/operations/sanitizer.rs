@@ -1,4 +1,5 @@
-//! Every kernel of a model once, at sizes that leave remainders: what `make test-gpu` runs again under the tools of the CUDA toolkit, which are slow.
+//! Every kernel of a model once, at sizes that leave remainders. `make test-gpu` also runs this under the CUDA
+//! toolkit's tools, which are slow.
 
 use hearth_cuda::Activations;
 use hearth_kernels::KvDType::{Bf16, F32};

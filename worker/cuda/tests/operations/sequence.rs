@@ -6,7 +6,7 @@ use hearth_kernels::{AttentionSpec, BlockId, KvDType, KvLayout, Span, reference}
 
 use crate::common::Rng;
 
-/// The layer that is used, of two.
+/// The layer used, out of two.
 pub(crate) const LAYER: usize = 1;
 
 /// Keys and values of every position, and queries for them.
@@ -28,7 +28,7 @@ pub(crate) struct Part {
     pub(crate) first_block: u32,
 }
 
-/// Two layers of blocks of 16 tokens.
+/// A layout with two layers and blocks of 16 tokens.
 pub(crate) const fn layout(
     kv_heads: usize,
     k_dim: usize,
@@ -77,7 +77,7 @@ impl Sequence {
         }
     }
 
-    /// Blocks in an order of their own, from `first`.
+    /// Blocks from `first` on, in descending order.
     pub(crate) fn blocks(&self, first: u32) -> Vec<BlockId> {
         let n = self.layout.blocks_for(self.tokens) as u32;
         (0..n).rev().map(|i| BlockId(first + i)).collect()
@@ -93,7 +93,8 @@ impl Sequence {
         parts.iter().map(span).collect()
     }
 
-    /// Appends the parts' keys and values; rows of the batch that belong to no part are NaN and must reach nothing.
+    /// Appends the parts' keys and values; rows of the batch that belong to no
+    /// part are NaN and must not affect anything.
     pub(crate) fn append<B: Backend>(&self, backend: &B, kv: &mut B::Kv, parts: &[Part]) {
         let rows = batch_rows(parts);
         let gather = |from: &[f32], cols: usize| {
@@ -108,7 +109,7 @@ impl Sequence {
             .unwrap();
     }
 
-    /// Attention of the parts' rows: the batch's result.
+    /// Runs attention for the parts' rows and returns the batch's result.
     pub(crate) fn attend<B: Backend>(&self, backend: &B, kv: &B::Kv, parts: &[Part]) -> Vec<f32> {
         let cols = self.heads * self.layout.k_dim;
         let q = batch(parts, &self.q, cols);
@@ -120,7 +121,7 @@ impl Sequence {
         backend.download(&out).unwrap()
     }
 
-    /// Positions `start..start + rows` appended and attended to, in blocks from 0.
+    /// Appends and attends to positions `start..start + rows`, in blocks from 0.
     pub(crate) fn step<B: Backend>(
         &self,
         backend: &B,
@@ -138,7 +139,7 @@ impl Sequence {
         self.attend(backend, kv, &part)
     }
 
-    /// What the reference gives for a position: `[heads * v_dim]`.
+    /// The reference's result for a position: `[heads * v_dim]`.
     pub(crate) fn reference(&self, position: usize) -> Vec<f32> {
         let KvLayout {
             kv_heads,
@@ -168,7 +169,7 @@ impl Sequence {
         out
     }
 
-    /// Columns of a result's row.
+    /// Columns per row of a result.
     pub(crate) fn width(&self) -> usize {
         self.heads * self.layout.v_dim
     }

@@ -1,4 +1,4 @@
-//! Backends under test, and what their numbers are compared with.
+//! Backends under test, and the references for their results.
 
 use std::io::Write;
 use std::ops::Deref;
@@ -12,10 +12,11 @@ use hearth_kernels::{CpuBackend, DType, Isa};
 
 use crate::common;
 
-/// What all backends of this process may take.
+/// Memory budget of each backend in this process.
 pub(crate) const BUDGET_BYTES: u64 = 1 << 30;
 
-/// A backend that one test at a time uses, as one thread of a worker does. When the test is done its buffers are looked at.
+/// A backend that one test at a time uses, as one thread of a worker does.
+/// Its buffers are checked when the test is done.
 pub(crate) struct Gpu {
     backend: &'static CudaBackend,
     _turn: MutexGuard<'static, ()>,
@@ -37,15 +38,15 @@ impl Drop for Gpu {
     }
 }
 
-/// The backend of these activations.
+/// The backend with these activations.
 pub(crate) fn gpu(activations: Activations) -> Gpu {
     static BACKENDS: [OnceLock<CudaBackend>; 3] = [const { OnceLock::new() }; 3];
     let turn = take_turn();
     let backend = BACKENDS[activations as usize].get_or_init(|| {
         open(CudaOptions {
             activations,
-            // The host model sees every step past an allocation; only hardware needs patterns to tell.
-            // A sanitizer sees steps past an allocation too, and would take those into a pattern for sound.
+            // The host model sees every access past an allocation; only hardware needs patterns to detect it.
+            // A sanitizer sees such accesses too, but would consider those into a pattern sound.
             sentinels: Some(if is_hardware() && !is_sanitized() {
                 256
             } else {
@@ -61,12 +62,12 @@ pub(crate) fn gpu(activations: Activations) -> Gpu {
     }
 }
 
-/// The backend with activations as they are: what operations without products with weights are tested on.
+/// The backend with unrounded activations, for operations without products with weights.
 pub(crate) fn plain() -> Gpu {
     gpu(Activations::F32)
 }
 
-/// Runs `test` for all activations that the device has, and says aloud which it lacks.
+/// Runs `test` for all activations that the device supports, and prints those it lacks.
 pub(crate) fn on_all_activations(test: impl Fn(&Gpu)) {
     for activations in [Activations::F32, Activations::Bf16, Activations::Fp8] {
         if activations == Activations::Fp8 && plain().info().capability < (8, 9) {
@@ -77,18 +78,18 @@ pub(crate) fn on_all_activations(test: impl Fn(&Gpu)) {
     }
 }
 
-/// Whether a tool of the CUDA toolkit watches.
+/// Whether a tool of the CUDA toolkit is watching.
 fn is_sanitized() -> bool {
     std::env::var_os("HEARTH_TEST_SANITIZER").is_some()
 }
 
-/// Says what was not tested, also where the test's own output is not shown.
+/// Prints what was not tested, even where the test's own output is not shown.
 pub(crate) fn skipped(what: &str) {
     // A closed stderr is no reason to fail.
     let _ = writeln!(std::io::stderr(), "SKIPPED: {what}");
 }
 
-/// A backend of one test alone, without sentinels; it goes before the turn does.
+/// A backend for one test alone, without sentinels; it is dropped before the test's turn ends.
 pub(crate) struct Own {
     backend: CudaBackend,
     _turn: MutexGuard<'static, ()>,
@@ -115,13 +116,13 @@ pub(crate) fn own(budget_bytes: u64) -> Own {
     }
 }
 
-/// Leaves NaN where the next tensor of this shape lies: without sentinels memory is used again.
+/// Leaves NaN where the next tensor of this shape will lie: without sentinels memory is reused.
 pub(crate) fn leave_nan(gpu: &CudaBackend, rows: usize, cols: usize) {
     let nan = vec![f32::NAN; rows * cols];
     drop(gpu.upload(rows, cols, &nan).unwrap());
 }
 
-/// What all backends here have in common.
+/// Options shared by all backends here.
 fn options() -> CudaOptions {
     CudaOptions {
         budget_bytes: Some(BUDGET_BYTES),
@@ -135,7 +136,7 @@ pub(crate) fn is_hardware() -> bool {
     std::env::var_os("HEARTH_TEST_GPU").is_some_and(|value| value == "1")
 }
 
-/// The specification, behind the same door.
+/// The specification behind the same interface.
 pub(crate) fn scalar() -> CpuBackend {
     common::backend(Isa::Scalar, 1)
 }
@@ -159,7 +160,7 @@ fn take_turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The worker's own cache on hardware; the model's kernels have a place of their own.
+/// The worker's own cache on hardware; the model's kernels are stored separately.
 fn kernel_cache() -> PathBuf {
     if !is_hardware() {
         return hearth_cuda_host::kernel_cache();
@@ -170,7 +171,7 @@ fn kernel_cache() -> PathBuf {
         .join("kernels")
 }
 
-/// Activations `[rows, cols]` as products with weights of `dtype` see them.
+/// Activations `[rows, cols]` as used in products with weights of `dtype`.
 pub(crate) fn seen(activations: Activations, dtype: DType, x: &[f32], cols: usize) -> Vec<f32> {
     match (activations, dtype) {
         (Activations::F32, _) => x.to_vec(),
@@ -182,7 +183,7 @@ pub(crate) fn seen(activations: Activations, dtype: DType, x: &[f32], cols: usiz
     }
 }
 
-/// One row's columns of one scale, as split.cu quantises them.
+/// One row's columns that share a scale, as quantised by split.cu.
 fn quantized(block: &[f32]) -> Vec<f32> {
     let most = block
         .iter()

@@ -4,18 +4,18 @@ use std::cmp::Ordering;
 
 use super::SamplingParams;
 
-/// A token that may still be chosen.
+/// A token that can still be chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Candidate {
     /// The token.
     pub(super) id: u32,
-    /// Its probability over that of the likeliest token, at the request's temperature: `0 < weight <= 1`.
+    /// Its probability relative to the likeliest token's, at the request's temperature: `0 < weight <= 1`.
     pub(super) weight: f32,
 }
 
-/// The tokens that the filters leave, in ascending order.
+/// The tokens that pass the filters, in ascending order.
 ///
-/// `top_p` counts probability among what `top_k` left, as Hugging Face does. Equal weights rank by lower id.
+/// `top_p` is measured among the tokens that `top_k` kept, as in Hugging Face. Equal weights rank by lower id.
 /// `adjusted` `[vocab]` may hold negative infinities; `max` is its largest value.
 pub(super) fn candidates(params: &SamplingParams, adjusted: &[f32], max: f32) -> Vec<Candidate> {
     // In f64: the difference of two large logits, or a small temperature, would overflow f32.
@@ -44,7 +44,7 @@ pub(super) fn candidates(params: &SamplingParams, adjusted: &[f32], max: f32) ->
     kept
 }
 
-/// Likeliest first; of equals, the lower id.
+/// Orders by descending weight; ties by lower id.
 fn by_rank(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }

@@ -1,10 +1,10 @@
-//! The request's own tokens, as the penalties see them.
+//! The request's own tokens, as used by the penalties.
 
 use std::collections::{HashMap, HashSet};
 
 use super::{SamplingParams, finite};
 
-/// Tokens of prompt and answer. Kept up by [`History::push`], and equal to the one built from the same
+/// Tokens of prompt and answer. Updated by [`History::push`], and equal to a history built from the same
 /// tokens at once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct History {
@@ -13,7 +13,7 @@ pub struct History {
 }
 
 impl History {
-    /// History of a prompt and the answer's tokens so far.
+    /// Builds the history of a prompt and the answer's tokens so far.
     pub fn new(prompt: &[u32], answer: &[u32]) -> Self {
         let mut history = Self {
             prompt: prompt.iter().copied().collect(),
@@ -25,12 +25,12 @@ impl History {
         history
     }
 
-    /// Adds a token of the answer.
+    /// Adds an answer token.
     pub fn push(&mut self, token: u32) {
         *self.answer.entry(token).or_default() += 1;
     }
 
-    /// The tokens that these penalties concern, each once, with the times that they stand in the answer.
+    /// The tokens that these penalties affect, each once, with its number of occurrences in the answer.
     pub(crate) fn used(&self, params: &SamplingParams) -> Vec<(u32, u32)> {
         let (repetition, frequency, presence) = (
             params.repetition_penalty != 1.0,

@@ -1,13 +1,14 @@
-//! Choice of a token: a function of (seed, index, logits, the request's own tokens) and of nothing else.
+//! Choice of a token: a function of (seed, index, logits, the request's own tokens) and nothing else.
 //!
 //! Order of the adjustments: `logit_bias`, repetition penalty, frequency and presence penalties, grammar
 //! mask, temperature, `top_k`, `top_p`, `min_p`, draw. Log-probabilities are those of the raw logits.
 //!
-//! A device that chooses by itself is told the same by a [`SampleSpec`](hearth_kernels::SampleSpec). Its exponential function may differ
-//! from the host's in the last bit, so a draw at the very edge between two tokens, and no other, may fall to the other one.
+//! A device that chooses by itself gets the same input as a [`SampleSpec`](hearth_kernels::SampleSpec). Its
+//! exponential function may differ from the host's in the last bit, so only a draw at
+//! the very edge between two tokens may differ.
 //!
 //! **Invariant**: nothing here has state, reads a clock or depends on the batch, so a stream that moves to
-//! another worker goes on with the tokens it would have had.
+//! another worker continues with the tokens it would have had.
 
 mod filter;
 mod history;
@@ -25,19 +26,19 @@ use crate::TopLogprob;
 pub struct Sampled {
     /// The token.
     pub id: u32,
-    /// Natural logarithm of its probability under the raw logits, when asked for.
+    /// Natural logarithm of its probability under the raw logits, if requested.
     pub logprob: Option<f32>,
     /// The likeliest tokens under the raw logits; ties by lower id.
     pub top: Vec<TopLogprob>,
 }
 
-/// Chooses the answer's token at `index` (counted from 0, replayed tokens included).
+/// Chooses the answer's token at `index` (counted from 0, including replayed tokens).
 ///
-/// `logits` `[vocab]`; `allowed`: bit `t % 32` of word `t / 32` is set where token `t` may follow, none where
+/// `logits` `[vocab]`; `allowed`: bit `t % 32` of word `t / 32` is set if token `t` may follow, `None` if
 /// all may; `logprobs`: number of alternatives to report.
 ///
 /// # Errors
-/// [`SamplingError::NotFinite`] for a NaN or infinite logit, [`SamplingError::NothingAllowed`] when the mask
+/// [`SamplingError::NotFinite`] for a NaN or infinite logit, [`SamplingError::NothingAllowed`] if the mask
 /// leaves no token.
 pub fn sample(
     params: &SamplingParams,
@@ -67,7 +68,7 @@ pub fn sample(
     })
 }
 
-/// Chooses from finite logits, where the draw falls on `quantile`; `None` when the mask leaves no token.
+/// Chooses from finite logits, with the draw at `quantile`; `None` if the mask leaves no token.
 pub(crate) fn choose(
     params: &SamplingParams,
     quantile: f64,
@@ -84,7 +85,7 @@ pub(crate) fn choose(
     Some(filter::draw(&kept, quantile).unwrap_or(best))
 }
 
-/// Bias, penalties and mask; a token that must not follow becomes negative infinity.
+/// Applies bias, penalties and mask; a token that must not follow becomes negative infinity.
 fn adjust(
     params: &SamplingParams,
     logits: &[f32],
@@ -109,12 +110,12 @@ fn adjust(
     z
 }
 
-/// An adjusted logit stays a number, however large bias and penalty are.
+/// Keeps an adjusted logit finite, however large bias and penalty are.
 fn finite(l: f32) -> f32 {
     l.clamp(f32::MIN, f32::MAX)
 }
 
-/// Index of the largest value; of equals, the lowest.
+/// Index of the largest value; ties by lowest index.
 fn argmax(values: &[f32]) -> Option<u32> {
     let mut best = 0;
     for (i, v) in values.iter().enumerate() {
@@ -125,7 +126,7 @@ fn argmax(values: &[f32]) -> Option<u32> {
     (!values.is_empty()).then_some(best as u32)
 }
 
-/// Log-softmax of the raw logits at `id` and at the `n` likeliest tokens.
+/// Log-softmax of the raw logits at `id` and at the `n` most likely tokens.
 fn with_logprobs(id: u32, logits: &[f32], n: usize) -> Sampled {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|l| f64::from((l - max).exp())).sum();

@@ -1,28 +1,28 @@
 //! Sampling parameters and their ranges.
 
-/// Most alternatives that a request may ask for with each token.
+/// Maximum number of alternatives that a request may ask for with each token.
 pub const MAX_TOP_LOGPROBS: u32 = 20;
 
-/// How tokens are chosen. The default is greedy.
+/// Sampling parameters. The default is greedy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// Divides the logits; 0 chooses the likeliest token, of equals the lowest id.
+    /// Divides the logits; 0 chooses the likeliest token, ties by lowest id.
     pub temperature: f32,
-    /// Keeps the likeliest tokens until their probability reaches this; 1: off. At least one stays.
+    /// Keeps the likeliest tokens until their total probability reaches this; 1: off. At least one stays.
     pub top_p: f32,
     /// Keeps this many of the likeliest tokens; 0: off.
     pub top_k: u32,
-    /// Keeps tokens of at least this share of the likeliest one's probability; 0: off.
+    /// Keeps tokens with at least this share of the likeliest one's probability; 0: off.
     pub min_p: f32,
-    /// Subtracted once for each time that a token stands in the answer.
+    /// Subtracted from a token's logit once per occurrence in the answer.
     pub frequency_penalty: f32,
-    /// Subtracted once from each token that stands in the answer.
+    /// Subtracted once from the logit of each token that occurs in the answer.
     pub presence_penalty: f32,
     /// Divides positive and multiplies negative logits of tokens in prompt or answer; 1: off.
     pub repetition_penalty: f32,
-    /// Key of the random numbers.
+    /// Key for the random numbers.
     pub seed: u64,
-    /// Added to the logits of tokens.
+    /// Added to the logits of these tokens.
     pub logit_bias: Vec<(u32, f32)>,
 }
 
@@ -106,7 +106,7 @@ impl SamplingParams {
     }
 }
 
-/// Why no token could be chosen.
+/// Reason no token could be chosen.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SamplingError {
     /// A parameter out of range.
@@ -119,7 +119,7 @@ pub enum SamplingError {
         /// The range.
         expected: String,
     },
-    /// The model computed no number.
+    /// The model computed a NaN or infinite logit.
     #[error(
         "the logit of token {token} is {value} at answer token {index}: the weights or the KV are damaged"
     )]
@@ -131,7 +131,7 @@ pub enum SamplingError {
         /// Index of the answer's token.
         index: usize,
     },
-    /// The mask leaves nothing.
+    /// The mask leaves no token.
     #[error("the grammar allows no token at answer token {index}")]
     NothingAllowed {
         /// Index of the answer's token.

@@ -5,7 +5,7 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// Four random words of a counter and a key.
+/// Returns four random words for a counter and a key.
 pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..ROUNDS {
         if round > 0 {
@@ -23,7 +23,7 @@ pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// A number in `[0, 1)` with 53 random bits, for the answer's token at `index`.
+/// A number in `[0, 1)` with 53 random bits, for the answer token at `index`.
 pub fn uniform(seed: u64, index: u64) -> f64 {
     let words = philox4x32_10(
         [index as u32, (index >> 32) as u32, 0, 0],

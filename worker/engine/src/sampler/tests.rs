@@ -33,7 +33,7 @@ fn kept(params: &SamplingParams, logits: &[f32]) -> BTreeSet<u32> {
         .collect()
 }
 
-/// Random123's known answers (`kat_vectors`, philox4x32 with 10 rounds).
+/// Random123's known-answer vectors (`kat_vectors`, philox4x32 with 10 rounds).
 #[test]
 fn philox_known_answers() {
     assert_eq!(
@@ -78,7 +78,7 @@ fn greedy_takes_the_largest_and_of_equals_the_first() {
     assert_eq!(greedy(&[f32::MIN, f32::MIN, f32::MAX]), 2);
 }
 
-/// The draw follows the softmax: chi-square over 20 seeds of 2000 tokens each.
+/// The draw follows the softmax: chi-square test over 20 seeds of 2000 tokens each.
 #[test]
 fn draws_follow_the_softmax() {
     let logits = [1.0f32, 0.0, 2.0, -1.0, 0.5];
@@ -142,7 +142,7 @@ fn filters_keep_what_they_say() {
     assert_eq!(with(|p| p.top_p = 0.8), [0, 1, 3]);
     assert_eq!(with(|p| p.min_p = 0.4), [1, 3]);
     assert_eq!(with(|p| p.min_p = 0.2), [0, 1, 2, 3]);
-    // top_p counts within top_k: 0.5 of 0.75 is two thirds.
+    // top_p is measured within top_k: 0.5 of 0.75 is two thirds.
     assert_eq!(
         with(|p| {
             p.top_k = 2;
@@ -335,7 +335,7 @@ proptest! {
         }
     }
 
-    /// The nucleus is the shortest: without its least likely token it falls short.
+    /// The nucleus is minimal: without its least likely token it falls short.
     #[test]
     fn nucleus_reaches_top_p_and_no_further(
         logits in prop::collection::vec(-5.0f32..5.0, 2..60), top_p in 0.01f32..0.99,
@@ -352,7 +352,7 @@ proptest! {
         prop_assert!(sum - least < f64::from(top_p) * total * (1.0 + 1e-9));
     }
 
-    /// The drawn token is one that the filters left, and history grows as it is rebuilt.
+    /// The drawn token is one that passed the filters.
     #[test]
     fn draws_stay_within_the_candidates(
         logits in prop::collection::vec(-9.0f32..9.0, 1..50), u in 0.0f64..1.0,

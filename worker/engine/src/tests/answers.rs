@@ -1,4 +1,4 @@
-//! What comes out of a healthy engine.
+//! Answers of a healthy engine.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -103,7 +103,7 @@ fn answers_do_not_depend_on_their_company_or_on_chunks() {
 #[test]
 fn prompts_are_computed_beside_decoding() {
     let (engine, controls) = engine_with(options(64));
-    // The engine stands still in its first pass until the other prompt is there.
+    // The engine is held in its first pass until the other prompt has arrived.
     let (stopped, go) = stopped_before(&controls, 0, 1);
     let first = start(&engine, ask(&[1], 40));
     stopped.recv_timeout(PATIENCE).unwrap();
@@ -192,12 +192,12 @@ fn a_replay_of_a_complete_answer_only_ends_it() {
         FinishReason::Length
     );
     assert_eq!(engine.stats().steps, 0);
-    // A stop token earlier in the answer was none when it was sampled: the caller's list decides.
+    // A stop token earlier in the answer was not one when it was sampled: the caller's list decides.
     let got = answer(&engine, replay(vec![6, 5], 3, vec![6]));
     assert_eq!(got.tokens.len(), 1);
 }
 
-/// Waits until the engine's thread goes round no more for a tenth of a second, which one that spins never does.
+/// Waits until the engine's thread does not loop for a tenth of a second, which a spinning thread never does.
 fn assert_sleeps(controls: &Controls) {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -221,7 +221,7 @@ fn an_idle_engine_sleeps() {
     answer(&engine, ask(&[1], 3));
     assert_all_freed(&engine);
     assert_sleeps(&controls);
-    // So does one that waits for KV, and it still hears of others.
+    // So does one that waits for KV, and it still takes other requests.
     let input = GenerateInput {
         prefill: crate::PrefillLocation::Remote {
             numerics: OWN.to_owned(),

@@ -1,4 +1,4 @@
-//! Tokens that are chosen where the logits are: those that the host would choose, with its words where there is none.
+//! Tokens chosen on the device: the same as the host's choices, with the host's errors.
 
 use std::sync::atomic::Ordering;
 
@@ -26,7 +26,7 @@ fn any_params() -> impl Strategy<Value = SamplingParams> {
     let repetition = prop_oneof![Just(1.0f32), 0.6f32..1.8];
     let filters = (temperature, top_p, min_p, 0u32..12);
     let penalties = (penalty(), penalty(), repetition);
-    // Tokens may come twice, and in any order.
+    // Tokens may occur twice, and in any order.
     let bias = prop::collection::vec((0..VOCAB as u32, -4.0f32..4.0), 0..4);
     (filters, penalties, any::<u64>(), bias).prop_map(|(filters, penalties, seed, logit_bias)| {
         let (temperature, top_p, min_p, top_k) = filters;
@@ -48,7 +48,7 @@ fn any_params() -> impl Strategy<Value = SamplingParams> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whoever chooses, and with whomever a step is shared: rows that want logprobs, and a prefill for another worker.
+    /// Holds whatever shares the step: rows that want logprobs, and a prefill for another worker.
     #[test]
     fn a_device_chooses_what_the_host_would(
         params in prop::collection::vec((any_params(), any::<bool>()), 1..5),

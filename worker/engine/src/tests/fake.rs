@@ -1,5 +1,5 @@
-//! A model of hashes: what it stores and answers depends on every byte of KV before it, so that a wrong block,
-//! a lost token or a KV of another sequence changes the answer.
+//! A fake model made of hashes: its KV and its answers depend on every byte of KV before them, so that a wrong block,
+//! a lost token or KV of another sequence changes the answer.
 
 use std::sync::{
     Arc, Mutex,
@@ -18,35 +18,35 @@ use crate::{
 pub(super) const LAYERS: usize = 2;
 pub(super) const BLOCK_TOKENS: usize = 4;
 
-/// How the next forward passes go wrong.
+/// Ways in which the next forward passes fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
     Error,
     Panic,
-    /// Logits of rows whose token is this one are not numbers.
+    /// Logits of rows with this token are not numbers.
     NanFor(u32),
-    /// One logit too few, or one token where there are only tokens.
+    /// One logit too few, or one token too few if there are only tokens.
     Short,
 }
 
-/// Called with each layer before it computes.
+/// Called with each layer before it is computed.
 type Hook = Box<dyn FnMut(usize) + Send>;
 
-/// Looks into a fake from outside, and breaks it.
+/// Observes a fake from outside, and breaks it.
 #[derive(Clone, Default)]
 pub(super) struct Controls {
     faults: Arc<Mutex<Vec<Fault>>>,
     /// Rows of each forward pass.
     pub(super) batches: Arc<Mutex<Vec<Vec<usize>>>>,
-    /// Holds layers up.
+    /// Hook that can hold up layers.
     pub(super) before_layer: Arc<Mutex<Option<Hook>>>,
-    /// Layers that were computed.
+    /// Number of layers computed.
     pub(super) layers: Arc<AtomicUsize>,
-    /// Loops of the engine's thread.
+    /// Iterations of the engine thread's loop.
     pub(super) loops: Arc<AtomicUsize>,
-    /// Tokens are chosen where the logits are.
+    /// Whether tokens are chosen on the device.
     pub(super) can_sample: Arc<AtomicBool>,
-    /// Tokens that were chosen there.
+    /// Number of tokens chosen on the device.
     pub(super) sampled: Arc<AtomicUsize>,
 }
 
@@ -58,7 +58,7 @@ impl Controls {
 
 pub(super) struct Fake {
     vocab: usize,
-    /// Its numerics: others give other bits.
+    /// Stands for the numerics: another salt gives other bits.
     salt: u64,
     layout: KvLayout,
     kv: Vec<Vec<u8>>,
@@ -89,7 +89,7 @@ impl Fake {
         }
     }
 
-    /// The same model on a device with other bits.
+    /// The same model on a device with different numerics.
     pub(super) fn salted(self, salt: u64) -> Self {
         Self { salt, ..self }
     }
@@ -118,7 +118,7 @@ fn logits_of(state: u64, vocab: usize) -> impl Iterator<Item = f32> {
     (0..vocab as u64).map(move |t| (mix(state, t) % 8000) as f32 / 1000.0 - 4.0)
 }
 
-/// What a device does with a row.
+/// Chooses a row's token as a device does.
 fn chosen(logits: &[f32], spec: &SampleSpec) -> Result<u32, SampleFault> {
     if let Some(token) = logits.iter().position(|l| !l.is_finite()) {
         return Err(SampleFault::NotFinite {
@@ -264,7 +264,8 @@ impl KvBytes for View<'_> {
     }
 }
 
-/// The logits behind the last of `tokens`, without blocks, batches or caches; `salts` are those of the devices that compute each.
+/// The logits after the last of `tokens`, without blocks, batches or caches;
+/// `salts` are those of the devices that compute each token.
 pub(super) fn salted_logits(tokens: &[u32], salts: &[u64], vocab: usize) -> Vec<f32> {
     let mut states: Vec<u64> = tokens.iter().map(|t| u64::from(*t) + 1).collect();
     for layer in 0..LAYERS {
@@ -282,7 +283,7 @@ pub(super) fn salted_logits(tokens: &[u32], salts: &[u64], vocab: usize) -> Vec<
     logits_of(*states.last().unwrap(), vocab).collect()
 }
 
-/// The same where one device computes all.
+/// The same if one device computes everything.
 pub(super) fn oracle_logits(tokens: &[u32], vocab: usize) -> Vec<f32> {
     salted_logits(tokens, &vec![0; tokens.len()], vocab)
 }
@@ -298,7 +299,7 @@ pub(super) fn oracle(
     mixed_oracle(prompt, 0, vocab, max_tokens, params, stop)
 }
 
-/// The answer to a prompt that a device of this salt reads.
+/// The answer to a prompt that was computed by a device with this salt.
 pub(super) fn mixed_oracle(
     prompt: &[u32],
     prompt_salt: u64,

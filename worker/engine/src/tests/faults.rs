@@ -1,4 +1,4 @@
-//! Bad requests, broken models and people who leave.
+//! Bad requests, broken models and clients that disconnect.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -124,7 +124,7 @@ fn a_full_queue_refuses_and_recovers() {
 #[test]
 fn those_who_leave_free_their_kv() {
     let engine = engine(16);
-    // By dropping the handle, running and waiting.
+    // By dropping the handle, both running and waiting.
     let streams: Vec<_> = (0..8).map(|i| start(&engine, ask(&[i, i], 60))).collect();
     streams[0].next();
     drop(streams);
@@ -139,7 +139,7 @@ fn those_who_leave_free_their_kv() {
     let handle = engine.generate(ask(&[1, 2], 60), sink).unwrap();
     assert_all_freed(&engine);
     assert_eq!(seen.iter().count(), 2);
-    // By a callback that panics: the engine goes on.
+    // By a callback that panics: the engine continues.
     let broken = engine.generate(ask(&[1, 2], 60), Box::new(|_| panic!("broken callback")));
     assert_all_freed(&engine);
     assert_eq!(
@@ -318,7 +318,7 @@ fn a_cancelled_prompt_is_left_between_two_layers() {
             let layers = controls.layers.load(Ordering::Relaxed);
             assert_eq!(layers, layer, "layers computed, none of them for anybody");
             assert_eq!(engine.health(), Health::Healthy);
-            // What the pass had written is nobody's.
+            // KV that the pass had written is not reused.
             let expected = oracle(&prompt, VOCAB, 6, &warm(3), &[]);
             assert_eq!(answer(&engine, ask(&prompt, 6)).tokens, expected);
             assert_eq!(engine.stats().prefix_hit_tokens, 0);
@@ -330,7 +330,7 @@ fn a_cancelled_prompt_is_left_between_two_layers() {
 fn who_shares_a_batch_with_a_cancelled_prompt_notices_nothing() {
     let (engine, controls) = engine_with(options(64));
     let (stopped, go) = stopped_before(&controls, 1, 2);
-    // The engine's thread waits at the survivor's first event until the other prompt is there.
+    // The engine's thread waits at the survivor's first event until the other prompt has arrived.
     let (tell, both_there) = channel();
     let (tx, events) = channel();
     let mut has_waited = false;
@@ -355,7 +355,7 @@ fn who_shares_a_batch_with_a_cancelled_prompt_notices_nothing() {
         survivor.finish().tokens,
         oracle(&[7], VOCAB, 60, &warm(3), &[])
     );
-    // The pass ended where it stood, and what followed had the survivor alone.
+    // The pass ended immediately, and later ones had the survivor alone.
     let after = controls.batches.lock().unwrap()[passes..].to_vec();
     assert!(after.iter().all(|rows| rows == &[1]), "{after:?}");
     assert_eq!(

@@ -21,7 +21,7 @@ use crate::{
 const EOS: u32 = 256;
 const EXTRA: u32 = 257;
 
-/// One token for each byte, the end, a second end, a token of several bytes, and padding.
+/// One token for each byte, the end token, a second end token, a token of several bytes, and padding.
 fn tokens() -> Vec<Vec<u8>> {
     let mut tokens: Vec<Vec<u8>> = (0..=255u8).map(|b| vec![b]).collect();
     tokens.extend([
@@ -91,7 +91,7 @@ fn answers_follow_a_schema_and_end_with_it() {
     assert_all_freed(&engine);
 }
 
-/// What stands between the strings of a JSON text.
+/// The text between the strings of a JSON text.
 fn outside_strings(json: &str) -> String {
     let mut outside = String::new();
     let (mut in_string, mut escaped) = (false, false);
@@ -138,7 +138,7 @@ fn a_lark_grammar_ends_by_itself_or_by_a_stop_token() {
     let got = answer(&engine, constrained(exact, 1));
     assert!(["yes", "no"].contains(&text(&got.tokens).as_str()));
     assert_eq!(got.end, Ok(FinishReason::Stop));
-    // Where the grammar may go on, the stop tokens end it: one of them is no end of the tokenizer's.
+    // Where the grammar may continue, the stop tokens end it; one of them is not an end token of the tokenizer.
     let open = Grammar::Lark("start: /a+/".to_owned());
     let mut ends = Vec::new();
     for seed in 0..30 {
@@ -151,7 +151,7 @@ fn a_lark_grammar_ends_by_itself_or_by_a_stop_token() {
     assert!(ends.contains(&EOS) && ends.contains(&EXTRA), "{ends:?}");
 }
 
-/// A device is told the mask before the forward pass that it belongs to.
+/// A device gets the mask before the forward pass that it belongs to.
 #[test]
 fn a_device_follows_a_grammar_as_the_host_does() {
     let (host, controls) = (grammar_engine(), Controls::default());
@@ -169,7 +169,7 @@ fn a_device_follows_a_grammar_as_the_host_does() {
     assert_eq!(controls.sampled.load(Ordering::Relaxed), tokens);
 }
 
-/// A request that cannot say how its token is chosen leaves the step, which goes on without it.
+/// A request whose token cannot be chosen is left out of the step, which continues without it.
 #[test]
 fn a_grammar_that_gives_up_fails_its_own_request_alone() {
     let mut broken = tokenizer().compile(&schema()).unwrap();
@@ -298,7 +298,7 @@ fn a_tokenizer_without_an_end_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Whatever is chosen among the allowed tokens, JSON comes out.
+    /// Any choice among the allowed tokens yields JSON.
     #[test]
     fn any_path_through_json_object_is_an_object(choices in prop::collection::vec(any::<u32>(), 60)) {
         let mut state = tokenizer().compile(&Grammar::JsonObject).unwrap();
@@ -309,7 +309,7 @@ proptest! {
             let allowed: Vec<u32> = (0..260).filter(|t| mask[*t as usize / 32] >> (t % 32) & 1 == 1).collect();
             prop_assert!(!allowed.contains(&259), "padding is never allowed");
             prop_assert!(!allowed.is_empty());
-            // Behind the random part, what closes the text soonest; a letter is allowed within strings only.
+            // After the random part, close the text as soon as possible; a letter is allowed only within strings.
             let closing: &[u8] = if allowed.contains(&u32::from(b'q')) { b"\"" } else { b"}]:0\"" };
             let mut closing = std::iter::once(EOS).chain(closing.iter().map(|b| u32::from(*b)));
             let next = match choices.next() {
@@ -325,7 +325,7 @@ proptest! {
                 break;
             }
         }
-        // Numbers may be of any size, also where no float is.
+        // Numbers may be of any size, even beyond a float's range.
         let json: Result<serde::de::IgnoredAny, _> = serde_json::from_str(&text(&ids));
         prop_assert!(json.is_ok() && text(&ids).trim_start().starts_with('{'), "{json:?}: {:?}", text(&ids));
     }

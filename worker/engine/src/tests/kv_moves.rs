@@ -1,4 +1,4 @@
-//! KV that is exported and imported.
+//! KV export and import.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,7 +13,7 @@ use crate::{
 /// A piece of KV: layer, first token, bytes.
 type Kv = (usize, usize, Bytes);
 
-/// All that a prefill sends.
+/// Everything that a prefill sends.
 fn exported(engine: &Engine, tokens: &[u32], first_token: usize) -> (Vec<Kv>, Vec<f32>, usize) {
     let (events, _handle) = prefill(engine, tokens, first_token);
     let mut kv = Vec::new();
@@ -98,7 +98,7 @@ fn kv_of_a_layer_leaves_before_the_next_layer_computes() {
     let early = Arc::new(Mutex::new(Vec::new()));
     let layers_too_early = early.clone();
     *controls.before_layer.lock().unwrap() = Some(Box::new(move |layer| {
-        // No layer goes on before the receiver holds the KV of the one before it.
+        // No layer starts before the receiver has the KV of the previous one.
         if layer == 0 {
             return;
         }
@@ -147,14 +147,14 @@ fn remote_prefill_gives_the_answer_of_local_prefill() {
     }
     assert_eq!(answer(&decode, ask(&prompt, 10)).tokens, expected);
     assert_all_freed(&decode);
-    // Its last event is sent before its step is counted.
+    // The last event is sent before its step is counted.
     assert_all_freed(&prefill);
     let moved = (25 + 1 + 1) * LAYERS * layout().token_layer_bytes();
     assert_eq!(decode.stats().kv_bytes_moved, moved as u64);
     assert_eq!(prefill.stats().kv_bytes_moved, moved as u64);
 }
 
-/// A worker of other bits, which reads prompts.
+/// A worker with different numerics, which computes prompts.
 const OTHER: &str = "another device";
 const OTHER_SALT: u64 = 77;
 
@@ -176,7 +176,7 @@ fn read_by_other(input: GenerateInput) -> GenerateInput {
     }
 }
 
-/// Answers whatever is asked for with what `reader` computes, and returns the answer with the number of imports.
+/// Computes the KV that the answer asks for with `reader`, and returns the answer with the number of imports.
 fn finish_with(
     decode: &Engine,
     reader: &Engine,
@@ -231,9 +231,9 @@ fn a_cached_prefix_serves_those_alone_whose_bits_it_has() {
         let (tokens, _) = finish_with(&decode, &reader, &stream, &prompt);
         assert_eq!(tokens, mixed);
     }
-    // In the second round each found its own.
+    // In the second round, each request found its own prefix.
     assert_eq!(decode.stats().prefix_hit_tokens, 2 * 12);
-    // The conversation goes on: what was answered here is read again by the other.
+    // The conversation continues: this engine's answer is recomputed by the other.
     let next = [&prompt[..], &mixed, &[5, 6]].concat();
     let stream = start(&decode, read_by_other(ask(&next, 6)));
     let (tokens, _) = finish_with(&decode, &reader, &stream, &next);
@@ -289,7 +289,7 @@ fn a_prefill_worker_that_dies_is_replaced_by_another_or_ends_the_request() {
     let (kv, logits, _) = exported(&prefill, &prompt, 0);
     for delivered in 0..kv.len() {
         for another in [true, false] {
-            // A new engine: a prefix in the cache would leave nothing to import.
+            // A new engine: a cached prefix would leave nothing to import.
             let decode = engine(64);
             let stream = start(&decode, remote(&prompt, 6));
             assert_eq!(needs_kv(&stream), 0);

@@ -1,4 +1,4 @@
-//! The engine over a fake model: what it answers, and that it never loses or keeps anything.
+//! The engine over a fake model: its answers, and that it neither loses nor keeps anything.
 
 mod answers;
 mod choices;
@@ -72,13 +72,13 @@ fn warm(seed: u64) -> SamplingParams {
     }
 }
 
-/// An answer on its way.
+/// An answer in progress.
 struct Stream {
     events: Receiver<GenerateEvent>,
     handle: RequestHandle,
 }
 
-/// What an answer came to.
+/// An answer's tokens and its end.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     tokens: Vec<u32>,
@@ -151,7 +151,7 @@ fn prefill(
     (events, handle)
 }
 
-/// Waits until nothing runs and nothing is held.
+/// Waits until nothing is running and nothing is held.
 fn assert_all_freed(engine: &Engine) {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -164,7 +164,7 @@ fn assert_all_freed(engine: &Engine) {
     }
 }
 
-/// Stops the first forward pass of so many sequences before `layer`, until told to go on.
+/// Stops the first forward pass with this many sequences before `layer`, until told to continue.
 fn stopped_before(
     controls: &Controls,
     layer: usize,

@@ -1,4 +1,4 @@
-//! Random lives of many requests on a small engine.
+//! Random lifecycles of many requests on a small engine.
 
 use std::sync::atomic::Ordering;
 
@@ -23,11 +23,11 @@ struct Life {
 #[derive(Clone, Debug, PartialEq)]
 enum Fate {
     Local,
-    /// Imported whole from the other engine.
+    /// Imported in full from the other engine.
     Remote,
-    /// So many messages are imported, then the prefill worker is lost.
+    /// This many messages are imported, then the prefill worker is lost.
     Lost(usize),
-    /// Dropped after so many events.
+    /// Dropped after this many events.
     Leaves(usize),
 }
 
@@ -84,7 +84,7 @@ impl Life {
         }
     }
 
-    /// Lives this life on a thread of its own; true: the answer was the right one.
+    /// Runs this life on a thread of its own; returns true if the answer was right.
     fn live(&self, decode: &Engine, helper: &Engine) -> bool {
         let stream = start(decode, self.input());
         let expected = self.answer()[self.replayed..].to_vec();
@@ -149,7 +149,7 @@ impl Life {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
-    /// Preempted, shared, imported, replayed or in whatever company: an answer is the model's own, and at the
+    /// Preempted, shared, imported, replayed or batched with others: an answer is the model's own, and at the
     /// end nothing is held.
     #[test]
     fn every_answer_is_right_and_nothing_is_kept(

@@ -1,6 +1,6 @@
-//! What tests of whole engines share, whatever device they run on.
+//! Helpers for tests of whole engines, on any device.
 
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code)] // each test file uses only a part
 
 use std::{
     path::{Path, PathBuf},
@@ -29,7 +29,7 @@ pub(crate) fn checkpoints() -> Vec<PathBuf> {
     dirs
 }
 
-/// Small caches and steps, so that every path is taken.
+/// Options with small caches and steps, so that every path is taken.
 pub(crate) fn options(change: &dyn Fn(&mut EngineOptions)) -> EngineOptions {
     let mut options = EngineOptions {
         kv: KvBudget::Blocks(32),
@@ -92,7 +92,7 @@ pub(crate) fn answer(engine: &Engine, input: GenerateInput) -> Answer {
     finish(start(engine, input))
 }
 
-/// Prefill on one engine, decode on the other.
+/// Prefills on one engine and decodes on the other.
 pub(crate) fn disaggregated(decode: &Engine, helper: &Engine, input: GenerateInput) -> Answer {
     let tokens = input.prompt.clone();
     let (events, handle) = start(
@@ -138,7 +138,7 @@ pub(crate) fn prompt(tokens: u32, salt: u32) -> Vec<u32> {
     (0..tokens).map(|t| (t * 37 + salt * 11) % 101).collect()
 }
 
-/// All the ways to one answer, on engines of one model and one kind of kernels that `make` starts.
+/// Checks all the ways to one answer, on engines of one model and one kind of kernels that `make` starts.
 pub(crate) fn every_way_gives_the_same_bits(
     name: &str,
     make: impl Fn(&dyn Fn(&mut EngineOptions)) -> Engine,
@@ -167,7 +167,7 @@ pub(crate) fn every_way_gives_the_same_bits(
     assert_eq!(got, expected, "{name}: a batch of five");
     company.into_iter().for_each(|c| drop(finish(c)));
 
-    // Prompts that are cancelled wherever they stand: their passes end early, recorded steps of a GPU among them.
+    // Prompts cancelled at any point: their passes end early, including recorded steps on a GPU.
     let left = make(&|o| o.chunk_tokens = 48);
     for round in 0..4 {
         let survivor = start(&left, ask(&question, 12));
@@ -182,7 +182,7 @@ pub(crate) fn every_way_gives_the_same_bits(
 
     let tight = make(&|o| o.kv = KvBudget::Blocks(8));
     let long = answer(&plain, ask(&question, 30));
-    // Streams crowd each other only where they run at the same time, which a busy machine may prevent.
+    // Streams compete for memory only while they run at the same time, which a busy machine may prevent.
     for _ in 0..20 {
         let company: Vec<_> = (0..3).map(|_| start(&tight, ask(&question, 30))).collect();
         for stream in company {

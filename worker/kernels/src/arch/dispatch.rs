@@ -1,10 +1,10 @@
-//! What the vector instruction sets have in common: from the kernels' interface into functions that are
+//! Glue shared by the vector instruction sets: from the kernels' interface into functions that are
 //! compiled with the target features.
 
-/// Implements [`Kernels`](super::Kernels) for an instruction set by the generic algorithms.
+/// Implements [`Kernels`](super::Kernels) for an instruction set with the generic algorithms.
 ///
 /// `$isa` is its [`Simd`](super::generic::Simd), whose values prove the target features `$features`; the module
-/// `$linear` has the products (`packing`, `pack`, `linear`), whose weights are decoded in ways of their own.
+/// `$linear` has the products (`packing`, `pack`, `linear`), which decode weights in their own way.
 macro_rules! impl_kernels {
     ($isa:ident, $which:expr, $features:literal, $linear:ident, $names:expr) => {
         impl $crate::arch::Kernels for $isa {

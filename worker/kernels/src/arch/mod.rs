@@ -1,4 +1,4 @@
-//! Instruction sets: what the CPU has, and the kernels for each.
+//! Instruction sets: those that the CPU has, and the kernels for each.
 
 use std::fmt;
 use std::ops::Range;
@@ -19,7 +19,7 @@ mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod tuning;
 
-/// An instruction set with kernels of its own.
+/// An instruction set that has its own kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// The reference kernels.
@@ -34,9 +34,9 @@ impl Isa {
     /// All instruction sets.
     pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
 
-    /// The fastest that this CPU has.
+    /// Returns the fastest that this CPU has.
     ///
-    /// Products are of f32 activations on each of them. `vdpbf16ps` would need activations rounded to bfloat16,
+    /// Products take f32 activations on each of them. `vdpbf16ps` would need activations rounded to bfloat16,
     /// which moves the logits of small models by up to 0.034 of their standard deviation, and on Intel it does
     /// two fifths of an FMA's work (measured on Emerald Rapids: 88 against 225 GFLOP/s).
     pub fn detect() -> Self {
@@ -52,7 +52,7 @@ impl Isa {
         self.kernels().is_some()
     }
 
-    /// Those that this CPU has, comma separated, best first.
+    /// Names of those that this CPU has, comma-separated, best first.
     pub fn available_names() -> String {
         let names: Vec<&str> = Self::ALL
             .into_iter()
@@ -72,7 +72,7 @@ impl Isa {
         }
     }
 
-    /// Its kernels, or [`KernelError::IsaUnavailable`] when this CPU cannot run them.
+    /// Its kernels, or [`KernelError::IsaUnavailable`] if this CPU cannot run them.
     pub(crate) fn kernels_or_error(self) -> Result<Box<dyn Kernels>, KernelError> {
         self.kernels().ok_or_else(|| KernelError::IsaUnavailable {
             asked: self.name().to_owned(),
@@ -114,13 +114,13 @@ impl FromStr for Isa {
     }
 }
 
-/// How a kernel wants its activations, f32, laid out. Every row is padded with zeros to [`packed_len`], so that
+/// Layout of the f32 activations that a kernel takes. Every row is padded with zeros to [`packed_len`], so that
 /// kernels have no tail on that side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Packing {
     /// Elements in order.
     InOrder,
-    /// Even elements of each 32, then the odd ones: how shifts and masks leave bfloat16.
+    /// Even elements of each 32, then the odd ones: the order in which shifts and masks leave bfloat16.
     Pairs,
     /// `Pairs` times 2^64: for weights that are decoded far too small.
     RaisedPairs,
@@ -129,10 +129,10 @@ pub(crate) enum Packing {
 }
 
 impl Packing {
-    /// How many there are.
+    /// Number of layouts.
     pub(crate) const COUNT: usize = 4;
 
-    /// A number below [`COUNT`](Self::COUNT).
+    /// Index below [`COUNT`](Self::COUNT).
     pub(crate) const fn index(self) -> usize {
         self as usize
     }
@@ -154,12 +154,12 @@ pub(crate) struct PackedRows<'a> {
     pub(crate) rows: RowSet<'a>,
 }
 
-/// Which rows of a matrix take part.
+/// Selection of a matrix's rows.
 #[derive(Clone, Copy)]
 pub(crate) enum RowSet<'a> {
     /// Rows `first..first + count`.
     Range { first: usize, count: usize },
-    /// The rows named, in that order.
+    /// The rows listed, in that order.
     List(&'a [u32]),
 }
 
@@ -171,7 +171,7 @@ impl PackedRows<'_> {
         }
     }
 
-    /// The `i`th row that takes part.
+    /// The `i`th selected row.
     pub(crate) fn row(&self, i: usize) -> &[f32] {
         let row = match self.rows {
             RowSet::Range { first, .. } => first + i,
@@ -208,7 +208,7 @@ impl KvLayer<'_> {
         &self.token(position)[kv_head * size..(kv_head + 1) * size]
     }
 
-    /// The stored value of one head: apart, or the key's prefix.
+    /// The stored value of one head: separate, or the key's prefix.
     pub(crate) fn value(&self, position: usize, kv_head: usize) -> &[u8] {
         let KvLayout {
             kv_heads,
@@ -227,7 +227,7 @@ impl KvLayer<'_> {
     }
 }
 
-/// Attention of consecutive rows of one sequence over heads that share one kv head.
+/// Attention of consecutive rows of one sequence, over heads that share one kv head.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionTask<'a> {
     pub(crate) kv: KvLayer<'a>,
@@ -235,7 +235,7 @@ pub(crate) struct AttentionTask<'a> {
     /// Queries `[.., q_cols]`.
     pub(crate) q: &'a [f32],
     pub(crate) q_cols: usize,
-    /// Rows of `q`, with the absolute position of the first.
+    /// Rows of `q`, the first one at absolute position `first_position`.
     pub(crate) first_row: usize,
     pub(crate) rows: usize,
     pub(crate) first_position: usize,
@@ -268,18 +268,18 @@ pub(crate) struct AbsorbTask<'a> {
 
 /// The kernels of one instruction set. A value proves that the CPU can run them.
 ///
-/// Each output element has one order of accumulation, which depends on the length of the sum and the
-/// instruction set alone: not on how many rows a call has, nor on where the element lies in its piece.
-/// Shapes are the caller's duty; a kernel may panic on wrong ones but stays within its slices.
+/// Each output element has one accumulation order, which depends only on the length of the sum and the
+/// instruction set: not on the number of rows in a call, nor on the element's place in its piece.
+/// Callers are responsible for shapes; a kernel may panic on wrong ones but stays within its slices.
 pub(crate) trait Kernels: Send + Sync {
     fn isa(&self) -> Isa;
-    /// Names of what runs, `{arch}-{dtypes}-{variant}`.
+    /// Names of the kernels, `{arch}-{dtypes}-{variant}`.
     fn names(&self) -> &'static [&'static str];
-    /// The layout of activations for a weight.
+    /// The layout of activations for a weight's element type.
     fn packing(&self, dtype: DType) -> Packing;
     /// Packs one row; `out` has `packed_len(x.len())` elements.
     fn pack(&self, packing: Packing, x: &[f32], out: &mut [f32]);
-    /// Weight rows `rows` times all rows of `x` → out `[rows.len(), x.len()]`.
+    /// Multiplies weight rows `rows` by all rows of `x` → out `[rows.len(), x.len()]`.
     fn linear(
         &self,
         w: &HostMatrix,
@@ -288,15 +288,15 @@ pub(crate) trait Kernels: Send + Sync {
         scratch: &mut KernelScratch,
         out: &mut [f32],
     );
-    /// [`reference::rms_norm`](crate::reference::rms_norm).
+    /// See [`reference::rms_norm`](crate::reference::rms_norm).
     fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]);
-    /// [`reference::silu_mul`](crate::reference::silu_mul).
+    /// See [`reference::silu_mul`](crate::reference::silu_mul).
     fn silu_mul(&self, gate: &[f32], up: &[f32], out: &mut [f32]);
-    /// out `[rows, heads, v_dim]`.
+    /// Computes out `[rows, heads, v_dim]`.
     fn attention(&self, task: &AttentionTask<'_>, scratch: &mut KernelScratch, out: &mut [f32]);
-    /// out `[rows, rank]`.
+    /// Computes out `[rows, rank]`.
     fn mla_absorb(&self, task: &AbsorbTask<'_>, scratch: &mut KernelScratch, out: &mut [f32]);
-    /// Reads all of `data` as fast as can be, and returns its sum.
+    /// Reads all of `data` as fast as possible, and returns its sum.
     fn read(&self, data: &[f32], prefetch_bytes: usize) -> f32;
     /// Multiplies in registers, and returns the number of multiply-adds.
     fn multiply(&self, steps: usize) -> usize;

@@ -7,7 +7,7 @@ use crate::convert::bf16_to_f32;
 use crate::cpu::memory::KernelScratch;
 use crate::{DType, HostMatrix, KvDType, reference};
 
-/// Runs anywhere.
+/// Scalar kernels, which run anywhere.
 pub(crate) struct Scalar;
 
 impl Kernels for Scalar {

@@ -1,23 +1,23 @@
-//! What differs between x86 CPUs that have the same instructions.
+//! Differences between x86 CPUs that have the same instructions.
 
 use std::arch::x86_64::__cpuid;
 
-/// What suits a CPU. It decides how fast a kernel is, never what it computes: CPUs of all makers give the same bits
+/// Tuning for a CPU. It affects only the speed of a kernel, never its results: CPUs of all makers give the same bits
 /// on one instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tuning {
-    /// How far ahead of the reads weights are fetched, over all streams of reads together; 0: not at all, for
-    /// the hardware does it better.
+    /// Distance at which weights are prefetched ahead of the reads, over all streams of reads
+    /// together; 0: none, as the hardware does better.
     pub(super) prefetch_bytes: usize,
-    /// The same beside activations that do not stay in the first-level cache.
+    /// The same, beside activations that do not stay in the first-level cache.
     pub(super) far_prefetch_bytes: usize,
-    /// Whether a product with a subnormal number takes no longer than another; elsewhere it takes a hundred
-    /// cycles and more.
+    /// Whether a product with a subnormal number takes no longer than any other;
+    /// elsewhere it takes a hundred cycles or more.
     pub(super) fast_subnormals: bool,
 }
 
 impl Tuning {
-    /// What suits the CPU that this runs on.
+    /// Returns the tuning for the CPU that this runs on.
     pub(super) fn detect() -> Self {
         let maker = __cpuid(0);
         let mut name = [0; 12];
@@ -30,7 +30,7 @@ impl Tuning {
         Self::of(&name, __cpuid(1).eax)
     }
 
-    /// What suits a CPU by its maker and signature.
+    /// Returns the tuning for a CPU by its maker and signature.
     fn of(maker: &[u8; 12], signature: u32) -> Self {
         let base = signature >> 8 & 0xf;
         let family = base
@@ -40,8 +40,8 @@ impl Tuning {
                 0
             };
         let amd = maker == b"AuthenticAMD";
-        // Measured on Zen 4: its own fetching keeps up with a few contiguous streams, and instructions that
-        // fetch cost a tenth to a fifth of the speed.
+        // Measured on Zen 4: the hardware prefetcher keeps up with a few contiguous streams, and prefetch
+        // instructions cost a tenth to a fifth of the speed.
         let (prefetch_bytes, far_prefetch_bytes) = match family {
             0x17 | 0x19 if amd => (0, 4096),
             _ => (8192, 8192),
@@ -79,12 +79,12 @@ mod tests {
         }
     }
 
-    /// Past the test harness, which shows only what failed tests print.
+    /// Bypasses the test harness, which shows only the output of failed tests.
     fn skipped(why: &str) {
         let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
     }
 
-    /// This machine's kernels, each as they are tuned for CPUs of several makers.
+    /// This machine's kernels, each in the tunings for CPUs of several makers.
     fn kernels_of_every_tuning() -> Vec<Box<dyn Kernels>> {
         let mut kernels: Vec<Box<dyn Kernels>> = Vec::new();
         for (prefetch_bytes, fast_subnormals) in
@@ -107,7 +107,7 @@ mod tests {
         kernels
     }
 
-    /// x `[tokens, cols]` times `w` → `[w.rows(), tokens]`.
+    /// Multiplies x `[tokens, cols]` by `w` → `[w.rows(), tokens]`.
     fn products(kernels: &dyn Kernels, w: &HostMatrix, x: &[f32]) -> Vec<f32> {
         let (cols, tokens) = (w.cols(), x.len() / w.cols());
         let packing = kernels.packing(w.dtype());
@@ -159,7 +159,7 @@ mod tests {
         }
     }
 
-    /// FP8 weights with every code but NaN, subnormal ones included, and activations of 11 tokens.
+    /// FP8 weights with every code but NaN, including subnormals, and activations of 11 tokens.
     fn operands(rows: usize, cols: usize) -> (HostMatrix, Vec<f32>) {
         let codes = (0..rows * cols).map(|i| (i * i / 7 + i) as u8);
         let codes = codes

@@ -7,10 +7,10 @@ use crate::{AttentionSpec, KernelError, Span, checks};
 use super::memory::{CpuTensor, SharedMatrix};
 use super::{CpuBackend, CpuKv};
 
-/// Queries (row and head) that one piece takes through the keys together.
+/// Queries (row and head) that one piece runs through the keys together.
 const TILE_QUERIES: usize = 32;
 
-/// A tile of one span: rows and query heads counted within span and tensor.
+/// A tile of one span: rows are counted within the span, query heads within the tensor.
 struct Tile {
     span: usize,
     kv_head: usize,
@@ -41,7 +41,7 @@ impl AttentionOps for CpuBackend {
         let tiles = tiles(spans, layout.kv_heads, heads / layout.kv_heads);
         let shared = SharedMatrix::new(out.as_mut_slice(), heads * layout.v_dim);
         self.pool.run(tiles.len(), |piece| {
-            // The last rows of a span see the most keys: the long tiles first.
+            // The last rows of a span see the most keys, so the long tiles go first.
             let tile = &tiles[tiles.len() - 1 - piece.index];
             let span = &spans[tile.span];
             let task = AttentionTask {
@@ -77,7 +77,7 @@ impl AttentionOps for CpuBackend {
     }
 }
 
-/// All tiles; those of one sequence and kv head in ascending order of rows.
+/// Returns all tiles; those of one sequence and kv head in ascending order of rows.
 fn tiles(spans: &[Span], kv_heads: usize, group: usize) -> Vec<Tile> {
     let heads = group.min(TILE_QUERIES);
     let rows = (TILE_QUERIES / heads).max(1);

@@ -8,7 +8,7 @@ use crate::{HostMatrix, KernelError, RopeLayout, RopeTable, checks, reference};
 
 use super::CpuBackend;
 
-/// Elements below which a piece is not worth a thread's attention (some tens of microseconds).
+/// Minimum number of elements that makes a piece worth a thread (some tens of microseconds).
 const MIN_PIECE_ELEMENTS: usize = 1 << 15;
 
 impl ElementwiseOps for CpuBackend {
@@ -138,7 +138,7 @@ impl ElementwiseOps for CpuBackend {
 }
 
 impl CpuBackend {
-    /// Calls `f` with the index and the elements of each row of `out`, on all threads when it pays.
+    /// Calls `f` with the index and the elements of each row of `out`, on all threads if that pays off.
     fn for_each_row(&self, out: &mut CpuTensor, f: impl Fn(usize, &mut [f32]) + Sync) {
         let (rows, cols) = (out.rows(), out.cols());
         let split = self.split(rows, cols, MIN_PIECE_ELEMENTS);
@@ -155,7 +155,7 @@ impl CpuBackend {
     }
 }
 
-/// Sine and cosine, times the table's magnitude, of each pair.
+/// Sine and cosine of each pair, times the table's magnitude.
 fn angles(position: u32, table: &RopeTable) -> Vec<[f32; 2]> {
     table
         .inv_freq
@@ -167,7 +167,7 @@ fn angles(position: u32, table: &RopeTable) -> Vec<[f32; 2]> {
         .collect()
 }
 
-/// [`reference::rope_head`] with the angles given.
+/// Rotates as [`reference::rope_head`] does, with precomputed angles.
 fn rotate_head(head: &mut [f32], angles: &[[f32; 2]], layout: RopeLayout) {
     let half = angles.len();
     match layout {

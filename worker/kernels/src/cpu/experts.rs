@@ -1,9 +1,9 @@
-//! Routed experts with one barrier for each expert instead of one for all (OSDI '26, section 3.5.1).
+//! Routed experts with one barrier per expert instead of one for all (OSDI '26, section 3.5.1).
 //!
-//! Stage one computes `silu(gate x) * (up x)` in segments of an expert's intermediate dimension and packs the
-//! result for stage two at once. Stage two takes a segment of the output through all experts in the order of
+//! Stage one computes `silu(gate x) * (up x)` in segments of an expert's intermediate dimension and immediately packs
+//! the result for stage two. Stage two takes a segment of the output through all experts in the order of
 //! the calls, so sums have one order, and waits at each expert for that expert's own segments only. All
-//! pieces stand in one queue, stage one first: whoever waits, waits for work that another thread has begun.
+//! pieces are in one queue, stage one first: a waiting thread waits for work that another thread has started.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -18,10 +18,10 @@ use super::CpuBackend;
 use super::linear::{Packed, row_cost};
 use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
 
-/// Intermediate elements of a stage-one segment: the unit of packing, so that segments pack for themselves.
+/// Intermediate elements in a stage-one segment: the unit of packing, so that each segment is packed independently.
 const SEGMENT: usize = SCALE_BLOCK;
 
-/// One call with rows, and where its intermediate activations lie.
+/// One call with rows, and the location of its intermediate activations.
 struct Work<'a> {
     call: &'a ExpertCall<'a, HostMatrix>,
     inner: Inner,
@@ -78,7 +78,7 @@ impl ExpertOps for CpuBackend {
         Ok(())
     }
 
-    /// The host is the device: it always knows what was chosen.
+    /// Returns `None`: the host is the device and always knows the choice.
     fn expert_bank(
         &self,
         _experts: &[ExpertWeights<'_, HostMatrix>],
@@ -148,7 +148,7 @@ impl CpuBackend {
                     return;
                 }
                 // SAFETY: all segments of this call are finished, which the counter's release and acquire
-                // published; nobody writes them any more.
+                // published; they are no longer written.
                 let values = unsafe { inner.rows(0..call.rows.len()) };
                 let x = PackedRows {
                     values,
@@ -164,7 +164,7 @@ impl CpuBackend {
         });
     }
 
-    /// `silu(gate x) * (up x)` for a segment of intermediate elements, packed.
+    /// Computes `silu(gate x) * (up x)` for a segment of intermediate elements, packed.
     fn gate_and_up(
         &self,
         piece: Piece<'_>,
@@ -199,7 +199,7 @@ impl CpuBackend {
             for (i, value) in row.iter_mut().enumerate() {
                 *value = gated[i * tokens + t];
             }
-            // SAFETY: a piece writes its own segment of each row, and nobody reads before it is finished.
+            // SAFETY: a piece writes its own segment of each row, and no one reads it before it is finished.
             let packed = unsafe { inner.part(t, packed_segment.clone()) };
             self.kernels.pack(packing, row, packed);
         }
@@ -230,7 +230,7 @@ impl CpuBackend {
     }
 }
 
-/// Waits until a call's segments are finished; false when the run is aborted.
+/// Waits until a call's segments are finished; returns false if the run is aborted.
 fn wait_for(finished: &AtomicUsize, segments: usize, piece: Piece<'_>) -> bool {
     let mut turns = 0u32;
     while finished.load(Ordering::Acquire) < segments {

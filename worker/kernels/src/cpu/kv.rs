@@ -11,7 +11,7 @@ use super::CpuBackend;
 use super::memory::CpuTensor;
 
 /// Paged keys and values of all layers: one mapping of anonymous memory, of which the system backs only the
-/// blocks that were written.
+/// blocks that have been written.
 pub struct CpuKv {
     layout: KvLayout,
     blocks: usize,
@@ -19,9 +19,9 @@ pub struct CpuKv {
 }
 
 impl CpuKv {
-    /// Reserves `blocks` blocks. With `numa_cpus`, CPUs by NUMA node, all of their memory is touched at once by threads on
-    /// these CPUs, evenly in turn, and so lies on these nodes as far as they have room: a policy for memory
-    /// (`mbind`) is what containers may not set.
+    /// Reserves `blocks` blocks. With `numa_cpus`, CPUs by NUMA node, all of their memory is touched immediately by
+    /// threads on these CPUs, in turn and evenly, and so lies on these nodes as far as they have room: containers may
+    /// not set a memory policy (`mbind`).
     fn new(layout: KvLayout, blocks: usize, numa_cpus: &[Vec<usize>]) -> Result<Self, KernelError> {
         checks::kv_alloc(&layout)?;
         let bytes = layout.block_bytes().checked_mul(blocks);
@@ -171,10 +171,10 @@ fn store(dtype: KvDType, values: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Bytes that one NUMA node gets before it is the next one's turn: a huge page.
+/// Bytes that one NUMA node gets before the next node's turn: a huge page.
 const REGION_BYTES: usize = 2 << 20;
 
-/// Touches every page of fresh memory, one region after the other from CPUs of the next NUMA node.
+/// Touches every page of fresh memory, region by region, from CPUs of the NUMA nodes in turn.
 fn touch(memory: &mut [u8], numa_cpus: &[Vec<usize>]) {
     let mut shares: Vec<Vec<&mut [u8]>> = numa_cpus.iter().map(|_| Vec::new()).collect();
     for (turn, region) in memory.chunks_mut(REGION_BYTES).enumerate() {
@@ -195,7 +195,7 @@ fn touch(memory: &mut [u8], numa_cpus: &[Vec<usize>]) {
     });
 }
 
-/// Anonymous memory that reads as zero and takes no room before it is written.
+/// Anonymous memory that reads as zero and takes no space until it is written.
 struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
@@ -215,7 +215,7 @@ impl Mapping {
                 bytes: 0,
             });
         }
-        // SAFETY: a fresh private anonymous mapping at an address of the system's choice touches nothing.
+        // SAFETY: a fresh private anonymous mapping at an address that the system chooses touches nothing.
         let start = unsafe {
             rustix::mm::mmap_anonymous(
                 std::ptr::null_mut(),

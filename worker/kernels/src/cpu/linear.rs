@@ -1,4 +1,5 @@
-//! Linear layers: activations are packed once, weight rows are split over the threads; and latent attention's per-head up-projections.
+//! Linear layers: activations are packed once and weight rows are split over the threads;
+//! also latent attention's per-head up-projections.
 
 use std::sync::Arc;
 
@@ -9,13 +10,13 @@ use crate::{HostMatrix, KernelError, MlaHeads, checks};
 use super::CpuBackend;
 use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
 
-/// Weight bytes below which a piece is not worth a thread's attention.
+/// Minimum weight bytes that make a piece worth a thread.
 pub(super) const MIN_PIECE_BYTES: usize = 1 << 16;
 
-/// Tokens that one read of a weight feeds for nothing: up to here time is that of reading.
+/// Tokens that one read of a weight serves for free: up to this number, reading dominates the time.
 pub(super) const FREE_TOKENS: usize = 4;
 
-/// Packed activations and the buffer they lie in.
+/// Packed activations and their buffer.
 pub(super) struct Packed {
     buffer: PooledBuf,
     packing: Packing,
@@ -106,7 +107,7 @@ impl LinearOps for CpuBackend {
             return Ok(out);
         }
         let packing = self.packing(kv_b.dtype());
-        // A head of a token is a row of its own here: `[tokens * heads, rank]`.
+        // Each head of a token is a row of its own here: `[tokens * heads, rank]`.
         let packed = self.pack(latent.as_slice(), tokens * dims.heads, packing);
         let shared = SharedMatrix::new(out.as_mut_slice(), dims.heads * dims.v);
         self.pool.run(dims.heads, |piece| {
@@ -194,7 +195,7 @@ impl CpuBackend {
     }
 }
 
-/// What one weight row costs, in bytes read or their equal in time.
+/// Cost of one weight row, in bytes read or their equivalent in time.
 pub(super) fn row_cost(w: &HostMatrix, tokens: usize) -> usize {
     w.cols() * w.dtype().size_bytes() * tokens.div_ceil(FREE_TOKENS)
 }

@@ -1,4 +1,4 @@
-//! Memory of the CPU backend: aligned buffers that are reused, tensors, and matrices that several threads fill.
+//! Memory of the CPU backend: reusable aligned buffers, tensors, and matrices that several threads fill.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -20,12 +20,12 @@ struct Line([f32; 16]);
 pub(crate) struct AlignedBuf(Vec<Line>);
 
 impl AlignedBuf {
-    /// A buffer of at least `n` elements; what they hold is unspecified.
+    /// Allocates at least `n` elements; their contents are unspecified.
     fn with_capacity(n: usize) -> Self {
         Self(vec![Line([0.0; 16]); n.div_ceil(16)])
     }
 
-    /// Grows to at least `n` elements and returns exactly that many, whatever they hold.
+    /// Grows to at least `n` elements and returns exactly that many, with unspecified contents.
     pub(crate) fn f32s_mut(&mut self, n: usize) -> &mut [f32] {
         let lines = n.div_ceil(16);
         if self.0.len() < lines {
@@ -39,19 +39,19 @@ impl AlignedBuf {
     }
 }
 
-/// Buffers that were used and wait to be used again, so that a decode step neither allocates nor touches
+/// Used buffers kept for reuse, so that a decode step neither allocates nor touches
 /// fresh pages.
 #[derive(Default)]
 pub(crate) struct FreeList {
     buffers: Mutex<Vec<AlignedBuf>>,
 }
 
-/// Buffers that the free list keeps; beyond them, the smallest is let go.
+/// Maximum number of buffers in the free list; beyond it, the smallest is released.
 const KEPT_BUFFERS: usize = 48;
 
 impl FreeList {
-    /// A buffer of at least `n` elements with unspecified contents. Prefers the smallest that fits, and
-    /// leaves those alone that are far too large.
+    /// Takes a buffer of at least `n` elements with unspecified contents. Prefers the smallest that fits, and
+    /// skips those that are far too large.
     pub(crate) fn take(self: &Arc<Self>, n: usize) -> PooledBuf {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
         let limit = n.saturating_mul(8).max(1 << 14);
@@ -65,7 +65,7 @@ impl FreeList {
             Some(i) => {
                 let mut buffer = buffers.swap_remove(i);
                 if cfg!(debug_assertions) {
-                    // Whoever reads what it did not write shall see it.
+                    // Makes reads of unwritten elements visible.
                     buffer.f32s_mut(n).fill(f32::NAN);
                 }
                 buffer
@@ -120,7 +120,7 @@ pub struct CpuTensor {
 }
 
 impl CpuTensor {
-    /// A tensor with unspecified contents.
+    /// Allocates a tensor with unspecified contents.
     pub(crate) fn uninit(free: &Arc<FreeList>, rows: usize, cols: usize) -> Self {
         Self {
             buffer: free.take(rows * cols),
@@ -193,15 +193,15 @@ impl MemoryOps for CpuBackend {
 /// Working memory of one thread of the pool.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// Where a piece's result lies before it is scattered.
+    /// A piece's result before it is scattered.
     pub(crate) tile: AlignedBuf,
-    /// A second result (`up` beside `gate`).
+    /// A second result (`up` in addition to `gate`).
     pub(crate) tile2: AlignedBuf,
-    /// Memory for the kernels alone.
+    /// Memory for the kernels only.
     pub(crate) kernel: KernelScratch,
 }
 
-/// What a kernel may use while it runs.
+/// Working memory for a kernel while it runs.
 #[derive(Default)]
 pub(crate) struct KernelScratch {
     /// Unpacked weights or keys.
@@ -214,7 +214,7 @@ pub(crate) struct KernelScratch {
     pub(crate) scores: AlignedBuf,
 }
 
-/// A matrix `[rows, cols]` whose parts several pieces write at once, each piece its own parts.
+/// A matrix `[rows, cols]` that several pieces write at once, each piece its own parts.
 pub(crate) struct SharedMatrix<'a, T> {
     data: *mut T,
     rows: usize,
@@ -222,8 +222,8 @@ pub(crate) struct SharedMatrix<'a, T> {
     borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the pointer comes from an exclusive borrow that lives as long as the value, and access goes only
-// through `part`, whose caller vouches for disjointness.
+// SAFETY: the pointer comes from an exclusive borrow that lives as long as the value, and access is only
+// through `part`, whose caller guarantees disjointness.
 unsafe impl<T: Send> Sync for SharedMatrix<'_, T> {}
 
 impl<'a, T> SharedMatrix<'a, T> {
@@ -237,7 +237,7 @@ impl<'a, T> SharedMatrix<'a, T> {
         }
     }
 
-    /// Columns `cols` of row `row`. Panics when they leave the matrix.
+    /// Columns `cols` of row `row`. Panics if they are outside the matrix.
     ///
     /// # Safety
     /// While the slice lives, no other piece may hold any of these elements.
@@ -245,16 +245,16 @@ impl<'a, T> SharedMatrix<'a, T> {
     pub(crate) unsafe fn part(&self, row: usize, cols: Range<usize>) -> &mut [T] {
         assert!(row < self.rows && cols.start <= cols.end && cols.end <= self.cols);
         // SAFETY: the range lies inside the borrowed slice by the assertion; the caller promises that
-        // nobody else holds these elements.
+        // no one else holds these elements.
         unsafe {
             std::slice::from_raw_parts_mut(self.data.add(row * self.cols + cols.start), cols.len())
         }
     }
 
-    /// The whole rows `rows`, to be read.
+    /// The whole rows `rows`, for reading.
     ///
     /// # Safety
-    /// While the slice lives, no piece may write any of these elements, and what other threads wrote to them
+    /// While the slice lives, no piece may write any of these elements, and other threads' writes to them
     /// must have been published to this one.
     pub(crate) unsafe fn rows(&self, rows: Range<usize>) -> &[T] {
         assert!(rows.start <= rows.end && rows.end <= self.rows);

@@ -1,4 +1,4 @@
-//! The CPU backend: shapes are checked and work is split here; what computes lies in `arch`.
+//! The CPU backend: checks shapes and splits work; the computation is in `arch`.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,15 +20,16 @@ pub use memory::CpuTensor;
 
 use memory::{FreeList, PooledBuf, Scratch};
 
-/// How the CPU backend runs.
+/// Options of the CPU backend.
 #[derive(Clone, Debug, Default)]
 pub struct CpuOptions {
-    /// Instruction set; the best that the CPU has when none is named.
+    /// Instruction set; `None`: the best that the CPU has.
     pub isa: Option<Isa>,
-    /// Threads, the caller included; 0: one for each CPU that this process may use. They are bound by [`DeviceOps::bind_compute_threads`].
+    /// Threads, including the caller; 0: one for each CPU that this process may use. They are bound by
+    /// [`DeviceOps::bind_compute_threads`].
     pub threads: usize,
-    /// CPUs by the NUMA node that the KV cache's memory is to lie on, evenly on several: a thread on each touches its part
-    /// first. Empty: a page lies where it is first used.
+    /// CPUs by NUMA node for the nodes that hold the KV cache's memory, evenly if several: a thread on each touches
+    /// its part first. Empty: a page lies where it is first used.
     pub numa_cpus: Vec<Vec<usize>>,
 }
 
@@ -37,7 +38,7 @@ pub struct CpuBackend {
     kernels: Box<dyn Kernels>,
     pool: ThreadPool,
     free: Arc<FreeList>,
-    /// One for each thread of the pool.
+    /// One per thread of the pool.
     scratch: Vec<Mutex<Scratch>>,
     numa_cpus: Vec<Vec<usize>>,
 }
@@ -71,18 +72,18 @@ impl CpuBackend {
         })
     }
 
-    /// The instruction set that runs.
+    /// The instruction set in use.
     pub fn isa(&self) -> Isa {
         self.kernels.isa()
     }
 
-    /// Threads, the caller included.
+    /// Number of threads, including the caller.
     pub fn threads(&self) -> usize {
         self.pool.threads()
     }
 
     fn scratch(&self, worker: usize) -> MutexGuard<'_, Scratch> {
-        // Working memory holds nothing from one piece to the next, so a panicked holder left nothing bad.
+        // Working memory carries nothing from one piece to the next, so a panicked holder left nothing invalid.
         self.scratch[worker]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -101,7 +102,7 @@ impl CpuBackend {
     }
 
     /// Splits `items` into contiguous pieces: as many as keep all threads busy to the end, but none with
-    /// less than `min_cost` of work, an item costing `item_cost` (bytes read, or their equal in time).
+    /// less than `min_cost` of work, each item costing `item_cost` (bytes read, or their equivalent in time).
     fn split(&self, items: usize, item_cost: usize, min_cost: usize) -> Split {
         let least = min_cost.div_ceil(item_cost.max(1)).max(1);
         let wanted = match self.pool.threads() {
@@ -124,10 +125,10 @@ impl CpuBackend {
     }
 }
 
-/// Results of a piece that still fit a core's cache beside what the kernel keeps there.
+/// Maximum size of a piece's results that still fit a core's cache beside the kernel's own data.
 const MAX_TILE_BYTES: usize = 1 << 18;
 
-/// Items in contiguous pieces of equal size, the last one shorter.
+/// Items in contiguous pieces of equal size, except that the last one may be shorter.
 #[derive(Clone, Copy)]
 struct Split {
     items: usize,

@@ -1,4 +1,4 @@
-//! Choice of experts, a token a time; the reference is what runs on every instruction set.
+//! Choice of experts, one token at a time; every instruction set runs the reference.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::{KernelError, RouterSpec, Routing, checks, reference};
 use super::CpuBackend;
 use super::memory::{CpuTensor, SharedMatrix};
 
-/// Logits below which a piece is not worth a thread's attention.
+/// Minimum number of logits that makes a piece worth a thread.
 const MIN_PIECE_LOGITS: usize = 1 << 12;
 
 impl RouterOps for CpuBackend {

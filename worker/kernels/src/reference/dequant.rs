@@ -4,7 +4,7 @@ use crate::convert::{bf16_to_f32, e4m3_to_f32, f16_to_f32};
 use crate::{DType, HostMatrix, SCALE_BLOCK};
 
 /// Writes row `row` of `matrix` to `out` `[cols]`. An FP8 element is `code * scale`, rounded once to f32; the
-/// scale's block is found from the row's place in the matrix that the scales belong to.
+/// scale's block follows from the row's position in the matrix that the scales belong to.
 pub fn dequant_row(matrix: &HostMatrix, row: usize, out: &mut [f32]) {
     let cols = matrix.cols();
     let size_bytes = matrix.dtype().size_bytes();
@@ -23,7 +23,7 @@ pub fn dequant_row(matrix: &HostMatrix, row: usize, out: &mut [f32]) {
     }
 }
 
-/// The whole matrix `[rows, cols]` as f32.
+/// Returns the whole matrix `[rows, cols]` as f32.
 pub fn dequant(matrix: &HostMatrix) -> Vec<f32> {
     let mut out = vec![0.0; matrix.rows() * matrix.cols()];
     for row in 0..matrix.rows() {

@@ -1,8 +1,8 @@
-//! The specification: scalar kernels over plain slices, one straightforward loop each, products summed in
-//! f64 so that the result is the correctly rounded one but for the last bit. They are never optimised;
+//! The specification: scalar kernels over plain slices, one straightforward loop each, with products summed in
+//! f64 so that the result is correct except for the last bit. They are never optimised;
 //! fast kernels are tested against them.
 //!
-//! Shapes are the caller's duty here: these functions panic on slices of the wrong length, and
+//! Callers are responsible for shapes here: these functions panic on slices of the wrong length, and
 //! [`CpuBackend`](crate::CpuBackend) checks shapes before it calls them.
 
 mod attention;

@@ -57,7 +57,7 @@ fn softmax(logits: &[f32]) -> Vec<f32> {
     exps.into_iter().map(|x| x / total).collect()
 }
 
-/// Indices of the `count` greatest values, ascending by index.
+/// Indices of the `count` greatest values, in ascending order.
 fn best(values: &[f32], count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| descending(values[a], values[b]).then(a.cmp(&b)));

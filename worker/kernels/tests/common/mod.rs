@@ -1,6 +1,6 @@
-//! What the kernel tests share: reproducible numbers, weights of every type, the backends of this machine.
+//! Helpers for the kernel tests: reproducible numbers, weights of every type, this machine's backends.
 
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code)] // each test file uses only a part
 
 use std::io::Write;
 
@@ -28,7 +28,7 @@ impl Rng {
         (self.bits() % n as u64) as usize
     }
 
-    /// About normal, mean 0 and variance 1.
+    /// Approximately normal, mean 0 and variance 1.
     pub(crate) fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4)
             .map(|_| (self.bits() >> 40) as f32 / (1u64 << 24) as f32 - 0.5)
@@ -43,7 +43,7 @@ impl Rng {
 
 pub(crate) const DTYPES: [DType; 4] = [DType::F32, DType::F16, DType::Bf16, DType::F8E4m3];
 
-/// A matrix of the given type whose bytes begin at an odd address.
+/// A matrix of the given type whose bytes start at an odd address.
 pub(crate) fn matrix(values: &[f32], rows: usize, cols: usize, dtype: DType) -> HostMatrix {
     let (bytes, scales) = match dtype {
         DType::F32 => (values.iter().flat_map(|v| v.to_le_bytes()).collect(), None),
@@ -94,7 +94,7 @@ pub(crate) fn random_matrix(rng: &mut Rng, rows: usize, cols: usize, dtype: DTyp
     matrix(&values, rows, cols, dtype)
 }
 
-/// Runs `test` with a backend for each instruction set of this machine, and says aloud which it lacks.
+/// Runs `test` with a backend for each instruction set of this machine, and prints those it lacks.
 pub(crate) fn on_every_isa(threads: usize, test: impl Fn(&CpuBackend)) {
     for isa in Isa::ALL {
         if isa.is_available() {
@@ -122,7 +122,7 @@ pub(crate) fn upload(backend: &CpuBackend, rows: usize, values: &[f32]) -> CpuTe
     backend.upload(rows, cols, values).unwrap()
 }
 
-/// Whether both are the same bits (NaN equal to NaN).
+/// Whether both have the same bits (NaN equals NaN).
 pub(crate) fn same_bits(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len()
         && a.iter()
@@ -141,7 +141,7 @@ pub(crate) fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
     }
 }
 
-/// `|got - want| <= bound` element by element; NaN where NaN is wanted.
+/// Asserts `|got - want| <= bound` element by element, and NaN where NaN is expected.
 #[track_caller]
 pub(crate) fn assert_close(got: &[f32], want: &[f32], bound: impl Fn(usize) -> f32, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");

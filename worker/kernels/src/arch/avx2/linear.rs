@@ -1,4 +1,4 @@
-//! Products of weights with f32 activations: FP8 weights become binary16 first, or f32 at once where the CPU
+//! Products of weights with f32 activations: FP8 weights become binary16 first, or f32 directly if the CPU
 //! multiplies subnormal numbers fast.
 
 use std::arch::x86_64::*;
@@ -12,19 +12,19 @@ use crate::arch::{PackedRows, Packing, packed_len};
 use crate::cpu::memory::KernelScratch;
 use crate::{DType, HostMatrix};
 
-/// What [`Packing::RaisedPairs`] multiplies by.
+/// Factor of [`Packing::RaisedPairs`].
 const RAISE: f32 = 18_446_744_073_709_551_616.0;
 
-/// FP8 weights as binary16: the code's bits, seven places up, are 2^-8 times its value, subnormals included.
+/// FP8 weights as binary16: the code's bits, shifted left by seven, are 2^-8 times its value, including subnormals.
 /// NaN would be 1.875, so rows are searched for it.
 struct E4m3Halves;
 
-/// FP8 weights as f32: the code's bits, twenty places up, are 2^-120 times its value, subnormals included, for
-/// CPUs that multiply subnormal numbers as fast as others: it takes a fourth less work. The same vectors as
-/// [`E4m3Halves`] but for the power of two, hence the same sums.
+/// FP8 weights as f32: the code's bits, shifted left by twenty, are 2^-120 times its value, including subnormals, for
+/// CPUs that multiply subnormal numbers as fast as others; this takes a quarter less work. The vectors equal those of
+/// [`E4m3Halves`] except for the power of two, so the sums are the same.
 struct E4m3Floats;
 
-/// The even elements of 32 codes, then the odd ones, 16 bits each: the code's bits `places` places up, with the
+/// The even elements of 32 codes, then the odd ones, 16 bits each: the code's bits shifted left by `places`, with the
 /// sign at the top.
 #[inline(always)]
 fn spread(_proof: Avx2, codes: __m256i, places: u32) -> [__m256i; 2] {
@@ -90,7 +90,7 @@ impl Decode<Avx2> for E4m3Floats {
     unsafe fn decode(simd: Avx2, p: *const u8) -> [__m256; 4] {
         // SAFETY: the value proves the instructions, the caller 32 bytes.
         unsafe {
-            // Quarters 0, 2, 1, 3, for what follows takes the lower halves of both 128 bits together.
+            // Quarters 0, 2, 1, 3, because the following steps take the lower halves of both 128-bit lanes together.
             let codes = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_loadu_si256(p.cast()));
             let [even, odd] = spread(simd, codes, 4);
             let zero = _mm256_setzero_si256();

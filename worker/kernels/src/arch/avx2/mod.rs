@@ -16,7 +16,7 @@ pub(crate) struct Avx2 {
 }
 
 impl Avx2 {
-    /// `None` where the CPU lacks one of them.
+    /// Returns `None` if the CPU lacks one of them.
     pub(crate) fn new() -> Option<Self> {
         let has = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
@@ -26,7 +26,7 @@ impl Avx2 {
         })
     }
 
-    /// The same, tuned for another CPU.
+    /// The same value, tuned for another CPU.
     #[cfg(test)]
     pub(super) fn tuned(self, tuning: Tuning) -> Self {
         Self { tuning }
@@ -50,7 +50,7 @@ impl_kernels!(
     ]
 );
 
-/// One or more intrinsics of the instruction set that a method's `self` proves.
+/// Wraps one or more intrinsics of the instruction set that a method's `self` proves.
 macro_rules! proven {
     ($e:expr) => {
         // SAFETY: `self` proves that the CPU has these instructions; they touch registers only.
@@ -100,7 +100,7 @@ impl Simd for Avx2 {
             { _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC },
         >(a))
     }
-    /// Scales in two steps, for 2^n itself may be out of range.
+    /// Scales in two steps, because 2^n itself may be out of range.
     #[inline(always)]
     fn scale_by_power(self, a: __m256, n: __m256) -> __m256 {
         proven!({
@@ -171,8 +171,8 @@ impl Simd for Avx2 {
         // SAFETY: as in `load`.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
     }
-    /// The code's bits, seven places up, are a binary16 of 2^-8 times its value, subnormals included; NaN,
-    /// which would be 1.875, is put right by a comparison.
+    /// The code's bits, shifted left by seven, are a binary16 of 2^-8 times its value, including subnormals; NaN,
+    /// which would be 1.875, is restored by a comparison.
     #[inline(always)]
     unsafe fn load_e4m3(self, p: *const u8) -> __m256 {
         // SAFETY: as in `load`; eight bytes are read.
@@ -192,6 +192,6 @@ impl Simd for Avx2 {
 #[inline(always)]
 fn lanes(n: usize) -> __m256i {
     const MASKS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
-    // SAFETY: eight entries lie from `8 - min(n, 8)` on; whoever has an `Avx2` calls this.
+    // SAFETY: eight entries lie from `8 - min(n, 8)` on; every caller holds an `Avx2`.
     unsafe { _mm256_loadu_si256(MASKS.as_ptr().add(8 - n.min(8)).cast()) }
 }

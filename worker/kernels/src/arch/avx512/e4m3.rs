@@ -1,7 +1,7 @@
-//! E4M3 to bfloat16, exact on every code: a 128-entry table each for the high and the low byte of the
-//! magnitude's bfloat16, looked up by `vpermi2b`, with the sign put back by a ternary operation. The bytes are
+//! E4M3 to bfloat16, exact for every code: a 128-entry table each for the high and the low byte of the
+//! magnitude's bfloat16, looked up by `vpermi2b`, with the sign restored by a ternary operation. The bytes are
 //! interleaved by `vpunpcklbw` and `vpunpckhbw`, which leave a fixed permutation of each 64 elements;
-//! activations are packed in that order once, so weights are never moved.
+//! activations are packed once in that order, so weights are never moved.
 
 use std::arch::x86_64::*;
 
@@ -30,7 +30,7 @@ const fn tables() -> Tables {
     tables
 }
 
-/// bfloat16 bits of the value of a code without sign.
+/// bfloat16 bits of the value of a code without its sign.
 const fn magnitude_bits(code: u16) -> u16 {
     let mantissa = code & 7;
     match (code, mantissa) {
@@ -60,7 +60,7 @@ pub(super) fn unpack(_proof: Avx512, codes: __m512i) -> [__m512i; 2] {
         };
         let [high0, high1] = table(&TABLES.high);
         let [low0, low1] = table(&TABLES.low);
-        // `vpermi2b` looks at seven bits of each index: the sign does not disturb it.
+        // `vpermi2b` uses seven bits of each index, so the sign bit is ignored.
         let high = _mm512_permutex2var_epi8(high0, codes, high1);
         let low = _mm512_permutex2var_epi8(low0, codes, low1);
         // high | (codes & 0x80)

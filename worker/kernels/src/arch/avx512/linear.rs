@@ -1,5 +1,5 @@
-//! Products of weights with f32 activations: BF16 and FP8 weights become f32 by a shift or a mask for each vector,
-//! which leaves the even elements of 32 apart from the odd ones; activations are packed so.
+//! Products of weights with f32 activations: BF16 and FP8 weights become f32 by a shift or a mask per vector,
+//! which separates the even elements of 32 from the odd ones; activations are packed accordingly.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -124,7 +124,7 @@ fn pairs_order(v: [__m512; 4]) -> [__m512; 4] {
     ]
 }
 
-/// Each vector's elements 0 2 4 6, 1 3 5 7, 8 10 12 14 and 9 11 13 15 go to four vectors: a transposition of
+/// Distributes each vector's elements 0 2 4 6, 1 3 5 7, 8 10 12 14 and 9 11 13 15 to four vectors: a transposition of
 /// groups of four.
 #[target_feature(enable = "avx512f,avx512dq")]
 fn unpacked_order(v: [__m512; 4]) -> [__m512; 4] {
@@ -135,7 +135,7 @@ fn unpacked_order(v: [__m512; 4]) -> [__m512; 4] {
         _mm512_permutexvar_ps(order, v[2]),
         _mm512_permutexvar_ps(order, v[3]),
     ];
-    // Groups 0 and 1 of two vectors, and 2 and 3; then those with their likes.
+    // Groups 0 and 1 of two vectors, and 2 and 3; then combined with their counterparts.
     let [ab_low, ab_high] = [
         _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b),
         _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b),

@@ -17,7 +17,7 @@ pub(crate) struct Avx512 {
 }
 
 impl Avx512 {
-    /// `None` where the CPU lacks one of them.
+    /// Returns `None` if the CPU lacks one of them.
     pub(crate) fn new() -> Option<Self> {
         let has = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -29,7 +29,7 @@ impl Avx512 {
         })
     }
 
-    /// The same, tuned for another CPU.
+    /// The same value, tuned for another CPU.
     #[cfg(test)]
     pub(super) fn tuned(self, tuning: Tuning) -> Self {
         Self { tuning }
@@ -74,7 +74,7 @@ impl_kernels!(
     ]
 );
 
-/// One or more intrinsics of the instruction set that a method's `self` proves.
+/// Wraps one or more intrinsics of the instruction set that a method's `self` proves.
 macro_rules! proven {
     ($e:expr) => {
         // SAFETY: `self` proves that the CPU has these instructions; they touch registers only.
@@ -190,8 +190,8 @@ impl Simd for Avx512 {
         // SAFETY: as in `load`.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
     }
-    /// The code's bits, seven places up, are a binary16 of 2^-8 times its value, subnormals included; NaN,
-    /// which would be 1.875, is put right by a comparison.
+    /// The code's bits, shifted left by seven, are a binary16 of 2^-8 times its value, including subnormals; NaN,
+    /// which would be 1.875, is restored by a comparison.
     #[inline(always)]
     unsafe fn load_e4m3(self, p: *const u8) -> __m512 {
         // SAFETY: as in `load`.
@@ -207,7 +207,7 @@ impl Simd for Avx512 {
     }
 }
 
-/// The first `n` lanes of 16.
+/// Mask of the first `n` of 16 lanes.
 #[inline(always)]
 fn lanes(n: usize) -> u16 {
     if n >= 16 { u16::MAX } else { (1 << n) - 1 }

@@ -5,19 +5,19 @@ use super::{BLOCK, DecodeInOrder, Simd};
 use crate::arch::AbsorbTask;
 use crate::cpu::memory::KernelScratch;
 
-/// Weight rows unpacked at a time: with a latent of 512 they fill half a first-level cache.
+/// Weight rows unpacked at a time: with a latent of 512 they fill half of a first-level cache.
 const ROWS: usize = 8;
 
 /// Tokens that share a load of the weights.
 const TOKENS: usize = 4;
 
-/// How far ahead of the reads weights are fetched.
+/// Distance at which weights are prefetched ahead of the reads.
 const PREFETCH_BYTES: usize = 8192;
 
-/// out `[rows, rank]`.
+/// Computes out `[rows, rank]`.
 ///
 /// # Safety
-/// `D` decodes the element type of the task's matrix, a vector a unit, in order.
+/// `D` decodes the element type of the task's matrix, one vector per unit, in order.
 #[inline(always)]
 pub(crate) unsafe fn mla_absorb<S: Simd, D: DecodeInOrder<S>>(
     simd: S,
@@ -101,7 +101,7 @@ fn add_rows<S: Simd, const T: usize>(
 /// A weight row as f32, scales applied, padded with zeros to whole blocks.
 ///
 /// # Safety
-/// `D` decodes the element type of the task's matrix, a vector a unit, in order.
+/// `D` decodes the element type of the task's matrix, one vector per unit, in order.
 #[inline(always)]
 unsafe fn unpack_scaled<S: Simd, D: DecodeInOrder<S>>(
     simd: S,

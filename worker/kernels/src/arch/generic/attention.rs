@@ -1,8 +1,8 @@
 //! Attention of a tile of queries over the pages of one kv head, with a running softmax.
 //!
-//! Keys are taken in steps of [`STEP`] absolute positions, from 0 to the query's own. In a step: scores, the
-//! new maximum, the old sums times `exp(old - new)`, then each key's value in ascending order. A query never
-//! touches a key behind its own position, so what lies there (another row, an unwritten page) cannot matter.
+//! Keys are processed in steps of [`STEP`] absolute positions, from 0 to the query's own. Each step computes the
+//! scores, the new maximum, the old sums times `exp(old - new)`, then each key's value in ascending order. A query
+//! never reads a key beyond its own position, so the contents there (another row, an unwritten page) cannot matter.
 
 use std::ops::Range;
 
@@ -11,10 +11,10 @@ use crate::KvDType;
 use crate::arch::AttentionTask;
 use crate::cpu::memory::KernelScratch;
 
-/// Absolute positions of one step.
+/// Absolute positions per step.
 const STEP: usize = 64;
 
-/// Queries and keys of a register tile of scores; queries and vectors of one of outputs.
+/// Queries and keys in a register tile of scores; queries and vectors in one of outputs.
 const TILE: usize = 4;
 
 /// Rows of f32 in scratch, `stride` apart, padded with zeros.
@@ -31,7 +31,7 @@ impl Rows<'_> {
     }
 }
 
-/// The tile's working memory. Queries are in order of rows, then heads.
+/// The tile's working memory. Queries are ordered by row, then by head.
 struct Tile<'a> {
     queries: usize,
     /// `[queries, k_stride]`.
@@ -48,7 +48,7 @@ struct Tile<'a> {
     max: &'a mut [f32],
     /// Sum of weights so far of each query.
     total: &'a mut [f32],
-    /// Factor of what was summed before the current step.
+    /// Factor for the sums from before the current step.
     decay: &'a mut [f32],
     k_stride: usize,
     v_stride: usize,
@@ -99,7 +99,7 @@ impl<'a> Tile<'a> {
         tile
     }
 
-    /// Unpacks the keys and values of `n` positions from `start` on.
+    /// Unpacks the keys and values of `n` positions, starting at `start`.
     #[inline(always)]
     fn load<S: Simd>(&mut self, simd: S, task: &AttentionTask<'_>, start: usize, n: usize) {
         let layout = task.kv.layout;
@@ -113,11 +113,11 @@ impl<'a> Tile<'a> {
                 unpack(simd, layout.dtype, value, out);
             }
         }
-        // Keys that pad a register tile of scores: any finite number will do, for they are masked.
+        // Keys that pad a register tile of scores: any finite number works, since they are masked.
         self.keys[n * self.k_stride..n.next_multiple_of(TILE) * self.k_stride].fill(0.0);
     }
 
-    /// Takes the queries of one row, which see `seen` keys of this step, through softmax and values.
+    /// Runs the queries of one row, which see `seen` keys of this step, through softmax and values.
     #[inline(always)]
     fn advance_row<S: Simd>(&mut self, simd: S, queries: Range<usize>, seen: usize) {
         for query in queries.clone() {
@@ -157,7 +157,7 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// out `[rows, heads, v_dim]`.
+/// Computes out `[rows, heads, v_dim]`.
 #[inline(always)]
 pub(crate) fn attention<S: Simd>(
     simd: S,
@@ -291,7 +291,7 @@ unsafe fn dots<S: Simd, const Q: usize>(
 }
 
 /// Turns a query's scores of one step into weights, updates its running maximum and total, and returns the
-/// factor of what was summed before.
+/// factor for the previous sums.
 #[inline(always)]
 fn soften<S: Simd>(simd: S, scores: &mut [f32], max: &mut f32, total: &mut f32) -> f32 {
     assert!(scores.len() == STEP);
@@ -312,7 +312,7 @@ fn soften<S: Simd>(simd: S, scores: &mut [f32], max: &mut f32, total: &mut f32) 
             sum = simd.add(sum, weight);
         }
     }
-    // In the first step this is exp(-inf) = 0, a factor of sums that are 0.
+    // In the first step this is exp(-inf) = 0, which multiplies sums that are 0.
     let mut decay = [0.0; 16];
     // SAFETY: 16 elements hold any vector.
     unsafe { simd.store(decay.as_mut_ptr(), simd.exp(simd.splat(*max - new))) };
@@ -321,16 +321,16 @@ fn soften<S: Simd>(simd: S, scores: &mut [f32], max: &mut f32, total: &mut f32) 
     decay[0]
 }
 
-/// What [`accumulate`] reads.
+/// Inputs of [`accumulate`].
 struct Operands<'a> {
-    /// Keys that every one of the queries sees.
+    /// Keys that all of the queries see.
     n: usize,
     /// `[queries, STEP]`.
     weights: &'a [f32],
-    /// One a query.
+    /// One per query.
     decay: &'a [f32],
     values: Rows<'a>,
-    /// Distance of the queries' sums, a multiple of the lanes and at most the values' stride.
+    /// Distance between the queries' sums, a multiple of the lanes and at most the values' stride.
     v_stride: usize,
 }
 
@@ -349,7 +349,7 @@ fn accumulate<S: Simd, const Q: usize>(simd: S, operands: &Operands<'_>, sums: &
     }
 }
 
-/// A register tile of `Q` queries and `V` vectors of the value, from element `at` on.
+/// Accumulates a register tile of `Q` queries and `V` vectors of the value, starting at element `at`.
 #[inline(always)]
 fn add_values<S: Simd, const Q: usize, const V: usize>(
     simd: S,

@@ -1,4 +1,4 @@
-//! Decoders: how a weight's bytes become vectors of f32.
+//! Decoders: from a weight's bytes to vectors of f32.
 
 use super::Simd;
 use crate::SCALE_BLOCK;
@@ -6,20 +6,20 @@ use crate::SCALE_BLOCK;
 /// Elements that share one scale and one partial sum.
 pub(crate) const BLOCK: usize = SCALE_BLOCK;
 
-/// A weight type as an instruction set reads it: units of a few vectors, whose elements may come out permuted,
-/// as activations are then packed.
+/// A weight type as an instruction set reads it: units of a few vectors, whose elements may come out permuted;
+/// activations are then packed in the same order.
 pub(crate) trait Decode<S: Simd> {
     /// The vectors of one unit.
     type Unit: Copy + AsRef<[S::F]>;
-    /// Elements of a unit; divides [`BLOCK`].
+    /// Elements per unit; divides [`BLOCK`].
     const UNIT: usize;
-    /// Bytes of one element.
+    /// Bytes per element.
     const BYTES: usize;
     /// Whether blocks carry a scale, which `decode` leaves out.
     const SCALED: bool;
-    /// Whether `decode` takes NaN for a number, so that rows are searched for it ([`any_nan`](Self::any_nan)).
+    /// Whether `decode` treats NaN as a number, so that rows are searched for it ([`any_nan`](Self::any_nan)).
     const NAN_APART: bool = false;
-    /// A power of two by which sums of decoded elements times packed activations are too small.
+    /// Power of two that sums of decoded elements times packed activations must be multiplied by.
     const FACTOR: f32 = 1.0;
     /// # Safety
     /// `UNIT * BYTES` bytes lie at `p`.
@@ -41,7 +41,7 @@ pub(crate) trait Decode<S: Simd> {
         }
     }
 
-    /// Whether any of `n` elements is NaN; asked only with [`NAN_APART`](Self::NAN_APART).
+    /// Whether any of `n` elements is NaN; called only with [`NAN_APART`](Self::NAN_APART).
     ///
     /// # Safety
     /// `n * BYTES` bytes lie at `p`.
@@ -50,7 +50,7 @@ pub(crate) trait Decode<S: Simd> {
         false
     }
 
-    /// [`decode`](Self::decode) or [`decode_partial`](Self::decode_partial).
+    /// Calls [`decode`](Self::decode) or [`decode_partial`](Self::decode_partial).
     ///
     /// # Safety
     /// `n * BYTES` bytes lie at `p`.
@@ -67,7 +67,7 @@ pub(crate) trait Decode<S: Simd> {
     }
 }
 
-/// A decoder of one vector, whose elements keep their order.
+/// A decoder of one vector that keeps the order of the elements.
 pub(crate) trait DecodeInOrder<S: Simd>: Decode<S, Unit = [S::F; 1]> {}
 
 impl<S: Simd, D: Decode<S, Unit = [S::F; 1]>> DecodeInOrder<S> for D {}
@@ -81,7 +81,7 @@ pub(crate) struct Bf16Weights;
 /// FP8 E4M3 weights with block scales.
 pub(crate) struct E4m3Weights;
 
-/// Implements a decoder by one vector load, elements in order.
+/// Implements a decoder with one vector load, elements in order.
 macro_rules! decode_by {
     ($weights:ty, $bytes:literal, $scaled:literal, $load:ident) => {
         impl<S: Simd> Decode<S> for $weights {

@@ -2,8 +2,8 @@
 
 use super::Simd;
 
-/// See [`reference::rms_norm`](crate::reference::rms_norm). Squares are summed in four vectors taken in turn,
-/// `(s0 + s1) + (s2 + s3)`, then by lanes.
+/// See [`reference::rms_norm`](crate::reference::rms_norm). Squares are summed in four vectors in rotation,
+/// `(s0 + s1) + (s2 + s3)`, then across lanes.
 #[inline(always)]
 pub(crate) fn rms_norm<S: Simd>(simd: S, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     assert!(x.len() == weight.len() && x.len() == out.len());

@@ -1,13 +1,13 @@
-//! Each algorithm once, over the vector operations of an instruction set.
+//! Each algorithm, written once over the vector operations of an instruction set.
 //!
-//! Everything here is `#[inline(always)]`, so that it is compiled inside the function of the instruction
+//! Everything here is `#[inline(always)]`, so that it is compiled inside the function in the instruction
 //! set's module that enables the target features; called from elsewhere it would be correct but slow.
 //!
-//! Order of accumulation of a product of length K, the same in every path: the K axis is cut into blocks of
+//! Accumulation order of a product of length K, the same in every path: the K axis is cut into blocks of
 //! 128; within a block each lane sums its elements in ascending order from zero; the block's sum, times its
-//! scale, is added to the row's running sum in the order of the blocks; lanes are summed at last by halves, and
+//! scale, is added to the row's running sum in the order of the blocks; finally, lanes are summed by halves, and
 //! the sum is multiplied by the decoder's power of two.
-//! How many rows, tokens or threads take part changes none of it.
+//! The order does not depend on the number of rows, tokens or threads.
 
 // A register tile is indexed by its rows and tokens; iterators over three arrays at once would hide that.
 #![allow(clippy::needless_range_loop)]

@@ -1,11 +1,11 @@
-//! What the hardware gives at best: reads that are only added up, products that never leave registers.
+//! The hardware's limits: reads whose values are only summed, and products that never leave registers.
 
 use super::Simd;
 
 /// Independent chains: enough to hide the latency of any of these instructions.
 const CHAINS: usize = 12;
 
-/// Adds up `data` and so reads it as one stream, fetching `prefetch_bytes` ahead (0: not at all).
+/// Sums `data`, reading it as one stream and prefetching `prefetch_bytes` ahead (0: none).
 #[inline(always)]
 pub(crate) fn read<S: Simd>(simd: S, data: &[f32], prefetch_bytes: usize) -> f32 {
     let mut sums = [simd.zero(); 8];
@@ -28,7 +28,7 @@ pub(crate) fn read<S: Simd>(simd: S, data: &[f32], prefetch_bytes: usize) -> f32
     simd.reduce_add(total)
 }
 
-/// `steps` products of vectors in each of [`CHAINS`] chains; returns the number of multiply-adds.
+/// Computes `steps` products of vectors in each of [`CHAINS`] chains; returns the number of multiply-adds.
 #[inline(always)]
 pub(crate) fn multiply<S: Simd>(simd: S, steps: usize) -> usize {
     let mut sums = [simd.zero(); CHAINS];

@@ -1,11 +1,11 @@
 //! The vector operations that the algorithms need.
 
 /// Vectors of f32 in one instruction set. A value proves that the CPU has it, which is why the arithmetic
-/// is safe to call; loads and stores are not, for they take pointers.
+/// is safe to call; loads and stores are not, because they take pointers.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A vector of `LANES` f32.
     type F: Copy;
-    /// Elements of a vector.
+    /// Elements per vector.
     const LANES: usize;
 
     fn splat(self, value: f32) -> Self::F;
@@ -13,9 +13,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
-    /// The greater; `b` where either is NaN.
+    /// The greater of the two; `b` if either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// The lesser; `b` where either is NaN.
+    /// The lesser of the two; `b` if either is NaN.
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;

@@ -14,11 +14,11 @@ mod tiled;
 use stream::stream;
 use tiled::tiled;
 
-/// Activations of all tokens that stay in the first-level cache beside the weights that stream through it, in
-/// elements.
+/// Number of activation elements, over all tokens, that stay in the first-level
+/// cache beside the weights that stream through it.
 const NEAR_ELEMENTS: usize = (12 << 10) / 4;
 
-/// The greatest number of tokens that the streaming path takes.
+/// Maximum number of tokens for the streaming path.
 const STREAM_TOKENS: usize = 8;
 
 /// Weight rows in a matrix, by address.
@@ -26,7 +26,7 @@ const STREAM_TOKENS: usize = 8;
 struct Weights<'a> {
     matrix: &'a HostMatrix,
     row_bytes: usize,
-    /// How far ahead of the reads they are fetched, over all streams together; 0: not at all.
+    /// Distance of prefetches ahead of the reads, over all streams together; 0: none.
     prefetch_bytes: usize,
 }
 
@@ -37,7 +37,7 @@ impl Weights<'_> {
         self.matrix.data()[row * self.row_bytes..(row + 1) * self.row_bytes].as_ptr()
     }
 
-    /// The scales of a row's blocks; empty without scales.
+    /// The scales of a row's blocks; empty if there are no scales.
     #[inline(always)]
     fn scales(&self, row: usize) -> &[f32] {
         match self.matrix.scales() {
@@ -52,7 +52,7 @@ impl Weights<'_> {
         }
     }
 
-    /// Fetches the `bytes` bytes that one of `streams` streams of reads, now at `p`, comes to later.
+    /// Prefetches the `bytes` bytes that one of `streams` streams of reads, now at `p`, will reach later.
     #[inline(always)]
     fn prefetch<S: Simd>(&self, simd: S, p: *const u8, bytes: usize, streams: usize) {
         if self.prefetch_bytes > 0 {
@@ -63,7 +63,7 @@ impl Weights<'_> {
         }
     }
 
-    /// Whether a row holds a NaN that its decoder takes for a number. A row without one is searched once.
+    /// Whether a row holds a NaN that its decoder takes for a number. A row without one is searched only once.
     ///
     /// # Safety
     /// `D` decodes the matrix's element type.
@@ -81,7 +81,7 @@ impl Weights<'_> {
     }
 }
 
-/// Weight rows `rows` of `matrix` times all rows of `x` → out `[rows.len(), x.len()]`. `M` and `N` are the
+/// Multiplies weight rows `rows` of `matrix` by all rows of `x` → out `[rows.len(), x.len()]`. `M` and `N` are the
 /// weight rows and tokens of a register tile.
 ///
 /// # Safety
@@ -128,7 +128,7 @@ pub(crate) unsafe fn linear<S: Simd, D: Decode<S>, const M: usize, const N: usiz
     }
 }
 
-/// The scales of `count` blocks from `first` on; empty without scales.
+/// The scales of `count` blocks, starting at `first`; empty if there are no scales.
 #[inline(always)]
 fn block_scales<S: Simd, D: Decode<S>>(scales: &[f32], first: usize, count: usize) -> &[f32] {
     if D::SCALED {
@@ -154,7 +154,7 @@ fn add_block<S: Simd, D: Decode<S>>(
     }
 }
 
-/// The result of a row's sum.
+/// The final result of a row's sum.
 #[inline(always)]
 fn result<S: Simd, D: Decode<S>>(simd: S, sum: S::F) -> f32 {
     simd.reduce_add(sum) * D::FACTOR

@@ -1,4 +1,4 @@
-//! The streaming path: weights go from memory through registers once, for a few tokens.
+//! The streaming path: weights pass from memory through registers once, for a few tokens.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use super::{Weights, add_block, block_scales, result};
 use crate::arch::PackedRows;
 use crate::arch::generic::{BLOCK, Decode, Simd};
 
-/// The operands of `T` tokens.
+/// The operands for `T` tokens.
 #[derive(Clone, Copy)]
 struct Operands<'a, const T: usize> {
     weights: Weights<'a>,
@@ -14,10 +14,10 @@ struct Operands<'a, const T: usize> {
     cols: usize,
 }
 
-/// `R` weight rows at a time, each unit decoded once for all `T` tokens. The rows share the loads of
+/// Processes `R` weight rows at a time, each unit decoded once for all `T` tokens. The rows share the loads of
 /// activations. They lie far apart, so that memory is read as `R` contiguous streams, which the hardware
-/// follows; adjacent rows would be many short ones. `R * B` blocks at a time have chains of products of their
-/// own: one waits for memory and for its last product while the others go on.
+/// follows; adjacent rows would be many short ones. `R * B` blocks at a time have independent chains of products:
+/// while one waits for memory or its last product, the others proceed.
 ///
 /// # Safety
 /// As [`linear`](super::linear), with `x.len() == T`.
@@ -52,7 +52,7 @@ pub(super) unsafe fn stream<
     }
 }
 
-/// The products of `R` weight rows, counted from `first` on.
+/// Computes the products of `R` weight rows, counted from `first`.
 ///
 /// # Safety
 /// As [`stream`].
@@ -105,7 +105,7 @@ struct Rows<'a, const R: usize> {
     scales: [&'a [f32]; R],
 }
 
-/// Adds `B` whole blocks of `R` rows to the sums of `T` tokens, fetching ahead.
+/// Adds `B` whole blocks of `R` rows to the sums of `T` tokens, prefetching ahead.
 ///
 /// # Safety
 /// The weight rows and every packed row have the blocks.
@@ -151,7 +151,7 @@ unsafe fn add_blocks<S: Simd, D: Decode<S>, const T: usize, const R: usize, cons
 /// Adds the last, partial block of `R` rows.
 ///
 /// # Safety
-/// As [`add_blocks`], but that the weight rows end within the block.
+/// As [`add_blocks`], except that the weight rows end within the block.
 #[inline(always)]
 unsafe fn add_last_block<S: Simd, D: Decode<S>, const T: usize, const R: usize>(
     simd: S,
@@ -181,7 +181,7 @@ unsafe fn add_last_block<S: Simd, D: Decode<S>, const T: usize, const R: usize>(
     }
 }
 
-/// Products of one unit of each of `R` weight rows with `T` tokens from element `from` on.
+/// Adds the products of one unit of each of `R` weight rows with `T` tokens, starting at element `from`.
 ///
 /// # Safety
 /// Every packed row has a whole unit there.

@@ -7,24 +7,24 @@ use crate::arch::PackedRows;
 use crate::arch::generic::{BLOCK, Decode, Simd};
 use crate::cpu::memory::{AlignedBuf, KernelScratch};
 
-/// Unpacked weights that a core's second-level cache holds beside the activations, in elements.
+/// Unpacked weight elements that a core's second-level cache holds beside the activations.
 const UNPACKED_ELEMENTS: usize = (256 << 10) / 4;
 
-/// Blocks of one pass over the K axis in the tiled path: the activations of a register tile and the weights
+/// Blocks per pass over the K axis in the tiled path: the activations of a register tile and the weights
 /// of a few stay in the first-level cache.
 const PASS_BLOCKS: usize = 4;
 
-/// Tokens of one pass over the tokens in the tiled path.
+/// Tokens per pass over the tokens in the tiled path.
 const PASS_TOKENS: usize = 128;
 
-/// Weight rows of a tile, at most.
+/// Maximum weight rows per tile.
 const TILE_ROWS: usize = 24;
 
-/// Tokens up to which time is that of reading, and rows are unpacked whole, as one stream.
+/// Number of tokens up to which reading dominates, and rows are unpacked whole, as one stream.
 const WHOLE_ROW_TOKENS: usize = 16;
 
-/// Tiles of weight rows are unpacked once into the second-level cache and used for up to [`PASS_TOKENS`]
-/// tokens; running sums rest in memory between passes over the K axis.
+/// Unpacks tiles of weight rows once into the second-level cache and uses them for up to [`PASS_TOKENS`]
+/// tokens; running sums stay in memory between passes over the K axis.
 ///
 /// # Safety
 /// As [`linear`](super::linear).
@@ -125,7 +125,7 @@ unsafe fn run_pass<S: Simd, D: Decode<S>, const M: usize, const N: usize>(
     }
 }
 
-/// A part of a pass's blocks, and the distance of unpacked rows.
+/// A part of a pass's blocks, and the distance between unpacked rows.
 struct Part {
     row_elements: usize,
     first_block: usize,
@@ -178,14 +178,15 @@ unsafe fn multiply<S: Simd, D: Decode<S>, const M: usize, const N: usize>(
     }
 }
 
-/// Packed rows from `first` on.
+/// Packed rows, starting at `first`.
 #[derive(Clone, Copy)]
 struct Tokens<'a> {
     x: &'a PackedRows<'a>,
     first: usize,
 }
 
-/// All rows of the pass times `N` tokens, register tile by tile; `sums` points at the first token's column.
+/// Multiplies all rows of the pass by `N` tokens, one register tile at a time;
+/// `sums` points at the first token's column.
 ///
 /// # Safety
 /// As [`multiply`], for those tokens.
@@ -282,7 +283,7 @@ unsafe fn store_unit<S: Simd, D: Decode<S>>(
     }
 }
 
-/// A register tile of `M` weight rows and `N` tokens over `blocks` blocks; accumulator `(m, n)` lies at
+/// Computes a register tile of `M` weight rows and `N` tokens over `blocks` blocks; accumulator `(m, n)` lies at
 /// `sums[m * stride + n]`.
 ///
 /// # Safety

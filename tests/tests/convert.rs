@@ -91,9 +91,7 @@ fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
         skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
         return;
     };
-    let directory = tempfile::tempdir().expect("directory");
-    let old = directory.path().join("hearth");
-    old_chart(&old);
+    let old = root().join("tests/releases/0.1.0-2026-11-22/hearth");
     installed(&cluster, &helm, "install", &old);
     let stored = deployment("old", &old_spec());
     wait_until("the old definition is served", PATIENCE, || {
@@ -101,6 +99,9 @@ fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
     });
     let new = json!({"decode": {"replicas": 1}});
     cluster.apply(&deployment("plain", &new).to_string());
+    let pools = json!({"decode": {"desired": 2, "ready": 1, "summary": "1/2"}});
+    let old_status = written_status(&cluster, &json!({ "pools": pools }));
+    assert_eq!(old_status["pools"], pools);
     let spec = || cluster.get("infd", "default", "old").expect("it is there")["spec"].clone();
     let before = spec();
     assert_eq!(before["placement"]["runtimeClassName"], "nvidia");
@@ -141,6 +142,11 @@ fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
 
     installed(&cluster, &helm, "upgrade", &root().join("charts/hearth"));
     assert_eq!(spec(), wanted);
+    let pools = json!([{
+        "name": "decode", "role": "Decode", "desired": 2, "replicas": 2, "ready": 1, "updated": 2, "summary": "1/2",
+    }]);
+    let new_status = written_status(&cluster, &json!({ "poolStatuses": pools }));
+    assert_eq!(new_status, json!({ "poolStatuses": pools }));
     // The user who applied the old manifest applies a converted one, then changes it, without conflicts.
     for class in ["nvidia", "nvidia-legacy"] {
         let manifest = json!({
@@ -152,32 +158,13 @@ fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
     installed(&cluster, &helm, "uninstall", Path::new(""));
 }
 
-/// Copies the chart as it was before fields moved to `podTemplate`.
-fn old_chart(directory: &Path) {
-    let copied = Command::new("cp")
-        .arg("-R")
-        .arg(root().join("charts/hearth"))
-        .arg(directory)
-        .status();
-    assert!(copied.expect("cp").success());
-    let file = directory.join("files/crds/inferencedeployments.yaml");
-    let text = std::fs::read_to_string(&file).expect("the definition");
-    let mut definition: Value = serde_norway::from_str(&text).expect("YAML");
-    let schema = &mut definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
-    let spec = &mut schema["properties"]["spec"];
-    let properties = spec["properties"].as_object_mut().expect("fields");
-    assert!(properties.remove("podTemplate").is_some());
-    let rules = spec["x-kubernetes-validations"]
-        .as_array_mut()
-        .expect("rules");
-    rules.retain(|rule| {
-        !rule["rule"]
-            .as_str()
-            .is_some_and(|rule| rule.contains("podTemplate"))
-    });
-    let text = serde_norway::to_string(&definition).expect("YAML");
-    // The chart's template finds the metadata line behind another line.
-    std::fs::write(&file, format!("# An older definition.\n{text}")).expect("the definition");
+/// Writes a part of the status of the deployment `old`, and reads all of it.
+fn written_status(cluster: &Cluster, status: &Value) -> Value {
+    let patch = json!({ "status": status }).to_string();
+    let verb = ["patch", "infd", "old", "--subresource=status"];
+    cluster.kubectl(&[&verb[..], &["--type=merge", "--patch", &patch]].concat());
+    let object = cluster.get("infd", "default", "old").expect("it is there");
+    object["status"].clone()
 }
 
 /// Runs helm to completion; nothing starts the Pods here, so it does not wait for them.

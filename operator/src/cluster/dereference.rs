@@ -28,7 +28,7 @@ const EVENTS_WAIT: Duration = Duration::from_secs(5);
 
 /// Inputs of a reconcile that are not in the caches.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Outside {
+pub(crate) struct UncachedState {
     /// Agents' reports about the model, by node.
     pub(crate) fetches: BTreeMap<String, FetchView>,
     /// Access modes of the claim that holds the model.
@@ -66,7 +66,7 @@ impl Dereferencer {
         &self,
         deployment: &Arc<InferenceDeployment>,
         now: Timestamp,
-        outside: &Outside,
+        outside: &UncachedState,
     ) -> Observed {
         let uid = deployment.uid().unwrap_or_default();
         let key = Key::new(

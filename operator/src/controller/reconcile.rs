@@ -19,7 +19,7 @@ use kube::ResourceExt;
 use crate::apply::report::{self, Reporting};
 use crate::apply::{Applier, Subject};
 use crate::cluster::cache::{CacheNotifier, Unreadable};
-use crate::cluster::dereference::{Dereferencer, Outside};
+use crate::cluster::dereference::{Dereferencer, UncachedState};
 use crate::cluster::failure::Failure;
 use crate::services::agents::Agents;
 use crate::services::authority::Authority;
@@ -145,7 +145,7 @@ impl Reconciler {
         let old = self.mounts_old_certificates(deployment);
         let issued = self.authority.deployment(deployment, old, now).await?;
         told?;
-        let mut again = Again::default();
+        let mut again = EarliestRequeue::default();
         again.at(now, issued.again);
         Ok(again.0)
     }
@@ -156,7 +156,7 @@ impl Reconciler {
         deployment: &Arc<InferenceDeployment>,
     ) -> Result<Option<Duration>, Failed> {
         let now = Timestamp::now();
-        let mut again = Again::default();
+        let mut again = EarliestRequeue::default();
 
         // Dereference: inputs that the caches do not hold.
         let (outside, uncertified) = self.look_outside(key, deployment, now, &mut again).await;
@@ -198,12 +198,12 @@ impl Reconciler {
         key: &Key,
         deployment: &Arc<InferenceDeployment>,
         now: Timestamp,
-        again: &mut Again,
-    ) -> (Outside, Option<Failure>) {
-        let mut outside = Outside {
+        again: &mut EarliestRequeue,
+    ) -> (UncachedState, Option<Failure>) {
+        let mut outside = UncachedState {
             measured: self.measures.measured(key),
             placements: self.measures.placements(key),
-            ..Outside::default()
+            ..UncachedState::default()
         };
         let http = deployment.spec.model.source.http.as_ref();
         if let (Some(agents), Some(http)) = (&self.agents, http) {
@@ -254,7 +254,7 @@ impl Reconciler {
         &self,
         deployment: &Arc<InferenceDeployment>,
         now: Timestamp,
-        outside: &Outside,
+        outside: &UncachedState,
     ) -> (Observed, Decision) {
         let observed = self.dereferencer.observe(deployment, now, outside);
         let decision = decide(&observed);
@@ -419,9 +419,9 @@ impl From<Failure> for Failed {
 
 /// The earliest of several times for the next reconcile.
 #[derive(Debug, Default)]
-struct Again(Option<Duration>);
+struct EarliestRequeue(Option<Duration>);
 
-impl Again {
+impl EarliestRequeue {
     fn after(&mut self, wait: Option<Duration>) {
         self.0 = [self.0, wait].into_iter().flatten().min();
     }

@@ -5,9 +5,9 @@ use std::time::{Duration, SystemTime};
 use reqwest::header::{CONTENT_RANGE, ETAG, HeaderMap, HeaderName, LAST_MODIFIED, RETRY_AFTER};
 use reqwest::{Response, StatusCode};
 
+use crate::address_policy::{Guard, Refused};
 use crate::connection::{MAX_REDIRECTS, cause_of, innermost, tls_reason};
 use crate::part::{FileFacts, sha256_of};
-use crate::reach::{Guard, Refused};
 use crate::retry::retry_after;
 use crate::{FetchError, Source};
 

@@ -5,7 +5,7 @@ use std::io;
 
 use reqwest::Client;
 
-use crate::reach::Guard;
+use crate::address_policy::Guard;
 use crate::{FetchError, FetchOptions, Source};
 
 /// Maximum number of redirects to follow.

@@ -10,15 +10,15 @@ use reqwest::{Client, Response, StatusCode};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
+use crate::address_policy::Guard;
 use crate::answer::{Failure, content_range, facts, forbidden, refusal, unanswered};
 use crate::connection::{client, innermost};
 use crate::error::check_room;
 use crate::part::{FileFacts, Part, sha256_of};
 use crate::progress::Reporter;
-use crate::reach::Guard;
 use crate::retry::backoff;
 use crate::unpack::{HEAD_BYTES, is_archive};
-use crate::{Blame, Credentials, FetchError, FetchOptions, Phase, Source};
+use crate::{Credentials, FaultOrigin, FetchError, FetchOptions, Phase, Source};
 
 /// Interval at which progress is reported while a download is silent.
 const SILENCE_PERIOD: Duration = Duration::from_secs(1);
@@ -37,7 +37,7 @@ pub(crate) async fn download(
     part: Part,
     reporter: &Arc<Reporter>,
 ) -> Result<Part, FetchError> {
-    let guard = Guard::new(&options.reach);
+    let guard = Guard::new(&options.address_policy);
     let began = Instant::now();
     let error = match complete(source, options, part, reporter, &guard).await {
         Ok(part) => {
@@ -70,7 +70,10 @@ fn is_kept_back(error: &FetchError, guard: &Guard) -> bool {
         FetchError::Ended { .. } => false,
         // The number of missing bytes follows from the length that the server announced.
         FetchError::DiskFull { .. } => true,
-        _ => matches!(error.blame(), Blame::Remote | Blame::Content),
+        _ => matches!(
+            error.fault_origin(),
+            FaultOrigin::Remote | FaultOrigin::Content
+        ),
     };
     let is_of_unknown = matches!(error, FetchError::Mismatch { .. }) && guard.knows_nothing();
     is_answer && (guard.keeps_back() || is_of_unknown)

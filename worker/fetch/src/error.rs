@@ -217,7 +217,7 @@ pub enum FetchError {
 
 /// Party that can fix a failed fetch; decides when it is tried again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Blame {
+pub enum FaultOrigin {
     /// The request: the answer is the same every time.
     Request,
     /// The network or the server: may work soon.
@@ -236,15 +236,17 @@ impl FetchError {
     pub fn costs_all_again(&self) -> bool {
         match self {
             Self::KeptBack { is_resumed, .. } => !is_resumed,
-            _ => matches!(self.blame(), Blame::Content),
+            _ => matches!(self.fault_origin(), FaultOrigin::Content),
         }
     }
 
     /// Party that can fix the failure.
-    pub fn blame(&self) -> Blame {
+    pub fn fault_origin(&self) -> FaultOrigin {
         match self {
-            Self::Url { .. } | Self::Checksum { .. } | Self::Forbidden { .. } => Blame::Request,
-            Self::KeptBack { .. } => Blame::Unknown,
+            Self::Url { .. } | Self::Checksum { .. } | Self::Forbidden { .. } => {
+                FaultOrigin::Request
+            }
+            Self::KeptBack { .. } => FaultOrigin::Unknown,
             Self::NotFound { .. }
             | Self::Denied { .. }
             | Self::Answer { .. }
@@ -252,14 +254,14 @@ impl FetchError {
             | Self::Tls { .. }
             | Self::Lost { .. }
             | Self::TooLong { .. }
-            | Self::Ended { .. } => Blame::Remote,
+            | Self::Ended { .. } => FaultOrigin::Remote,
             Self::Mismatch { .. }
             | Self::NotAnArchive { .. }
             | Self::Corrupt { .. }
             | Self::Unsafe { .. }
             | Self::TooMany { .. }
-            | Self::NoModel { .. } => Blame::Content,
-            Self::DiskFull { .. } | Self::Cache { .. } => Blame::Local,
+            | Self::NoModel { .. } => FaultOrigin::Content,
+            Self::DiskFull { .. } | Self::Cache { .. } => FaultOrigin::Local,
         }
     }
 
@@ -374,7 +376,7 @@ mod tests {
         assert!(matches!(full, FetchError::DiskFull { .. }), "{full}");
         let refused = FetchError::file(path, io::Error::from_raw_os_error(30));
         assert!(matches!(refused, FetchError::Cache { .. }), "{refused}");
-        assert_eq!(refused.blame(), Blame::Local);
+        assert_eq!(refused.fault_origin(), FaultOrigin::Local);
     }
 
     #[test]

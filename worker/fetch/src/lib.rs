@@ -5,21 +5,22 @@
 //! model wait for the one that fetches it.
 //!
 //! - [`Source`]: the archive to fetch, its credentials, and its [`Key`] in the cache.
-//! - [`Reach`]: the addresses that may be fetched from.
+//! - [`AddressPolicy`]: the addresses that may be fetched from.
 //! - [`Cache`]: the directory of models and parts; [`Cache::retain`] removes what is no longer wanted.
 //! - [`Tries`]: the record of earlier tries, kept for the next process.
 //! - [`Progress`]: a report on a running fetch.
-//! - [`FetchError`]: the failure and its remedy, and whether trying again can help ([`FetchError::blame`]).
+//! - [`FetchError`]: the failure and its remedy, and whether trying again can help ([`FetchError::fault_origin`]).
 //!
 //! **Invariants**
 //! - Nothing in an archive is unpacked before its checksum has been verified.
 //! - No entry of an archive reaches outside the model's directory: links become hard links to files in it.
-//! - Where the reach is limited, nothing about a non-public server is disclosed before the checksum holds: neither in
+//! - Where addresses are limited, nothing about a non-public server is disclosed before the checksum holds: neither in
 //!   messages, nor in sizes (except of an archive that comes from a single server), nor by the time a failure takes.
 //! - A server can neither make this machine hold more than it announced nor fill its disk.
 
 #![forbid(unsafe_code)]
 
+mod address_policy;
 mod answer;
 mod cache;
 mod connection;
@@ -28,7 +29,6 @@ mod error;
 mod lock;
 mod part;
 mod progress;
-mod reach;
 mod retry;
 mod source;
 mod tries;
@@ -38,10 +38,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use address_policy::AddressPolicy;
 pub use cache::Cache;
-pub use error::{Blame, FetchError};
+pub use error::{FaultOrigin, FetchError};
 pub use progress::{Observer, Phase, Progress};
-pub use reach::Reach;
 pub use source::{Credentials, Key, Source};
 pub use tries::Tries;
 
@@ -67,7 +67,7 @@ pub struct FetchOptions {
     pub max_backoff: Duration,
     /// Longest wait that a server may request with Retry-After; if it requests more, the fetch gives up.
     pub max_retry_after: Duration,
-    /// Time for which a non-public server that sends no byte is tried, where the reach is limited. Every failure there
+    /// Time for which a non-public server that sends no byte is tried, where addresses are limited. Every failure there
     /// is reported after this time or a multiple of it, so that its timing reveals nothing about the server.
     pub private_patience: Duration,
     /// Bytes of disk space to leave free.
@@ -75,7 +75,7 @@ pub struct FetchOptions {
     /// The same as a percentage of the disk; the larger of the two applies.
     pub reserve_percent: u8,
     /// Addresses that may be fetched from.
-    pub reach: Reach,
+    pub address_policy: AddressPolicy,
     /// Maximum number of files and directories in an archive.
     pub max_entries: u64,
 }
@@ -92,7 +92,7 @@ impl Default for FetchOptions {
             private_patience: Duration::from_secs(60),
             reserve_bytes: 256 << 20,
             reserve_percent: 0,
-            reach: Reach::anywhere(),
+            address_policy: AddressPolicy::anywhere(),
             max_entries: 100_000,
         }
     }
@@ -121,7 +121,7 @@ pub async fn fetch(
     };
     let reporter = Arc::new(Reporter::new(observer));
     // The size stays hidden until the server is known to be public, or the file to be an archive.
-    reporter.hide(options.reach.is_limited());
+    reporter.hide(options.address_policy.is_limited());
     let lock = Arc::new(wait_for_lock(cache, &key, &reporter).await?);
     if let Some(directory) = cache.model(&key) {
         lock.remove();

@@ -91,7 +91,7 @@ pub(crate) fn put_in_place(
         }
         Err(error) => {
             remove_directory(temporary)?;
-            if error.blame() == crate::Blame::Content {
+            if error.fault_origin() == crate::FaultOrigin::Content {
                 part.remove()?;
             }
             Err(error)

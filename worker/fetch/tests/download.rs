@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hearth_fetch::{Blame, Cache, FetchError, FetchOptions, Phase, Progress, Source, fetch};
+use hearth_fetch::{Cache, FaultOrigin, FetchError, FetchOptions, Phase, Progress, Source, fetch};
 use support::{Fault, FileServer, Seen, model_tar, noise, sha256, tar_of};
 use tempfile::TempDir;
 
@@ -230,7 +230,7 @@ async fn a_server_that_ignores_ranges_and_always_breaks_is_left() {
     };
     assert_eq!((*attempts, *bytes), (3, 900_000));
     assert_eq!(server.seen().len(), 3);
-    assert_eq!(error.blame(), Blame::Remote);
+    assert_eq!(error.fault_origin(), FaultOrigin::Remote);
 }
 
 #[tokio::test]
@@ -291,7 +291,7 @@ async fn a_wrong_checksum_is_told_with_both_and_leaves_nothing() {
     let fetcher = Fetcher::new(&server, &wrong);
     let error = fetcher.fetch().await.unwrap_err();
     assert!(matches!(error, FetchError::Mismatch { .. }));
-    assert_eq!(error.blame(), Blame::Content);
+    assert_eq!(error.fault_origin(), FaultOrigin::Content);
     let text = error.to_string();
     assert!(
         text.contains(&wrong) && text.contains(&sha256(&archive)),
@@ -326,7 +326,7 @@ async fn answers_that_are_no_file() {
         let error = fetcher.fetch().await.unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");
         assert!(error.to_string().contains(&server.url()), "{error}");
-        assert_eq!(error.blame(), Blame::Remote);
+        assert_eq!(error.fault_origin(), FaultOrigin::Remote);
     }
     assert_eq!(
         server.seen().len(),
@@ -446,7 +446,7 @@ async fn a_disk_without_room_is_told_before_anything_is_fetched() {
     fetcher.options.reserve_bytes = 1 << 60;
     let error = fetcher.fetch().await.unwrap_err();
     assert!(matches!(error, FetchError::DiskFull { .. }), "{error}");
-    assert_eq!(error.blame(), Blame::Local);
+    assert_eq!(error.fault_origin(), FaultOrigin::Local);
     let text = error.to_string();
     assert!(
         text.contains("2 MiB to fetch of the archive") && text.contains("MiB free"),

@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use hearth_fetch::{Blame, Cache, FetchError, FetchOptions, Source, fetch};
+use hearth_fetch::{Cache, FaultOrigin, FetchError, FetchOptions, Source, fetch};
 use support::{FileServer, model_tar, noise, sha256, tar_of};
 use tar::{Builder, EntryType, Header};
 use tempfile::TempDir;
@@ -42,7 +42,7 @@ async fn unpacked_up_to(
 async fn refused(archive: Vec<u8>) -> FetchError {
     let (directory, outcome) = unpacked(archive).await;
     let error = outcome.expect_err("it was unpacked");
-    assert_eq!(error.blame(), Blame::Content, "{error}");
+    assert_eq!(error.fault_origin(), FaultOrigin::Content, "{error}");
     let left = files(directory.path());
     let left: Vec<&String> = left
         .iter()
@@ -285,7 +285,11 @@ async fn whatever_an_archive_holds_nothing_is_touched_outside() {
                 taken += 1;
             }
             Err(error) => {
-                assert_eq!(error.blame(), Blame::Content, "{wild:?}: {error}");
+                assert_eq!(
+                    error.fault_origin(),
+                    FaultOrigin::Content,
+                    "{wild:?}: {error}"
+                );
                 assert!(!Path::new(&model).exists(), "{wild:?}");
                 refused += 1;
             }

@@ -5,7 +5,7 @@
 
 use hearth_crds::{ComputeCapability, GpuProfile, PcieLink};
 
-use crate::nvml::{self, GpuReading, Silence};
+use crate::nvml::{self, GpuReading, NvmlUnavailable};
 use crate::three_digits;
 use crate::tree::Tree;
 
@@ -25,11 +25,11 @@ pub(crate) fn gpus(tree: &Tree) -> Vec<GpuProfile> {
             .iter()
             .filter_map(|reading| profile(tree, reading))
             .collect(),
-        Err(Silence::NoGpus(why)) => {
+        Err(NvmlUnavailable::NoGpus(why)) => {
             tracing::debug!("profile: no GPU by NVML: {why}");
             listed(tree)
         }
-        Err(Silence::Trouble(what)) => {
+        Err(NvmlUnavailable::Trouble(what)) => {
             tree.warn(what);
             listed(tree)
         }

@@ -51,7 +51,7 @@ pub(crate) struct PcieReading {
 
 /// Reason nothing can be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Silence {
+pub(crate) enum NvmlUnavailable {
     /// No library, no driver or no GPU, as on most machines.
     NoGpus(String),
     /// GPUs should be present but cannot be read: the user can fix it.
@@ -59,7 +59,7 @@ pub(crate) enum Silence {
 }
 
 /// Reads every GPU, in PCI bus order.
-pub(crate) fn read(library: &str) -> Result<Vec<GpuReading>, Silence> {
+pub(crate) fn read(library: &str) -> Result<Vec<GpuReading>, NvmlUnavailable> {
     let nvml = Nvml::builder()
         .lib_path(OsStr::new(library))
         .init()
@@ -68,7 +68,7 @@ pub(crate) fn read(library: &str) -> Result<Vec<GpuReading>, Silence> {
         .device_count()
         .map_err(|error| silence(library, &error))?;
     if count == 0 {
-        return Err(Silence::NoGpus(format!("{library} lists none")));
+        return Err(NvmlUnavailable::NoGpus(format!("{library} lists none")));
     }
     (0..count)
         .map(|index| {
@@ -109,17 +109,17 @@ fn of_device(device: &Device<'_>) -> Result<GpuReading, NvmlError> {
 }
 
 /// Classifies an error by its meaning for a profile.
-fn silence(library: &str, error: &NvmlError) -> Silence {
+fn silence(library: &str, error: &NvmlError) -> NvmlUnavailable {
     match error {
         NvmlError::LibloadingError(_)
         | NvmlError::LibraryNotFound
         | NvmlError::DriverNotLoaded
-        | NvmlError::NotFound => Silence::NoGpus(format!("{library}: {error}")),
-        NvmlError::LibRmVersionMismatch => Silence::Trouble(format!(
+        | NvmlError::NotFound => NvmlUnavailable::NoGpus(format!("{library}: {error}")),
+        NvmlError::LibRmVersionMismatch => NvmlUnavailable::Trouble(format!(
             "GPUs cannot be used: {library} and the loaded NVIDIA driver are of different versions \
              (driver/library version mismatch): restart the machine, or load the driver that was installed"
         )),
-        error => Silence::Trouble(format!("GPUs cannot be read: {library}: {error}")),
+        error => NvmlUnavailable::Trouble(format!("GPUs cannot be read: {library}: {error}")),
     }
 }
 
@@ -131,22 +131,29 @@ mod tests {
     fn a_machine_without_the_library_has_no_gpus() {
         let began = std::time::Instant::now();
         let silence = read("libnvidia-ml-that-is-not-there.so.1");
-        assert!(matches!(silence, Err(Silence::NoGpus(_))), "{silence:?}");
+        assert!(
+            matches!(silence, Err(NvmlUnavailable::NoGpus(_))),
+            "{silence:?}"
+        );
         assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
     }
 
     #[test]
     fn only_what_a_person_can_act_on_is_trouble() {
         for quiet in [NvmlError::DriverNotLoaded, NvmlError::NotFound] {
-            assert!(matches!(silence(LIBRARY, &quiet), Silence::NoGpus(_)));
+            assert!(matches!(
+                silence(LIBRARY, &quiet),
+                NvmlUnavailable::NoGpus(_)
+            ));
         }
-        let Silence::Trouble(mismatch) = silence(LIBRARY, &NvmlError::LibRmVersionMismatch) else {
+        let NvmlUnavailable::Trouble(mismatch) = silence(LIBRARY, &NvmlError::LibRmVersionMismatch)
+        else {
             panic!("a mismatch is no machine without GPUs");
         };
         assert!(mismatch.contains("version mismatch"), "{mismatch}");
         assert!(matches!(
             silence(LIBRARY, &NvmlError::NoPermission),
-            Silence::Trouble(_)
+            NvmlUnavailable::Trouble(_)
         ));
     }
 }

@@ -39,12 +39,12 @@ struct State {
     home: Vec<usize>,
     /// Binds the compute threads.
     bind: Option<BindThreads>,
-    got: Got,
+    got: Allocation,
 }
 
 /// Resources that a process actually got.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Got {
+struct Allocation {
     cpus: BTreeSet<u32>,
     numa_nodes: BTreeSet<u32>,
     /// Number of threads that compute on CPUs.
@@ -226,7 +226,7 @@ impl Binding {
         }
     }
 
-    fn warn(&self, got: &Got) {
+    fn warn(&self, got: &Allocation) {
         for shortfall in shortfalls(&self.rank, got) {
             tracing::warn!(rank = self.rank.name, "not as planned: {shortfall}");
         }
@@ -306,7 +306,7 @@ fn one_of_each_core_first(cpus: &[usize], machine: &[CpuTopology]) -> Vec<usize>
 
 /// Lists the resources that a process lacks compared with its plan, one sentence each. Other CPUs on the same NUMA
 /// nodes do not count.
-fn shortfalls(rank: &PlanRank, got: &Got) -> Vec<String> {
+fn shortfalls(rank: &PlanRank, got: &Allocation) -> Vec<String> {
     let mut found = Vec::new();
     let list = |ids: &[u32]| format_id_list(&ids.iter().copied().collect());
     let (planned, has) = (rank.cpus.len(), got.cpus.len());
@@ -367,7 +367,7 @@ fn shortfalls(rank: &PlanRank, got: &Got) -> Vec<String> {
 }
 
 /// NUMA nodes that hold enough of the memory to be reported, with their share.
-fn memory_shares(got: &Got) -> impl Iterator<Item = (u32, f64)> {
+fn memory_shares(got: &Allocation) -> impl Iterator<Item = (u32, f64)> {
     let bytes = |memory: &NumaMemory| (memory.weight_bytes + memory.own_bytes) as f64;
     let all: f64 = got.memory.values().map(bytes).sum();
     let shares = got
@@ -436,13 +436,13 @@ mod tests {
         assert_eq!(one_of_each_core_first(&[2, 1], &[]), [1, 2]);
     }
 
-    fn got(cpus: &[u32], threads: usize) -> Got {
+    fn got(cpus: &[u32], threads: usize) -> Allocation {
         let node = |cpu: &u32| cpu / 4;
-        Got {
+        Allocation {
             cpus: cpus.iter().copied().collect(),
             numa_nodes: cpus.iter().map(node).collect(),
             threads,
-            ..Got::default()
+            ..Allocation::default()
         }
     }
 

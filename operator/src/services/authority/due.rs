@@ -81,7 +81,7 @@ pub(super) fn authority_due(
 
 /// Action due for a Secret with certificates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LeafDue {
+pub(super) enum LeafAction {
     /// Nothing until that time.
     Nothing(Timestamp),
     /// Rewrite only the bundle of trusted authorities.
@@ -116,18 +116,18 @@ pub(super) struct LeafWanted<'a> {
 }
 
 /// Returns the action due at `now`; `leaf` is `None` if there is no Secret, or nothing usable in it.
-pub(super) fn leaf_due(leaf: Option<&Leaf>, wanted: LeafWanted<'_>, now: Timestamp) -> LeafDue {
+pub(super) fn leaf_due(leaf: Option<&Leaf>, wanted: LeafWanted<'_>, now: Timestamp) -> LeafAction {
     let Some(leaf) = leaf else {
-        return LeafDue::Issue;
+        return LeafAction::Issue;
     };
     let facts = &leaf.facts;
     let is_trusted = wanted.trusted.contains(&facts.issuer);
     let is_as_wanted = facts.names == [wanted.name] && facts.usage == wanted.usage;
     if now >= facts.not_after || !is_as_wanted || !is_trusted {
-        return LeafDue::Issue;
+        return LeafAction::Issue;
     }
     if leaf.bundle != wanted.bundle {
-        return LeafDue::Trust;
+        return LeafAction::Trust;
     }
     let lifetime = lifetime_of(facts).min(wanted.lifetime);
     let mut issue = after(facts.not_before, SKEW + part(lifetime, 2, 3));
@@ -136,9 +136,9 @@ pub(super) fn leaf_due(leaf: Option<&Leaf>, wanted: LeafWanted<'_>, now: Timesta
         issue = issue.min(after(settled, settling(wanted.lifetime)));
     }
     if now >= issue {
-        LeafDue::Issue
+        LeafAction::Issue
     } else {
-        LeafDue::Nothing(issue)
+        LeafAction::Nothing(issue)
     }
 }
 
@@ -286,40 +286,45 @@ mod tests {
         }
         let (hour, two, renewal) = (at(HOUR), at(2 * HOUR), at(60 * DAY));
         let cases = [
-            ("no Secret", None, start(), LeafDue::Issue),
+            ("no Secret", None, start(), LeafAction::Issue),
             (
                 "fresh",
                 leaf("B", "AB", None),
                 hour,
-                LeafDue::Nothing(renewal),
+                LeafAction::Nothing(renewal),
             ),
-            ("two thirds", leaf("B", "AB", None), renewal, LeafDue::Issue),
-            ("expired", leaf("B", "A", None), at(LEAF), LeafDue::Issue),
-            ("another name", renamed, hour, LeafDue::Issue),
-            ("new bundle", leaf("A", "A", None), hour, LeafDue::Trust),
+            (
+                "two thirds",
+                leaf("B", "AB", None),
+                renewal,
+                LeafAction::Issue,
+            ),
+            ("expired", leaf("B", "A", None), at(LEAF), LeafAction::Issue),
+            ("another name", renamed, hour, LeafAction::Issue),
+            ("new bundle", leaf("A", "A", None), hour, LeafAction::Trust),
             (
                 "bundle of now",
                 leaf("A", "AB", Some(hour)),
                 hour,
-                LeafDue::Nothing(two),
+                LeafAction::Nothing(two),
             ),
             (
                 "settled bundle",
                 leaf("A", "AB", Some(hour)),
                 two,
-                LeafDue::Issue,
+                LeafAction::Issue,
             ),
             (
                 "bundle of any age",
                 leaf("A", "AB", None),
                 hour,
-                LeafDue::Issue,
+                LeafAction::Issue,
             ),
             (
                 "a stranger's",
                 leaf("C", "AB", Some(hour)),
                 hour,
-                LeafDue::Issue,
+                LeafAction::Issue,
             ),
         ];
         for (what, leaf, now, due) in cases {
@@ -345,8 +350,11 @@ mod tests {
         };
         assert_eq!(
             leaf_due(Some(&leaf), wanted, start()),
-            LeafDue::Nothing(at(2 * HOUR))
+            LeafAction::Nothing(at(2 * HOUR))
         );
-        assert_eq!(leaf_due(Some(&leaf), wanted, at(2 * HOUR)), LeafDue::Issue);
+        assert_eq!(
+            leaf_due(Some(&leaf), wanted, at(2 * HOUR)),
+            LeafAction::Issue
+        );
     }
 }

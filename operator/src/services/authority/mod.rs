@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use due::{AUTHORITY_LIFETIME, AuthorityDue, LeafDue, LeafWanted, authority_due, leaf_due};
+use due::{AUTHORITY_LIFETIME, AuthorityDue, LeafAction, LeafWanted, authority_due, leaf_due};
 use hearth_controller_core::names::{
     AGENT_TLS_NAME, FIELD_MANAGER, OPERATOR_TLS_NAME, agent_tls_name, certificates_secret,
     old_certificates_secret, tls_name,
@@ -394,11 +394,11 @@ impl Authority {
                 now,
             );
             let pair = match (due, &stored) {
-                (LeafDue::Nothing(again), Some(stored)) => {
+                (LeafAction::Nothing(again), Some(stored)) => {
                     let serial = stored.leaf.facts.serial.clone();
                     return Ok(Issued { serial, again });
                 }
-                (LeafDue::Trust, Some(stored)) => stored.pair.clone(),
+                (LeafAction::Trust, Some(stored)) => stored.pair.clone(),
                 _ => keys
                     .signing
                     .issue(&wanted.name, wanted.usage, now, lifetime)?,

@@ -230,7 +230,7 @@ fn entry(key: &str, text: &str) -> (String, ByteString) {
 mod tests {
     use std::time::Duration;
 
-    use super::super::due::{AuthorityDue, LeafDue, LeafWanted, authority_due, leaf_due};
+    use super::super::due::{AuthorityDue, LeafAction, LeafWanted, authority_due, leaf_due};
     use super::super::issue::Usage;
     use super::*;
 
@@ -285,8 +285,8 @@ mod tests {
             };
             let due = leaf_due(leaf.as_ref().map(|leaf| &leaf.leaf), wanted, now);
             let pair = match (due, &leaf) {
-                (LeafDue::Nothing(_), _) => continue,
-                (LeafDue::Trust, Some(leaf)) => leaf.pair.clone(),
+                (LeafAction::Nothing(_), _) => continue,
+                (LeafAction::Trust, Some(leaf)) => leaf.pair.clone(),
                 _ => {
                     issued += 1;
                     keys.signing

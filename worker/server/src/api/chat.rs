@@ -204,7 +204,8 @@ async fn collect(
     mut writer: ChatWriter,
     n: u32,
 ) -> Result<ChatCompletion, ApiError> {
-    let mut choices: Vec<Whole> = (0..n).map(|_| Whole::default()).collect();
+    let mut choices: Vec<ChoiceAccumulator> =
+        (0..n).map(|_| ChoiceAccumulator::default()).collect();
     let mut usage = Usage::default();
     while let Some(event) = events.next().await {
         match event? {
@@ -239,14 +240,14 @@ async fn collect(
 
 /// Output of one choice so far.
 #[derive(Default)]
-struct Whole {
+struct ChoiceAccumulator {
     text: String,
     calls: Vec<ToolCall>,
     logprobs: Vec<wire::response::TokenLogprob>,
     reason: Option<FinishReason>,
 }
 
-impl Whole {
+impl ChoiceAccumulator {
     fn push(&mut self, delta: Delta) {
         self.text.push_str(&delta.text);
         self.logprobs

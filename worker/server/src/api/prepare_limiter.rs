@@ -18,7 +18,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::body;
-use super::room::{LAST_WITHIN, Room, Rooms};
+use super::room::{LAST_WITHIN, MemoryBudget, Room};
 use crate::config::Limits;
 use crate::error::ApiError;
 
@@ -39,7 +39,7 @@ pub(super) struct PrepareLimiter {
     places: Arc<Semaphore>,
     with_schemas: Arc<Semaphore>,
     large: Arc<Semaphore>,
-    bodies: Rooms,
+    bodies: MemoryBudget,
     /// Permits in [`UNIT_BYTES`].
     requests: Arc<Semaphore>,
 }
@@ -110,7 +110,7 @@ impl PrepareLimiter {
             places: semaphore(cpus.clamp(PLACES.0, PLACES.1)),
             with_schemas: semaphore((cpus / 2).clamp(PLACES.0, PLACES.1)),
             large: semaphore(1),
-            bodies: Rooms::new(),
+            bodies: MemoryBudget::new(),
             requests: semaphore(LARGE_REQUESTS_BYTES / UNIT_BYTES),
         }
     }
@@ -243,7 +243,7 @@ mod tests {
     fn held(bytes: usize) -> Held {
         Held {
             bytes: Bytes::from(vec![b' '; bytes]),
-            room: Arc::new(Rooms::new().room()),
+            room: Arc::new(MemoryBudget::new().room()),
         }
     }
 

@@ -18,7 +18,7 @@ pub(super) const LAST_WITHIN: Duration = Duration::from_secs(10);
 
 /// The memory of one gateway; clones share it.
 #[derive(Clone)]
-pub(super) struct Rooms {
+pub(super) struct MemoryBudget {
     /// Permits in [`STEP_BYTES`].
     steps: Arc<Semaphore>,
     last: Arc<Semaphore>,
@@ -26,12 +26,12 @@ pub(super) struct Rooms {
 
 /// One body's share, released when dropped.
 pub(super) struct Room {
-    rooms: Rooms,
+    rooms: MemoryBudget,
     steps: Option<OwnedSemaphorePermit>,
     last: Option<OwnedSemaphorePermit>,
 }
 
-impl Rooms {
+impl MemoryBudget {
     pub(super) fn new() -> Self {
         Self {
             steps: Arc::new(Semaphore::new(SHARED_BYTES / STEP_BYTES)),
@@ -82,7 +82,7 @@ mod tests {
 
     #[tokio::test]
     async fn all_bodies_come_to_their_end_one_after_another_when_there_is_no_more_memory() {
-        let rooms = Rooms::new();
+        let rooms = MemoryBudget::new();
         let whole = 8 << 20;
         let reading = (0..20).map(|_| {
             let mut room = rooms.room();
@@ -100,7 +100,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_does_not_come_takes_no_memory() {
-        let rooms = Rooms::new();
+        let rooms = MemoryBudget::new();
         let mut stalled = Vec::new();
         for _ in 0..8 {
             let mut room = rooms.room();

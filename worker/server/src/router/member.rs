@@ -21,7 +21,7 @@ const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from
 const LOST_AFTER_LOOKS: u32 = 3;
 
 /// Outcome of a probe.
-enum Look {
+enum ProbeOutcome {
     Well(Box<(DescribeResponse, StatsResponse)>),
     Failed(RpcError),
     /// Neither an answer nor a token arrived for longer than a working process may be silent.
@@ -128,51 +128,51 @@ impl Member {
     }
 
     /// Probes the worker repeatedly, for as long as its pool exists.
-    pub(super) async fn look_after(self: Arc<Self>, pool: Weak<WorkerPool>, hang_after: Duration) {
-        let looks = || self.look_again_and_again(pool.clone(), hang_after);
+    pub(super) async fn watch_over(self: Arc<Self>, pool: Weak<WorkerPool>, hang_after: Duration) {
+        let looks = || self.probe_repeatedly(pool.clone(), hang_after);
         until_it_ends(looks).await;
     }
 
-    async fn look_again_and_again(&self, pool: Weak<WorkerPool>, hang_after: Duration) {
+    async fn probe_repeatedly(&self, pool: Weak<WorkerPool>, hang_after: Duration) {
         let mut pause = BACKOFF.0;
         loop {
-            let look = self.look(hang_after).await;
+            let outcome = self.probe(hang_after).await;
             let Some(pool) = pool.upgrade() else { return };
-            let wait = self.note(&pool, look, &mut pause);
+            let wait = self.note(&pool, outcome, &mut pause);
             drop(pool);
             let _ = timeout(wait, self.poke.notified()).await;
         }
     }
 
     /// Probes the worker. The answer comes from threads separate from the computation, however long a step takes.
-    async fn look(&self, hang_after: Duration) -> Look {
+    async fn probe(&self, hang_after: Duration) -> ProbeOutcome {
         let began = Instant::now();
-        let mut look = pin!(look_at(&self.worker));
+        let mut probe = pin!(describe(&self.worker));
         loop {
             let heard = self.lock().heard.unwrap_or(began);
             // A worker that has been silent for long still gets some time to answer.
             let until = (heard + hang_after).max(began + hang_after / 2);
             tokio::select! {
                 biased;
-                answer = &mut look => return match answer {
-                    Ok(well) => Look::Well(Box::new(well)),
-                    Err(error) => Look::Failed(error),
+                answer = &mut probe => return match answer {
+                    Ok(well) => ProbeOutcome::Well(Box::new(well)),
+                    Err(error) => ProbeOutcome::Failed(error),
                 },
                 () = sleep_until(until) => {}
             }
             if self.lock().heard.is_none_or(|later| later <= heard) {
-                return Look::Silent;
+                return ProbeOutcome::Silent;
             }
         }
     }
 
     /// Records the outcome of a probe; returns the pause before the next.
-    fn note(&self, pool: &WorkerPool, look: Look, pause: &mut Duration) -> Duration {
-        let is_silent = matches!(look, Look::Silent);
+    fn note(&self, pool: &WorkerPool, outcome: ProbeOutcome, pause: &mut Duration) -> Duration {
+        let is_silent = matches!(outcome, ProbeOutcome::Silent);
         let mut state = self.lock();
         let before = state.health;
-        match look {
-            Look::Well(well) => {
+        match outcome {
+            ProbeOutcome::Well(well) => {
                 let (description, stats) = *well;
                 *pause = BACKOFF.0;
                 state.failures = 0;
@@ -188,14 +188,14 @@ impl Member {
                 state.description = description;
                 state.stats = stats;
             }
-            Look::Silent => {
+            ProbeOutcome::Silent => {
                 state.failures += 1;
                 if state.health != Health::Starting {
                     state.health = Health::Hung;
                     state.prefixes.forget();
                 }
             }
-            Look::Failed(error) => {
+            ProbeOutcome::Failed(error) => {
                 state.failures += 1;
                 // Streams of a dead process break by themselves, and those of one that merely refuses calls go on.
                 let is_lost =
@@ -239,7 +239,7 @@ async fn until_it_ends<F: Future<Output = ()>>(work: impl Fn() -> F) {
     }
 }
 
-async fn look_at(worker: &Worker) -> Result<(DescribeResponse, StatsResponse), RpcError> {
+async fn describe(worker: &Worker) -> Result<(DescribeResponse, StatsResponse), RpcError> {
     let mut control = worker.control();
     let description = control.describe(DescribeRequest {}).await;
     let description = description

@@ -126,7 +126,7 @@ impl WorkerPool {
             let member = Arc::new(member);
             let looks = member
                 .clone()
-                .look_after(Arc::downgrade(self), self.routing.hang_after);
+                .watch_over(Arc::downgrade(self), self.routing.hang_after);
             kept.push(Kept {
                 member,
                 _looks: AbortOnDropHandle::new(tokio::spawn(looks)),

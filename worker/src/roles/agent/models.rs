@@ -9,7 +9,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use hearth_crds::ModelFacts;
 use hearth_fetch::{
-    Blame, Cache, FetchError, FetchOptions, Key, Phase, Progress, Reach, Source, Tries, fetch,
+    AddressPolicy, Cache, FaultOrigin, FetchError, FetchOptions, Key, Phase, Progress, Source,
+    Tries, fetch,
 };
 use hearth_transport::v1::{ModelRequest, ModelResponse, ModelState};
 use ipnet::IpNet;
@@ -52,7 +53,7 @@ impl Limits {
         FetchOptions {
             reserve_percent: self.disk_reserve,
             private_patience: self.private_patience,
-            reach: Reach::outside(cluster_ranges, self.allow_ranges.clone()),
+            address_policy: AddressPolicy::outside(cluster_ranges, self.allow_ranges.clone()),
             ..FetchOptions::default()
         }
     }
@@ -62,14 +63,14 @@ impl Limits {
     /// equally long whatever it was, and not long, since the usual cause is a server at home that was briefly off. But
     /// the wait is at least twice the time of a try that was entirely in vain (`wasted`), or the wrong archive would
     /// be downloaded endlessly.
-    fn wait_after(&self, blame: Blame, failures: u32, wasted: Duration) -> Duration {
-        let (first, most) = match blame {
-            Blame::Content => (Duration::from_secs(600), MOST_WAIT),
-            Blame::Unknown => (
+    fn wait_after(&self, fault_origin: FaultOrigin, failures: u32, wasted: Duration) -> Duration {
+        let (first, most) = match fault_origin {
+            FaultOrigin::Content => (Duration::from_secs(600), MOST_WAIT),
+            FaultOrigin::Unknown => (
                 (4 * self.private_patience).max(2 * wasted),
                 (5 * self.private_patience).max(2 * wasted),
             ),
-            Blame::Request | Blame::Remote | Blame::Local => {
+            FaultOrigin::Request | FaultOrigin::Remote | FaultOrigin::Local => {
                 (Duration::from_secs(5), Duration::from_secs(300))
             }
         };
@@ -110,7 +111,7 @@ struct Ready {
 /// Reason a model is not ready, and who can fix it.
 struct Failure {
     why: String,
-    blame: Blame,
+    fault_origin: FaultOrigin,
     /// Whether the next try may cost as much again.
     costs_all_again: bool,
 }
@@ -119,7 +120,7 @@ impl From<FetchError> for Failure {
     fn from(error: FetchError) -> Self {
         Self {
             why: error.to_string(),
-            blame: error.blame(),
+            fault_origin: error.fault_origin(),
             costs_all_again: error.costs_all_again(),
         }
     }
@@ -262,14 +263,18 @@ impl Models {
                 entry.state = State::Ready(ready);
             }
             Err(failure) => {
-                let Failure { why, blame, .. } = failure;
+                let Failure {
+                    why, fault_origin, ..
+                } = failure;
                 let wasted = if failure.costs_all_again {
                     took
                 } else {
                     Duration::ZERO
                 };
                 entry.tries.failures += 1;
-                let wait = self.limits.wait_after(blame, entry.tries.failures, wasted);
+                let wait = self
+                    .limits
+                    .wait_after(fault_origin, entry.tries.failures, wasted);
                 tracing::warn!(%key, ?wait, "model failed: {why}");
                 let again_at = Instant::now() + wait;
                 entry.tries.wait(SystemTime::now(), wait);
@@ -292,7 +297,7 @@ impl Models {
             let now = SystemTime::now();
             let wait = self
                 .limits
-                .wait_after(Blame::Content, again, Duration::ZERO);
+                .wait_after(FaultOrigin::Content, again, Duration::ZERO);
             entry.tries.wait(now, wait);
         }
         entry.tries.why = format!(
@@ -338,7 +343,7 @@ impl Models {
             (None, None) => {
                 return Err(Failure {
                     why: "it was removed while it was being inspected".to_owned(),
-                    blame: Blame::Local,
+                    fault_origin: FaultOrigin::Local,
                     costs_all_again: false,
                 });
             }
@@ -346,7 +351,7 @@ impl Models {
         risk.call_once(|| self.begin_risk(key));
         let unfit = |why| Failure {
             why,
-            blame: Blame::Content,
+            fault_origin: FaultOrigin::Content,
             costs_all_again: true,
         };
         let arguments = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
@@ -458,20 +463,23 @@ mod tests {
             keep: Duration::ZERO,
             private_patience: Duration::from_secs(60),
         };
-        let seconds =
-            |blame, failures| limits.wait_after(blame, failures, Duration::ZERO).as_secs();
+        let seconds = |fault_origin, failures| {
+            limits
+                .wait_after(fault_origin, failures, Duration::ZERO)
+                .as_secs()
+        };
         assert_eq!(
-            [1, 2, 3, 40].map(|n| seconds(Blame::Unknown, n)),
+            [1, 2, 3, 40].map(|n| seconds(FaultOrigin::Unknown, n)),
             [240, 300, 300, 300]
         );
         let hour = Duration::from_secs(3600);
-        assert_eq!(limits.wait_after(Blame::Unknown, 3, hour), 2 * hour);
+        assert_eq!(limits.wait_after(FaultOrigin::Unknown, 3, hour), 2 * hour);
         assert_eq!(
-            [1, 2, 3, 40].map(|n| seconds(Blame::Remote, n)),
+            [1, 2, 3, 40].map(|n| seconds(FaultOrigin::Remote, n)),
             [5, 10, 20, 300]
         );
         assert_eq!(
-            [1, 2, 40].map(|n| seconds(Blame::Content, n)),
+            [1, 2, 40].map(|n| seconds(FaultOrigin::Content, n)),
             [600, 1200, 21_600]
         );
     }

@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hearth_fetch::{
-    Blame, Cache, Credentials, FetchError, FetchOptions, Key, Phase, Progress, Reach, Source, fetch,
+    AddressPolicy, Cache, Credentials, FaultOrigin, FetchError, FetchOptions, Key, Phase, Progress,
+    Source, fetch,
 };
 use support::{Fault, FileServer, model_tar, sha256};
 use tempfile::TempDir;
@@ -26,7 +27,7 @@ fn inside(allowed: &str) -> FetchOptions {
         max_backoff: Duration::from_millis(20),
         reserve_bytes: 0,
         private_patience: PATIENCE,
-        reach: Reach::outside(cluster, vec![allowed.parse().unwrap()]),
+        address_policy: AddressPolicy::outside(cluster, vec![allowed.parse().unwrap()]),
         ..FetchOptions::default()
     }
 }
@@ -52,7 +53,7 @@ async fn told_of(source: &Source, options: &FetchOptions) -> String {
         .unwrap_err();
     let elapsed = began.elapsed();
     assert!(matches!(error, FetchError::KeptBack { .. }), "{error}");
-    assert_eq!(error.blame(), Blame::Unknown);
+    assert_eq!(error.fault_origin(), FaultOrigin::Unknown);
     assert!(elapsed >= PATIENCE, "told after {elapsed:?}: {error}");
     let past_ms = elapsed.as_millis() % PATIENCE.as_millis();
     assert!(past_ms < 1200, "told after {elapsed:?}: {error}");
@@ -90,7 +91,7 @@ async fn what_is_inside_is_not_asked() {
             matches!(error, FetchError::Forbidden { .. }),
             "{host}: {error}"
         );
-        assert_eq!(error.blame(), Blame::Request);
+        assert_eq!(error.fault_origin(), FaultOrigin::Request);
         assert!(error.to_string().contains("allowedRanges"), "{error}");
         assert!(server.seen().is_empty(), "{host} was asked");
         let anywhere = FetchOptions {

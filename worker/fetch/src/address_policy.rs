@@ -17,7 +17,7 @@ use crate::part::sha256_of;
 
 /// Policy on the addresses that may be fetched from.
 #[derive(Clone, Debug, Default)]
-pub struct Reach {
+pub struct AddressPolicy {
     limits: Option<Limits>,
 }
 
@@ -28,7 +28,7 @@ struct Limits {
     allowed: Vec<IpNet>,
 }
 
-impl Reach {
+impl AddressPolicy {
     /// Allows any address that this machine can reach: for users who fetch for themselves.
     pub fn anywhere() -> Self {
         Self::default()
@@ -80,10 +80,10 @@ impl fmt::Display for Refused {
 
 impl Error for Refused {}
 
-/// The [`Reach`] of one download, and whether it has met a non-public server.
+/// The [`AddressPolicy`] of one download, and whether it has met a non-public server.
 #[derive(Clone)]
 pub(crate) struct Guard {
-    reach: Reach,
+    policy: AddressPolicy,
     has_met_inside: Arc<AtomicBool>,
     has_met_any: Arc<AtomicBool>,
     /// SHA-256 of the URLs and resolved addresses of one attempt.
@@ -91,9 +91,9 @@ pub(crate) struct Guard {
 }
 
 impl Guard {
-    pub(crate) fn new(reach: &Reach) -> Self {
+    pub(crate) fn new(policy: &AddressPolicy) -> Self {
         Self {
-            reach: reach.clone(),
+            policy: policy.clone(),
             has_met_inside: Arc::default(),
             has_met_any: Arc::default(),
             asked: Arc::default(),
@@ -120,7 +120,7 @@ impl Guard {
 
     /// Records that the part on disk came from a non-public server.
     pub(crate) fn keep_back(&self) {
-        let is_limited = self.reach.is_limited();
+        let is_limited = self.policy.is_limited();
         self.has_met_inside.store(is_limited, Ordering::Relaxed);
     }
 
@@ -132,13 +132,13 @@ impl Guard {
 
     /// Whether the origin of the part on disk is unknown, since no server was asked.
     pub(crate) fn knows_nothing(&self) -> bool {
-        self.reach.is_limited() && !self.has_met_any.load(Ordering::Relaxed)
+        self.policy.is_limited() && !self.has_met_any.load(Ordering::Relaxed)
     }
 
     /// Configures a client to connect only to allowed addresses, and to follow at most `max` redirects.
     pub(crate) fn install(&self, builder: ClientBuilder, max: usize) -> ClientBuilder {
         let limited = Policy::limited(max);
-        if !self.reach.is_limited() {
+        if !self.policy.is_limited() {
             return builder.redirect(limited);
         }
         let guard = self.clone();
@@ -164,9 +164,9 @@ impl Guard {
     }
 
     fn take(&self, address: IpAddr) -> Result<(), Refused> {
-        self.reach.check(address)?;
+        self.policy.check(address)?;
         self.has_met_any.store(true, Ordering::Relaxed);
-        if self.reach.is_limited() && !is_public(plain(address)) {
+        if self.policy.is_limited() && !is_public(plain(address)) {
             self.has_met_inside.store(true, Ordering::Relaxed);
         }
         Ok(())
@@ -280,9 +280,9 @@ mod tests {
         texts.iter().map(|text| text.parse().unwrap()).collect()
     }
 
-    fn reach() -> Reach {
+    fn policy() -> AddressPolicy {
         let cluster = ranges(&["10.42.0.0/16", "10.43.0.0/16", "fd42::/48"]);
-        Reach::outside(cluster, ranges(&["10.43.0.80/32", "127.0.0.9/32"]))
+        AddressPolicy::outside(cluster, ranges(&["10.43.0.80/32", "127.0.0.9/32"]))
     }
 
     #[test]
@@ -312,8 +312,12 @@ mod tests {
             "64:ff9b::10.42.0.9",
             "64:ff9b::7f00:1",
         ] {
-            assert!(reach().check(text.parse().unwrap()).is_err(), "{text}");
-            assert!(Reach::anywhere().check(text.parse().unwrap()).is_ok());
+            assert!(policy().check(text.parse().unwrap()).is_err(), "{text}");
+            assert!(
+                AddressPolicy::anywhere()
+                    .check(text.parse().unwrap())
+                    .is_ok()
+            );
         }
         for text in [
             "192.168.1.5",
@@ -325,13 +329,13 @@ mod tests {
             "fd43::1",
             "2606:4700::1",
         ] {
-            assert_eq!(reach().check(text.parse().unwrap()), Ok(()), "{text}");
+            assert_eq!(policy().check(text.parse().unwrap()), Ok(()), "{text}");
         }
     }
 
     #[test]
     fn addresses_that_are_written_out_are_checked_in_a_url() {
-        let guard = Guard::new(&reach());
+        let guard = Guard::new(&policy());
         for (url, is_refused) in [
             ("http://127.0.0.1/x", true),
             ("http://2130706433/x", true),
@@ -360,10 +364,10 @@ mod tests {
             ("198.18.0.254", true),
             ("fd43::1", true),
         ] {
-            let guard = Guard::new(&reach());
+            let guard = Guard::new(&policy());
             guard.take(text.parse().unwrap()).unwrap();
             assert_eq!(guard.keeps_back(), is_kept_back, "{text}");
-            let guard = Guard::new(&Reach::anywhere());
+            let guard = Guard::new(&AddressPolicy::anywhere());
             guard.take(text.parse().unwrap()).unwrap();
             assert!(!guard.keeps_back(), "{text}");
         }
@@ -372,9 +376,14 @@ mod tests {
     #[tokio::test]
     async fn a_name_is_checked_when_it_is_resolved() {
         let name = || "localhost".parse().unwrap();
-        let resolved = Guard::new(&reach()).resolve(name()).await;
+        let resolved = Guard::new(&policy()).resolve(name()).await;
         let error = resolved.err().expect("refused");
         assert!(error.downcast_ref::<Refused>().is_some(), "{error}");
-        assert!(Guard::new(&Reach::anywhere()).resolve(name()).await.is_ok());
+        assert!(
+            Guard::new(&AddressPolicy::anywhere())
+                .resolve(name())
+                .await
+                .is_ok()
+        );
     }
 }

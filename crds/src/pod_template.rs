@@ -16,7 +16,8 @@ use crate::rules;
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PodTemplateSpec {
-    /// Labels of every Pod of the deployment. Prefixes of Hearth and Kubernetes (hearth.dev, kubernetes.io, k8s.io) are refused.
+    /// Labels of every Pod of the deployment. Prefixes of Hearth and Kubernetes (hearth.dev, kubernetes.io, k8s.io), of network
+    /// plugins and of sidecar injectors are refused.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[cfg_attr(
         feature = "kube",
@@ -27,13 +28,15 @@ pub struct PodTemplateSpec {
         x_kube(
             validation = Rule::new(rules::QUALIFIED_KEYS).message(rules::LABEL_KEYS_SAYS),
             validation = Rule::new(rules::KEYS_OF_OTHERS).message(rules::KEYS_OF_OTHERS_SAYS),
+            validation = Rule::new(rules::KEYS_OF_NETWORKS).message(rules::KEYS_OF_NETWORKS_SAYS),
+            validation = Rule::new(rules::KEYS_OF_INJECTORS).message(rules::KEYS_OF_INJECTORS_SAYS),
             validation = Rule::new("self.all(k, self[k].matches('^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$'))")
                 .message("write label values of letters, digits, '-', '_' and '.', at most 63 of them"),
         )
     )]
     pub labels: BTreeMap<String, String>,
-    /// Annotations of every Pod of the deployment, each with a prefix such as prometheus.io/. Prefixes of Hearth,
-    /// Kubernetes and container runtimes are refused: they could give a Pod more than its plan accounts for.
+    /// Annotations of every Pod of the deployment, each with a prefix such as prometheus.io/. Prefixes of Hearth, Kubernetes,
+    /// container runtimes, network plugins and sidecar injectors are refused: they could give a Pod more than its plan counts.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[cfg_attr(
         feature = "kube",
@@ -44,6 +47,8 @@ pub struct PodTemplateSpec {
         x_kube(
             validation = Rule::new(rules::PREFIXED_KEYS).message(rules::PREFIXED_KEYS_SAYS),
             validation = Rule::new(rules::KEYS_OF_OTHERS).message(rules::KEYS_OF_OTHERS_SAYS),
+            validation = Rule::new(rules::KEYS_OF_NETWORKS).message(rules::KEYS_OF_NETWORKS_SAYS),
+            validation = Rule::new(rules::KEYS_OF_INJECTORS).message(rules::KEYS_OF_INJECTORS_SAYS),
             validation = Rule::new(rules::KEYS_OF_RUNTIMES).message(rules::KEYS_OF_RUNTIMES_SAYS),
         )
     )]

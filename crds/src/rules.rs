@@ -33,6 +33,14 @@ pub(crate) const KEYS_OF_OTHERS_SAYS: &str = "keys of hearth.dev, kubernetes.io 
 /// annotations.
 pub(crate) const KEYS_OF_RUNTIMES: &str = "self.all(k, !k.matches('^(io[.]|([^/]*[.])?(nri[.]io|containerd[.]io|crio[.]io|cri-o[.]io)/)'))";
 pub(crate) const KEYS_OF_RUNTIMES_SAYS: &str = "annotations of container runtimes could give a Pod devices and mounts that its plan does not count: remove them";
+/// Rule against prefixes by which network plugins take networks, addresses and routes from a Pod: they could lead past
+/// its NetworkPolicies.
+pub(crate) const KEYS_OF_NETWORKS: &str = "self.all(k, !k.matches('^([^/]*[.])?(cni[.]cncf[.]io|multus-cni[.]io|projectcalico[.]org|ovn[.]org|antrea[.]io|cilium[.]io|networking[.]gke[.]io|vpc[.]amazonaws[.]com)/'))";
+pub(crate) const KEYS_OF_NETWORKS_SAYS: &str =
+    "keys of network plugins could move a Pod past Hearth's NetworkPolicies: remove them";
+/// Rule against prefixes by which admission webhooks add containers and volumes to a Pod, except keys that opt out.
+pub(crate) const KEYS_OF_INJECTORS: &str = "self.all(k, !k.matches('^([^/]*[.])?(istio[.]io|linkerd[.]io|hashicorp[.]com|opentelemetry[.]io|dapr[.]io|kuma[.]io)/') || k + '=' + self[k] in ['sidecar.istio.io/inject=false', 'istio.io/dataplane-mode=none', 'linkerd.io/inject=disabled', 'consul.hashicorp.com/connect-inject=false', 'kuma.io/sidecar-injection=disabled', 'sidecar.opentelemetry.io/inject=false'])";
+pub(crate) const KEYS_OF_INJECTORS_SAYS: &str = "keys of sidecar injectors could give a Pod containers that its plan does not count: remove them; of these only the ones that turn injection off are accepted, such as sidecar.istio.io/inject: \"false\"";
 /// Rule against variables that Hearth, the loader, TLS libraries, GPU drivers or the runtime obey: one of them could
 /// make a process load other code, or see GPUs that its plan does not give it.
 pub(crate) const OPEN_VARIABLE: &str = "!self.matches('^(HEARTH_|LD_|GLIBC_|GCONV_|SSL_CERT_|CUDA_|NVIDIA_|NVRTC_|KUBERNETES_)') && !(self in ['PATH', 'HOME', 'HOSTNAME', 'LOCPATH'])";

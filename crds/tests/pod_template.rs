@@ -114,6 +114,67 @@ fn keys_of_hearth_kubernetes_and_runtimes_are_refused() {
 }
 
 #[test]
+fn keys_of_network_plugins_and_sidecar_injectors_are_refused() {
+    let networks = [
+        "k8s.v1.cni.cncf.io/networks",
+        "v1.multus-cni.io/default-network",
+        "cni.projectcalico.org/ipAddrs",
+        "k8s.ovn.org/routing-namespaces",
+        "ipam.antrea.io/ippools",
+        "policy.cilium.io/no-track-port",
+        "cilium.io/x",
+        "networking.gke.io/interfaces",
+        "vpc.amazonaws.com/pod-eni",
+    ];
+    let injectors = [
+        "sidecar.istio.io/inject",
+        "istio.io/rev",
+        "linkerd.io/inject",
+        "config.linkerd.io/proxy-image",
+        "vault.hashicorp.com/agent-inject",
+        "consul.hashicorp.com/connect-inject",
+        "sidecar.opentelemetry.io/inject",
+        "instrumentation.opentelemetry.io/inject-sdk",
+        "dapr.io/enabled",
+        "kuma.io/sidecar-injection",
+    ];
+    let networks = networks.map(|key| (key, "past Hearth's NetworkPolicies"));
+    let injectors = injectors.map(|key| (key, "sidecar injectors"));
+    for (key, words) in networks.into_iter().chain(injectors) {
+        for map in ["labels", "annotations"] {
+            refused(
+                &format!("  podTemplate: {{{map}: {{{key}: \"true\"}}}}"),
+                &format!("spec.podTemplate.{map}"),
+                words,
+            );
+        }
+    }
+    // What turns injection off takes nothing; a word that another key goes by may turn it on.
+    for off in [
+        "sidecar.istio.io/inject: \"false\"",
+        "istio.io/dataplane-mode: none",
+        "linkerd.io/inject: disabled",
+        "consul.hashicorp.com/connect-inject: \"false\"",
+        "kuma.io/sidecar-injection: disabled",
+        "sidecar.opentelemetry.io/inject: \"false\"",
+    ] {
+        for map in ["labels", "annotations"] {
+            let text = deployment(&format!("  podTemplate: {{{map}: {{{off}}}}}"));
+            parse_deployment(&text).unwrap();
+        }
+    }
+    refused(
+        "  podTemplate: {annotations: {sidecar.opentelemetry.io/inject: disabled}}",
+        "spec.podTemplate.annotations",
+        "sidecar injectors",
+    );
+    for near in ["notistio.io/x", "cncf.io/x", "cilium.io.example.com/x"] {
+        let text = deployment(&format!("  podTemplate: {{labels: {{{near}: x}}}}"));
+        parse_deployment(&text).unwrap();
+    }
+}
+
+#[test]
 fn variables_that_steer_a_process_are_refused() {
     for name in [
         "PATH",

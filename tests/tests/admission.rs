@@ -1,4 +1,5 @@
-//! The chart's ValidatingAdmissionPolicy on a real API server: the host directories that a deployment may name.
+//! The chart's ValidatingAdmissionPolicies on a real API server: the host directories that a deployment may name, and the
+//! users who may write plans.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,10 +12,14 @@ use serde_json::{Value, json};
 /// Longest wait for a policy, which takes effect within a second or two of its creation.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// The garbage collector looks for new kinds every half minute.
+const GC_PATIENCE: Duration = Duration::from_secs(120);
+
 /// Renders the definitions and the policy with helm for these prefixes.
 fn rendered(helm: &Path, prefixes: &str) -> String {
     let (code, stdout, stderr) = run(Command::new(helm)
-        .args(["template", "hearth", "charts/hearth", "--set-json"])
+        .args(["template", "hearth", "charts/hearth"])
+        .args(["--namespace", "hearth-system", "--set-json"])
         .arg(format!("hostPath.allowedPrefixes={prefixes}"))
         .args(["--show-only", "templates/crds.yaml"])
         .args(["--show-only", "templates/admission.yaml"])
@@ -160,7 +165,7 @@ fn templates_take_nothing_that_plans_and_pod_security_do_not_count() {
     };
     let whole = json!({
         "labels": {"team": "search"},
-        "annotations": {"prometheus.io/scrape": "true"},
+        "annotations": {"prometheus.io/scrape": "true", "sidecar.istio.io/inject": "false"},
         "env": [{"name": "RUST_LOG", "value": "debug"}],
         "caBundles": [{"configMap": "house", "key": "ca.crt"}],
         "runtimeClassName": "nvidia",
@@ -202,6 +207,14 @@ fn refused_templates() -> Vec<(Value, &'static str)> {
             "with a prefix",
         ),
         (
+            json!({"annotations": {"k8s.v1.cni.cncf.io/networks": "open"}}),
+            "past Hearth's NetworkPolicies",
+        ),
+        (
+            json!({"labels": {"sidecar.istio.io/inject": "true"}}),
+            "sidecar injectors",
+        ),
+        (
             json!({"env": [{"name": "LD_PRELOAD", "value": "/tmp/x.so"}]}),
             "write another name",
         ),
@@ -230,4 +243,175 @@ fn refused_templates() -> Vec<(Value, &'static str)> {
             "unknown field",
         ),
     ]
+}
+
+const OPERATOR: &str = "system:serviceaccount:hearth-system:hearth-operator";
+const MALLORY: &str = "mallory";
+
+/// Somebody who may write everything of hearth.dev, and the operator's account with no more than that.
+fn rights() -> Value {
+    let group = "rbac.authorization.k8s.io";
+    let subject = |name| json!({"kind": "User", "apiGroup": group, "name": name});
+    let role = json!({
+        "apiVersion": format!("{group}/v1"), "kind": "ClusterRole", "metadata": {"name": "all-of-hearth"},
+        "rules": [{"apiGroups": ["hearth.dev"], "resources": ["*"], "verbs": ["*"]}],
+    });
+    let binding = json!({
+        "apiVersion": format!("{group}/v1"), "kind": "ClusterRoleBinding", "metadata": {"name": "all-of-hearth"},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": "all-of-hearth"},
+        "subjects": [subject(OPERATOR), subject(MALLORY)],
+    });
+    json!({"apiVersion": "v1", "kind": "List", "items": [role, binding]})
+}
+
+fn plan(name: &str, owner: &Value) -> Value {
+    json!({
+        "apiVersion": "hearth.dev/v1alpha1", "kind": "InferencePlan",
+        "metadata": {
+            "name": name, "namespace": "default", "labels": {"hearth.dev/deployment": "demo"},
+            "ownerReferences": [{
+                "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment", "name": "demo",
+                "uid": owner, "controller": true, "blockOwnerDeletion": true,
+            }],
+        },
+        "spec": {
+            "generation": 1, "deployment": {"name": "demo", "namespace": "default"}, "strategy": "Hybrid",
+            "model": {
+                "servedName": "m", "path": "/models/m", "source": "hostPath /models/m", "architecture": "qwen3",
+                "parameterCount": 1, "weightBytes": 1, "contextLength": 1, "layers": 1, "kvBytesPerToken": 1, "dtype": "BF16",
+            },
+            "ranks": [], "routing": {"chunkedBelowTokens": 32, "maxQueue": 256, "queueTimeoutMs": 120_000},
+            "predicted": {"ttftMs": 71.0, "ttftPromptTokens": 512, "tpotMs": 0.5, "tokensPerSecond": 3065.25},
+            "why": [], "notChosen": [],
+        },
+    })
+}
+
+/// Runs kubectl as a user, with an object's file where there is one.
+fn run_as(
+    cluster: &Cluster,
+    user: &str,
+    arguments: &[&str],
+    object: Option<&Value>,
+) -> Result<String, String> {
+    let file = tempfile::NamedTempFile::new().expect("file");
+    let mut all = vec!["--as", user];
+    all.extend(arguments);
+    if let Some(object) = object {
+        std::fs::write(file.path(), object.to_string()).expect("object");
+        all.extend(["--filename", file.path().to_str().expect("path")]);
+    }
+    cluster.try_kubectl(&all)
+}
+
+fn patch_as(
+    cluster: &Cluster,
+    user: &str,
+    subresource: &[&str],
+    patch: &Value,
+) -> Result<String, String> {
+    let patch = patch.to_string();
+    let arguments = [
+        "patch",
+        "infp",
+        "demo-1",
+        "--type=merge",
+        "--patch",
+        patch.as_str(),
+    ];
+    run_as(cluster, user, &[&arguments, subresource].concat(), None)
+}
+
+#[test]
+fn plans_are_written_by_the_operator_alone() {
+    let options = Options {
+        controllers: true,
+        ..Options::default()
+    };
+    let Some(cluster) = Cluster::start_or_skip(&options) else {
+        return;
+    };
+    let Some(helm) = cluster.find_tool("helm") else {
+        skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
+        return;
+    };
+    cluster.apply(&rendered(&helm, r#"["/"]"#));
+    cluster.apply(&rights().to_string());
+    takes_effect(&cluster, "the definitions are there", "/models/m", true);
+    let mallory_s = deployment("demo", "/models/m");
+    wait_until("her rights count", PATIENCE, || {
+        run_as(&cluster, MALLORY, &["create"], Some(&mallory_s)).ok()
+    });
+    let owner = cluster.get("infd", "default", "demo").expect("demo");
+    let plan = |name| plan(name, &owner["metadata"]["uid"]);
+    wait_until("the policy counts", PATIENCE, || {
+        let probe = ["create", "--dry-run=server"];
+        run_as(&cluster, MALLORY, &probe, Some(&plan("probe"))).err()
+    });
+
+    for arguments in [&["create"][..], &["apply", "--server-side"]] {
+        let refusal = run_as(&cluster, MALLORY, arguments, Some(&plan("forged")));
+        let refusal = refusal.expect_err("a plan of somebody else's");
+        for words in [
+            "InferencePlan forged may not be created by mallory",
+            "Change the InferenceDeployment instead",
+        ] {
+            assert!(refusal.contains(words), "{arguments:?}: {refusal}");
+        }
+    }
+    assert!(cluster.get("infp", "default", "forged").is_none());
+    run_as(&cluster, OPERATOR, &["create"], Some(&plan("demo-1"))).expect("the operator's");
+    let status = |outcome: &str| json!({"status": {"outcome": outcome}});
+    let of_status = ["--subresource=status"];
+    patch_as(&cluster, OPERATOR, &of_status, &status("Serving")).expect("the operator's status");
+
+    the_record_stays(&cluster, &status("Failed"));
+    // A superuser could change the policy, too.
+    let superuser = ["--as-group=system:masters", "--subresource=status"];
+    patch_as(&cluster, "root", &superuser, &status("Failed")).expect("a superuser's");
+    cluster.kubectl(&["delete", "infd", "demo", "--cascade=orphan", "--wait=false"]);
+    wait_until("the garbage collector orphans it", GC_PATIENCE, || {
+        let plan = cluster.get("infp", "default", "demo-1")?;
+        plan["metadata"]["ownerReferences"].is_null().then_some(())
+    });
+    run_as(&cluster, MALLORY, &["delete", "infp", "demo-1"], None).expect("a deletion");
+}
+
+/// What a plan records stays, beside its spec, which its definition keeps from everybody; what others attach may change.
+fn the_record_stays(cluster: &Cluster, status: &Value) {
+    let before = cluster.get("infp", "default", "demo-1").expect("demo-1");
+    let annotation = json!({"metadata": {"annotations": {"hearth.dev/spec": "{}"}}});
+    let other = json!({"metadata": {"labels": {"hearth.dev/deployment": "other"}}});
+    let none = json!({"metadata": {"labels": {"hearth.dev/deployment": null}}});
+    let mut owners = before["metadata"]["ownerReferences"].clone();
+    owners[0]["uid"] = json!("00000000-0000-4000-8000-000000000000");
+    let of_status: &[&str] = &["--subresource=status"];
+    for (patch, subresource) in [
+        (annotation, &[][..]),
+        (other, &[]),
+        (none, &[]),
+        (json!({"metadata": {"ownerReferences": owners}}), &[]),
+        (status.clone(), of_status),
+    ] {
+        let refusal = patch_as(cluster, MALLORY, subresource, &patch);
+        let refusal = refusal.expect_err(&patch.to_string());
+        assert!(
+            refusal.contains("InferencePlan demo-1 may not be changed by mallory"),
+            "{patch}: {refusal}"
+        );
+    }
+    for patch in [
+        json!({"metadata": {"labels": {"team": "a"}}}),
+        json!({"metadata": {"annotations": {"example.com/a": "b"}}}),
+        json!({"metadata": {"finalizers": ["example.com/a"]}}),
+        json!({"metadata": {"finalizers": null, "labels": {"team": null}}}),
+    ] {
+        let taken = patch_as(cluster, MALLORY, &[], &patch);
+        assert!(taken.is_ok(), "{patch}: {taken:?}");
+    }
+    let after = cluster.get("infp", "default", "demo-1").expect("demo-1");
+    assert_eq!(
+        (&after["spec"], &after["status"]),
+        (&before["spec"], &before["status"])
+    );
 }

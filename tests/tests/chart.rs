@@ -370,6 +370,13 @@ fn only_the_operator_is_known_to_the_api_server() {
     assert_eq!(tokens, [&token]);
     let reviews = "create authentication.k8s.io/tokenreviews".to_owned();
     assert!(rights(one(&objects, "ClusterRole", "hearth-operator")).contains(&reviews));
+    // And only its account writes plans.
+    let account = &one(&objects, "Deployment", "hearth-operator")["spec"]["template"]["spec"];
+    assert_eq!(account["serviceAccountName"], "hearth-operator");
+    let policy = one(&objects, "ValidatingAdmissionPolicy", "hearth-plans").to_string();
+    assert!(policy.contains("system:serviceaccount:hearth-system:hearth-operator"));
+    let binding = one(&objects, "ValidatingAdmissionPolicyBinding", "hearth-plans");
+    assert_eq!(binding["spec"]["validationActions"], json!(["Deny"]));
     let alone = defaults(&helm, "{agent: {enabled: false}}");
     assert!(!rights(one(&alone, "ClusterRole", "hearth-operator")).contains(&reviews));
 }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 /// Longest wait for a policy, which takes effect within a second or two of its creation.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The garbage collector looks for new kinds every half minute.
+/// Longest wait for the garbage collector, which looks for new kinds every half minute.
 const GC_PATIENCE: Duration = Duration::from_secs(120);
 
 /// Renders the definitions and the policy with helm for these prefixes.

@@ -138,7 +138,6 @@ pub struct PrefillSpec {
     /// Number of workers. By default 1. With scaling.mode External it is the initial number: from then on the
     /// InferencePoolScaler NAME-prefill has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 64)))]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
     /// Permission to change the number of workers, and its bounds. By default only its author may change it (mode
@@ -203,7 +202,6 @@ pub struct DecodeSpec {
     /// Number of workers. By default 1. The scale subresource reads and writes it, and an autoscaler requires it to be
     /// set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 64)))]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
     /// Permission to change the number of workers, and its bounds. By default only its author may change it (mode
@@ -471,7 +469,6 @@ pub struct GatewaySpec {
     /// Number of gateways, on different nodes if there is room. Each reaches all workers, so that new requests are
     /// answered by the others while one is missing.
     #[serde(default = "default_gateways")]
-    #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 8)))]
     #[cfg_attr(
         feature = "kube",
         x_kube(validation = Rule::new("self >= 1 && self <= 8").message("write 1 to 8 gateways; the default is 1"))

@@ -65,7 +65,6 @@ pub struct InferencePoolScalerSpec {
     pub pool: ScaledPool,
     /// Requested number of workers. The operator writes it once, when it creates the scaler; from then on it is the
     /// autoscaler's. The number kept is the nearest one within the bounds of the deployment's scaling.
-    #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 64)))]
     #[cfg_attr(
         feature = "kube",
         x_kube(validation = Rule::new(rules::REPLICAS).message("write 1 to 64 workers: this engine keeps at least one worker of a pool"))

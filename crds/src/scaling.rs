@@ -31,7 +31,6 @@ pub struct ScalingSpec {
     pub mode: ScalingMode,
     /// Minimum number of workers, whatever the autoscaler requests. By default 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(range(min = 0, max = 64)))]
     #[cfg_attr(
         feature = "kube",
         x_kube(validation = Rule::new("self >= 1 && self <= 64").message("write 1 to 64 workers: this engine keeps at least one worker of a pool"))
@@ -39,7 +38,6 @@ pub struct ScalingSpec {
     pub min_replicas: Option<u32>,
     /// Maximum number of workers, whatever the autoscaler requests. By default 64.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(range(min = 0, max = 64)))]
     #[cfg_attr(
         feature = "kube",
         x_kube(validation = Rule::new("self >= 1 && self <= 64").message("write 1 to 64 workers"))

@@ -10,7 +10,8 @@ pub struct InferenceDeploymentStatus {
     /// The generation of the spec that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// Conditions Ready, Planned, ModelReady, GatewayReady, PrefillReady, DecodeReady, Placed, Progressing, Degraded.
+    /// Conditions Ready, Planned, ModelReady, GatewayReady, PrefillReady, DecodeReady, Placed, Progressing, Degraded and
+    /// ExactFailover.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["type".into()])))]

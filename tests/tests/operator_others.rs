@@ -17,14 +17,14 @@ const WATCHED: Duration = Duration::from_secs(5);
 const NAMESPACE: &str = "others";
 const SECRET: &str = "demo-hearth-certificates";
 
-/// A scene with a deployment that is ready.
-struct Scene {
+/// A fixture with a deployment that is ready.
+struct Fixture {
     operator: Operator,
     proxy: Proxy,
     stand: Stand,
 }
 
-impl Scene {
+impl Fixture {
     fn start_or_skip() -> Option<Self> {
         let stand = Stand::start_or_skip(&Options::default())?;
         stand.make_namespace(NAMESPACE);
@@ -34,13 +34,13 @@ impl Scene {
         let operator = Operator::start(proxy.address, NAMESPACE, &arguments);
         let spec = json!({"model": {"source": {"builtin": {"name": "hearth-demo"}}}});
         stand.make_deployment(NAMESPACE, "demo", &spec);
-        let mut scene = Self {
+        let mut fixture = Self {
             operator,
             proxy,
             stand,
         };
-        scene.until("it is settled", is_settled);
-        Some(scene)
+        fixture.until("it is settled", is_settled);
+        Some(fixture)
     }
 
     /// Waits until `is_so` holds for the deployment.
@@ -115,13 +115,13 @@ fn message<'a>(deployment: &'a Value, kind: &str) -> &'a str {
 
 #[test]
 fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
-    let Some(mut scene) = Scene::start_or_skip() else {
+    let Some(mut fixture) = Fixture::start_or_skip() else {
         return;
     };
-    let pods = scene.pods();
+    let pods = fixture.pods();
     assert!(!pods.is_empty());
     // A plan as the next version would leave it.
-    let plan = scene
+    let plan = fixture
         .stand
         .cluster()
         .get("inferenceplan", NAMESPACE, "demo-1");
@@ -133,7 +133,7 @@ fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
     });
     plan["spec"]["generation"] = json!(2);
     plan["spec"]["minVersion"] = json!(9);
-    scene.stand.cluster().apply(&plan.to_string());
+    fixture.stand.cluster().apply(&plan.to_string());
 
     let is_left = |deployment: &Value| {
         let words = message(deployment, "Degraded");
@@ -143,17 +143,17 @@ fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
                 .iter()
                 .all(|part| words.contains(part))
     };
-    scene.until("the newer plan is named", is_left);
-    let writes = scene.writes();
+    fixture.until("the newer plan is named", is_left);
+    let writes = fixture.writes();
     let is_event = |write: &String| write.contains("/events ");
     assert!(
         writes.len() <= 1 && writes.iter().all(is_event),
         "{writes:?}"
     );
-    assert_eq!(scene.writes(), [""; 0], "it was said already");
+    assert_eq!(fixture.writes(), [""; 0], "it was said already");
     // Neither a changed spec nor a restart of the operator changes anything.
-    scaled(&scene.stand, 2);
-    let deployment = scene.until("the wish is seen", |deployment| {
+    scaled(&fixture.stand, 2);
+    let deployment = fixture.until("the wish is seen", |deployment| {
         let conditions = deployment["status"]["conditions"].as_array();
         let mut conditions = conditions.into_iter().flatten();
         conditions.any(|c| {
@@ -162,18 +162,22 @@ fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
         })
     });
     assert!(is_left(&deployment), "{deployment:#}");
-    scene.operator.restart();
-    let writes = scene.writes();
+    fixture.operator.restart();
+    let writes = fixture.writes();
     let of_deployment = |write: &String| write.contains("/events") || write.contains("/hearth-");
     assert!(writes.iter().all(of_deployment), "{writes:?}");
-    assert_eq!(scene.pods(), pods);
-    let told = scene.operator.log().matches("of a newer operator").count();
+    assert_eq!(fixture.pods(), pods);
+    let told = fixture
+        .operator
+        .log()
+        .matches("of a newer operator")
+        .count();
     assert!((1..=2).contains(&told), "said {told} times");
 
     let delete = ["delete", "inferenceplan", "demo-2", "-n", NAMESPACE];
-    scene.stand.cluster().kubectl(&delete);
-    scene.until("it plans anew", is_settled);
-    let plan = scene
+    fixture.stand.cluster().kubectl(&delete);
+    fixture.until("it plans anew", is_settled);
+    let plan = fixture
         .stand
         .cluster()
         .get("inferenceplan", NAMESPACE, "demo-2");
@@ -182,10 +186,10 @@ fn a_plan_of_a_newer_operator_is_named_and_all_stays_as_it_is() {
 
 #[test]
 fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
-    let Some(mut scene) = Scene::start_or_skip() else {
+    let Some(mut fixture) = Fixture::start_or_skip() else {
         return;
     };
-    let cluster = scene.stand.cluster();
+    let cluster = fixture.stand.cluster();
     let mut ours = cluster.get("secret", NAMESPACE, SECRET).expect("a Secret");
     let uid = ours["metadata"]["uid"].take();
     for field in ["resourceVersion", "creationTimestamp", "managedFields"] {
@@ -199,7 +203,7 @@ fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET, "namespace": NAMESPACE},
         "stringData": {"tls.crt": "theirs"},
     });
-    scene.while_it_stands(|cluster| {
+    fixture.while_it_stands(|cluster| {
         cluster.kubectl(&delete);
         let refused = cluster.try_apply(&renewal.to_string()).expect_err("gone");
         assert!(refused.contains("uid"), "{refused}");
@@ -207,23 +211,23 @@ fn a_secret_that_others_make_anew_is_no_conflict_for_ever() {
         let refused = cluster.try_apply(&renewal.to_string()).expect_err("theirs");
         assert!(refused.contains("uid"), "{refused}");
     });
-    scene.until("somebody else's Secret is named", |deployment| {
+    fixture.until("somebody else's Secret is named", |deployment| {
         message(deployment, "Degraded").contains("is there already and is not Hearth's")
     });
-    let writes = scene.writes();
+    let writes = fixture.writes();
     assert!(writes.len() <= 2, "{writes:?}");
-    let cluster = scene.stand.cluster();
+    let cluster = fixture.stand.cluster();
     let now = cluster.get("secret", NAMESPACE, SECRET).expect("theirs");
     assert_eq!(now["data"], json!({"tls.crt": "dGhlaXJz"}));
 
     // A recreated backup of ours is accepted as it is.
-    scene.while_it_stands(|cluster| {
+    fixture.while_it_stands(|cluster| {
         cluster.kubectl(&delete);
         cluster.apply(&ours.to_string());
     });
-    scaled(&scene.stand, 2);
-    scene.until("it is settled again", is_settled);
-    scene.wait_until_quiet();
-    let writes = scene.writes();
+    scaled(&fixture.stand, 2);
+    fixture.until("it is settled again", is_settled);
+    fixture.wait_until_quiet();
+    let writes = fixture.writes();
     assert!(writes.is_empty(), "{writes:?}");
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::Options;
 use super::network::AddressFamily;
 use super::node::PAUSE_IMAGE;
-use super::process::Ground;
+use super::process::Workspace;
 use crate::image::Image;
 
 /// Manifests of every cluster with nodes.
@@ -26,7 +26,7 @@ pub(super) fn metrics_server(family: AddressFamily) -> String {
 }
 
 /// Writes the image archives of the system Pods.
-pub(super) fn images(ground: &Ground, options: &Options) -> anyhow::Result<Vec<PathBuf>> {
+pub(super) fn images(workspace: &Workspace, options: &Options) -> anyhow::Result<Vec<PathBuf>> {
     let mut wanted = vec![("pause", PAUSE_IMAGE)];
     wanted.extend(options.dns.then_some(("coredns", "hearth.test/coredns:1")));
     wanted.extend(
@@ -35,9 +35,9 @@ pub(super) fn images(ground: &Ground, options: &Options) -> anyhow::Result<Vec<P
             .then_some(("metrics-server", "hearth.test/metrics-server:1")),
     );
     let archive = |(program, reference): (&str, &str)| -> anyhow::Result<PathBuf> {
-        let file = ground.file(format!("{program}.tar"));
+        let file = workspace.file(format!("{program}.tar"));
         Image::new(reference)
-            .program(&ground.tools.get(program)?, &format!("/bin/{program}"))?
+            .program(&workspace.tools.get(program)?, &format!("/bin/{program}"))?
             .entrypoint(&[&format!("/bin/{program}")])
             .write(&file)?;
         Ok(file)

@@ -7,7 +7,7 @@ use super::Options;
 use super::audit;
 use super::network::AddressFamily;
 use super::pki::{Pki, service_account_keys};
-use super::process::{Ground, Launch, Place};
+use super::process::{Launch, Place, Workspace};
 
 /// Addresses that the control plane listens on.
 #[derive(Clone, Debug)]
@@ -52,11 +52,11 @@ impl Endpoints {
 }
 
 /// Writes all certificates, keys and kubeconfigs to the directory `pki` of the cluster's state.
-pub(super) fn write_pki(ground: &Ground, nodes: usize, server: &str) -> anyhow::Result<()> {
-    let directory = ground.file("pki");
+pub(super) fn write_pki(workspace: &Workspace, nodes: usize, server: &str) -> anyhow::Result<()> {
+    let directory = workspace.file("pki");
     std::fs::create_dir(&directory)?;
     let ca = Pki::new(&directory, "ca")?;
-    let family = ground.family;
+    let family = workspace.family;
     let mut names = vec![
         "127.0.0.1",
         "kubernetes",
@@ -99,10 +99,10 @@ pub(super) fn write_pki(ground: &Ground, nodes: usize, server: &str) -> anyhow::
 }
 
 /// A single etcd member that does not wait for the disk.
-pub(super) fn etcd(ground: &Ground, at: &Endpoints) -> anyhow::Result<Launch> {
-    let launch = Launch::new("etcd", ground.tools.get("etcd")?, &at.place)
+pub(super) fn etcd(workspace: &Workspace, at: &Endpoints) -> anyhow::Result<Launch> {
+    let launch = Launch::new("etcd", workspace.tools.get("etcd")?, &at.place)
         .flag("name", "hearth")
-        .flag("data-dir", ground.file("etcd"))
+        .flag("data-dir", workspace.file("etcd"))
         .flag("listen-client-urls", &at.etcd)
         .flag("advertise-client-urls", &at.etcd)
         .flag("listen-peer-urls", &at.etcd_peers)
@@ -114,44 +114,48 @@ pub(super) fn etcd(ground: &Ground, at: &Endpoints) -> anyhow::Result<Launch> {
 
 /// The API server.
 pub(super) fn api_server(
-    ground: &Ground,
+    workspace: &Workspace,
     at: &Endpoints,
     options: &Options,
 ) -> anyhow::Result<Launch> {
-    let pki = |name: &str| ground.file(Path::new("pki").join(name));
-    let mut launch = Launch::new("apiserver", ground.tools.get("kube-apiserver")?, &at.place)
-        .flag("etcd-servers", &at.etcd)
-        .flag("secure-port", at.api_port.to_string())
-        .flag("client-ca-file", pki("ca.crt"))
-        .flag("tls-cert-file", pki("apiserver.crt"))
-        .flag("tls-private-key-file", pki("apiserver.key"))
-        .flag("kubelet-client-certificate", pki("apiserver-kubelet.crt"))
-        .flag("kubelet-client-key", pki("apiserver-kubelet.key"))
-        .flag("kubelet-certificate-authority", pki("ca.crt"))
-        .flag("kubelet-preferred-address-types", "InternalIP")
-        .flag("service-account-key-file", pki("sa.pub"))
-        .flag("service-account-signing-key-file", pki("sa.key"))
-        .flag(
-            "service-account-issuer",
-            "https://kubernetes.default.svc.cluster.local",
-        )
-        .flag(
-            "service-cluster-ip-range",
-            ground.family.list(|ranges| ranges.services),
-        )
-        .flag("advertise-address", ground.family.first().control)
-        .flag("authorization-mode", "Node,RBAC")
-        .flag("allow-privileged", "true")
-        .flag("requestheader-client-ca-file", pki("front-proxy-ca.crt"))
-        .flag("requestheader-allowed-names", "front-proxy-client")
-        .flag("requestheader-extra-headers-prefix", "X-Remote-Extra-")
-        .flag("requestheader-group-headers", "X-Remote-Group")
-        .flag("requestheader-username-headers", "X-Remote-User")
-        .flag("proxy-client-cert-file", pki("front-proxy.crt"))
-        .flag("proxy-client-key-file", pki("front-proxy.key"));
+    let pki = |name: &str| workspace.file(Path::new("pki").join(name));
+    let mut launch = Launch::new(
+        "apiserver",
+        workspace.tools.get("kube-apiserver")?,
+        &at.place,
+    )
+    .flag("etcd-servers", &at.etcd)
+    .flag("secure-port", at.api_port.to_string())
+    .flag("client-ca-file", pki("ca.crt"))
+    .flag("tls-cert-file", pki("apiserver.crt"))
+    .flag("tls-private-key-file", pki("apiserver.key"))
+    .flag("kubelet-client-certificate", pki("apiserver-kubelet.crt"))
+    .flag("kubelet-client-key", pki("apiserver-kubelet.key"))
+    .flag("kubelet-certificate-authority", pki("ca.crt"))
+    .flag("kubelet-preferred-address-types", "InternalIP")
+    .flag("service-account-key-file", pki("sa.pub"))
+    .flag("service-account-signing-key-file", pki("sa.key"))
+    .flag(
+        "service-account-issuer",
+        "https://kubernetes.default.svc.cluster.local",
+    )
+    .flag(
+        "service-cluster-ip-range",
+        workspace.family.list(|ranges| ranges.services),
+    )
+    .flag("advertise-address", workspace.family.first().control)
+    .flag("authorization-mode", "Node,RBAC")
+    .flag("allow-privileged", "true")
+    .flag("requestheader-client-ca-file", pki("front-proxy-ca.crt"))
+    .flag("requestheader-allowed-names", "front-proxy-client")
+    .flag("requestheader-extra-headers-prefix", "X-Remote-Extra-")
+    .flag("requestheader-group-headers", "X-Remote-Group")
+    .flag("requestheader-username-headers", "X-Remote-User")
+    .flag("proxy-client-cert-file", pki("front-proxy.crt"))
+    .flag("proxy-client-key-file", pki("front-proxy.key"));
     if options.nodes > 0 {
         launch = launch
-            .flag("bind-address", ground.family.any())
+            .flag("bind-address", workspace.family.any())
             .flag("enable-admission-plugins", "NodeRestriction")
             // No kube-proxy runs between the API server and aggregated APIs.
             .flag("enable-aggregator-routing", "true");
@@ -162,10 +166,10 @@ pub(super) fn api_server(
             .flag("disable-admission-plugins", "ServiceAccount");
     }
     if options.audit {
-        std::fs::write(ground.file("audit-policy.json"), audit::POLICY)?;
+        std::fs::write(workspace.file("audit-policy.json"), audit::POLICY)?;
         launch = launch
-            .flag("audit-policy-file", ground.file("audit-policy.json"))
-            .flag("audit-log-path", ground.log("audit"))
+            .flag("audit-policy-file", workspace.file("audit-policy.json"))
+            .flag("audit-log-path", workspace.log("audit"))
             .flag("audit-log-mode", "blocking-strict");
     }
     Ok(launch)
@@ -173,12 +177,12 @@ pub(super) fn api_server(
 
 /// The controllers; without nodes, only those that clean up after deleted objects.
 pub(super) fn controllers(
-    ground: &Ground,
+    workspace: &Workspace,
     at: &Endpoints,
     options: &Options,
 ) -> anyhow::Result<Launch> {
-    let pki = |name: &str| ground.file(Path::new("pki").join(name));
-    let program = ground.tools.get("kube-controller-manager")?;
+    let pki = |name: &str| workspace.file(Path::new("pki").join(name));
+    let program = workspace.tools.get("kube-controller-manager")?;
     let config = pki("controllers.kubeconfig");
     let launch = Launch::new("controllers", program, &at.place)
         .flag("kubeconfig", &config)
@@ -188,7 +192,7 @@ pub(super) fn controllers(
         .flag("root-ca-file", pki("ca.crt"))
         .flag("cluster-signing-cert-file", pki("ca.crt"))
         .flag("cluster-signing-key-file", pki("ca.key"))
-        .flag("flex-volume-plugin-dir", ground.file("flex"))
+        .flag("flex-volume-plugin-dir", workspace.file("flex"))
         .flag("kube-api-qps", "300")
         .flag("kube-api-burst", "600")
         .flag("leader-elect", "false")
@@ -213,9 +217,9 @@ pub(super) fn controllers(
 }
 
 /// The scheduler.
-pub(super) fn scheduler(ground: &Ground, at: &Endpoints) -> anyhow::Result<Launch> {
-    let config = ground.file("pki/scheduler.kubeconfig");
-    let program = ground.tools.get("kube-scheduler")?;
+pub(super) fn scheduler(workspace: &Workspace, at: &Endpoints) -> anyhow::Result<Launch> {
+    let config = workspace.file("pki/scheduler.kubeconfig");
+    let program = workspace.tools.get("kube-scheduler")?;
     Ok(Launch::new("scheduler", program, &at.place)
         .flag("kubeconfig", &config)
         .flag("authentication-kubeconfig", &config)
@@ -225,7 +229,7 @@ pub(super) fn scheduler(ground: &Ground, at: &Endpoints) -> anyhow::Result<Launc
 
 /// Returns a kube-proxy that runs in `place` as the one of `node`.
 pub(super) fn proxy(
-    ground: &Ground,
+    workspace: &Workspace,
     name: &str,
     node: usize,
     place: &Place,
@@ -234,17 +238,17 @@ pub(super) fn proxy(
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
         "mode": "nftables",
-        "clientConnection": {"kubeconfig": ground.file("pki/proxy.kubeconfig")},
-        "clusterCIDR": ground.family.list(|ranges| ranges.pods),
+        "clientConnection": {"kubeconfig": workspace.file("pki/proxy.kubeconfig")},
+        "clusterCIDR": workspace.family.list(|ranges| ranges.pods),
         "hostnameOverride": super::node::name(node),
         "oomScoreAdj": 0,
         // Only the machine's initial network namespace may set these.
         "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
         "nftables": {"syncPeriod": "30s", "minSyncPeriod": "0s"},
     });
-    let file = ground.file(format!("{name}.json"));
+    let file = workspace.file(format!("{name}.json"));
     std::fs::write(&file, config.to_string())?;
-    Ok(Launch::new(name, ground.tools.get("kube-proxy")?, place).flag("config", file))
+    Ok(Launch::new(name, workspace.tools.get("kube-proxy")?, place).flag("config", file))
 }
 
 /// Formats an address for use in a URL.

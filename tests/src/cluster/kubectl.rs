@@ -20,7 +20,7 @@ impl Cluster {
     pub fn kubectl_command(&self) -> Command {
         let mut command = Command::new(self.tool("kubectl"));
         if let Some(own) = &self.own {
-            own.ground.environment(&mut command);
+            own.workspace.environment(&mut command);
         }
         command.arg("--kubeconfig").arg(&self.kubeconfig);
         command.stdin(Stdio::null());
@@ -208,7 +208,7 @@ impl Cluster {
         try_wait_until("the API server is ready", READY_TIMEOUT, || {
             self.try_kubectl(&["get", "--raw=/readyz"]).ok()
         })
-        .with_context(|| self.own().ground.log_tail("apiserver"))?;
+        .with_context(|| self.own().workspace.log_tail("apiserver"))?;
         Ok(())
     }
 
@@ -224,7 +224,7 @@ impl Cluster {
             (ready.count() == options.nodes && gpus.count() == options.fake_gpu.len()).then_some(())
         };
         try_wait_until("all nodes are Ready", READY_TIMEOUT, ready)
-            .with_context(|| self.own().ground.log_tail("node-1-kubelet"))?;
+            .with_context(|| self.own().workspace.log_tail("node-1-kubelet"))?;
         if options.fake_dra.is_empty() {
             return Ok(());
         }
@@ -234,7 +234,7 @@ impl Cluster {
         };
         try_wait_until("devices are published", READY_TIMEOUT, published).with_context(|| {
             let name = format!("{}-fake-dra", super::node::name(options.fake_dra[0]));
-            self.own().ground.log_tail(&name)
+            self.own().workspace.log_tail(&name)
         })
     }
 

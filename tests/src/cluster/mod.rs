@@ -138,7 +138,7 @@ impl Cluster {
         let began = Instant::now();
         let mut cluster = Self {
             tools,
-            kubeconfig: own.ground.file("pki/admin.kubeconfig"),
+            kubeconfig: own.workspace.file("pki/admin.kubeconfig"),
             own: Some(own),
             began: None,
         };
@@ -160,7 +160,7 @@ impl Cluster {
     /// # Panics
     /// When it is not the test's own.
     pub fn id(&self) -> &str {
-        &self.own().ground.id
+        &self.own().workspace.id
     }
 
     /// Returns an administrator's kubeconfig.
@@ -244,7 +244,7 @@ impl Cluster {
     /// # Panics
     /// When [`Options::audit`] was not set.
     pub fn audit_log_from(&self, offset: &mut u64) -> Vec<AuditEntry> {
-        let log = self.own().ground.log("audit");
+        let log = self.own().workspace.log("audit");
         audit::read(&log, offset)
             .unwrap_or_else(|error| panic!("Options::audit? {}: {error}", log.display()))
     }
@@ -265,7 +265,7 @@ impl Cluster {
 
     /// Returns the directory with the logs of all the cluster's processes. It is kept.
     pub fn logs(&self) -> &Path {
-        &self.own().ground.logs
+        &self.own().workspace.logs
     }
 
     /// Returns one of the cluster's programs: `helm`, `kubectl`.
@@ -318,7 +318,7 @@ impl Cluster {
         let Some(own) = &self.own else {
             return String::new();
         };
-        let logs = own.ground.logs.display();
+        let logs = own.workspace.logs.display();
         let mut text = format!("the logs of the cluster are in {logs}\n");
         for arguments in [
             ["get", "nodes,pods", "--all-namespaces", "--output=wide"],

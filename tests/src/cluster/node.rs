@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::cgroups::{self, Groups};
 use super::network::AddressFamily;
-use super::process::{Ground, Launch, Place};
+use super::process::{Launch, Place, Workspace};
 use super::wait::try_wait_until;
 use super::{control, keeper, network};
 use crate::programs::root;
@@ -33,7 +33,7 @@ pub(super) fn name(node: usize) -> String {
 /// A running node. Nodes are numbered from 1.
 pub struct Node {
     pub(super) index: usize,
-    ground: Ground,
+    workspace: Workspace,
     place: Place,
     group: String,
     /// Its first process, by the machine's process id.
@@ -45,34 +45,34 @@ pub struct Node {
 impl Node {
     /// Creates a node's groups and namespaces, connects it to the network and starts containerd.
     pub(super) fn start(
-        ground: &Ground,
+        workspace: &Workspace,
         control: u32,
         index: usize,
         nodes: usize,
     ) -> anyhow::Result<Self> {
         let name = name(index);
-        let state = ground.file(&name);
+        let state = workspace.file(&name);
         std::fs::create_dir_all(state.join("var-lib"))?;
-        let group = cgroups::of_node(&ground.id, &name);
-        Groups::of_machine().make(&ground.id, &name)?;
+        let group = cgroups::of_node(&workspace.id, &name);
+        Groups::of_machine().make(&workspace.id, &name)?;
         let namespaces = ["--mount", "--uts", "--net", "--pid", "--mount-proc"];
         let launch = Launch::new(&name, "unshare", &Place::Host)
             .args(namespaces)
             .args(["--fork", "--kill-child", "--"])
             .args([root().join("tests/cluster/node.sh")])
             .args([name.as_str(), &state.display().to_string(), &group]);
-        let holder = ground.spawn(&launch)?;
+        let holder = workspace.spawn(&launch)?;
         let holder_pid = holder.id();
         try_wait_until(&format!("{name} has its namespaces"), START_TIMEOUT, || {
             state.join("ready").exists().then_some(())
         })
-        .with_context(|| ground.log_tail(&name))?;
+        .with_context(|| workspace.log_tail(&name))?;
         let pid = only_child(holder_pid)
             .with_context(|| format!("the first process of {name} is not found"))?;
-        network::join_node(control, pid, index, nodes, ground.family)?;
+        network::join_node(control, pid, index, nodes, workspace.family)?;
         let node = Self {
             index,
-            ground: ground.clone(),
+            workspace: workspace.clone(),
             place: Place::Node {
                 pid,
                 group: group.clone(),
@@ -82,11 +82,11 @@ impl Node {
             children: Mutex::new(vec![holder]),
         };
         let config = state.join("containerd.toml");
-        std::fs::write(&config, containerd_config(ground, &state)?)?;
+        std::fs::write(&config, containerd_config(workspace, &state)?)?;
         std::fs::create_dir_all(state.join("cni"))?;
         std::fs::write(
             state.join("cni/hearth.conflist"),
-            cni_config(index, ground.family),
+            cni_config(index, workspace.family),
         )?;
         let launch = node.launch("containerd", "containerd")?;
         let log_level = ["--log-level", "warn"];
@@ -98,14 +98,14 @@ impl Node {
     pub(super) fn start_kubelet(&self, static_policies: bool) -> anyhow::Result<()> {
         let name = name(self.index);
         let config = self.state().join("kubelet.json");
-        let mut settings = kubelet_config(&self.ground, &name, &self.group);
+        let mut settings = kubelet_config(&self.workspace, &name, &self.group);
         if static_policies {
             settings.extend(static_managers());
         }
         std::fs::write(&config, serde_json::to_vec(&settings)?)?;
         self.run_kubelet()?;
         let proxy_name = format!("{name}-proxy");
-        let proxy = control::proxy(&self.ground, &proxy_name, self.index, &self.place)?;
+        let proxy = control::proxy(&self.workspace, &proxy_name, self.index, &self.place)?;
         self.spawn(&proxy)
     }
 
@@ -116,12 +116,14 @@ impl Node {
             .flag("config", self.state().join("kubelet.json"))
             .flag(
                 "kubeconfig",
-                self.ground.file(format!("pki/{name}.kubeconfig")),
+                self.workspace.file(format!("pki/{name}.kubeconfig")),
             )
             .flag("hostname-override", &name)
             .flag(
                 "node-ip",
-                self.ground.family.list(|ranges| ranges.machine(self.index)),
+                self.workspace
+                    .family
+                    .list(|ranges| ranges.machine(self.index)),
             )
             .flag("v", "2");
         self.spawn(&launch)
@@ -132,7 +134,7 @@ impl Node {
     /// # Panics
     /// When no kubelet is running.
     pub fn stop_kubelet(&self) {
-        let program = self.ground.tools.get("kubelet").expect("kubelet");
+        let program = self.workspace.tools.get("kubelet").expect("kubelet");
         let killed = self.kill_process(&program.display().to_string());
         assert!(killed > 0, "no kubelet on {}", self.name());
         self.reap();
@@ -172,7 +174,7 @@ impl Node {
     /// Offers fake GPUs as devices of ResourceClaims.
     pub(super) fn start_fake_dra(&self) -> anyhow::Result<()> {
         let name = self.name();
-        let kubeconfig = self.ground.file(format!("pki/{name}.kubeconfig"));
+        let kubeconfig = self.workspace.file(format!("pki/{name}.kubeconfig"));
         let launch = self.launch("fake-dra", "fake-gpu")?;
         let launch = launch.args(["--dra"]).flag("node", &name);
         self.spawn(&launch.flag("kubeconfig", kubeconfig))
@@ -185,7 +187,7 @@ impl Node {
 
     /// Returns its address, which the machine can reach too.
     pub fn address(&self) -> String {
-        self.ground.family.first().machine(self.index)
+        self.workspace.family.first().machine(self.index)
     }
 
     /// Runs one of the machine's commands inside the node, to completion.
@@ -239,7 +241,7 @@ impl Node {
     /// their ids on the machine.
     pub fn signal_process(&self, pattern: &str, signal: Signal) -> Vec<u32> {
         let found: Vec<_> = Groups::of_machine()
-            .processes_of_node(&self.ground.id, &self.name())
+            .processes_of_node(&self.workspace.id, &self.name())
             .into_iter()
             .filter(|&pid| command_line(pid).contains(pattern))
             .collect();
@@ -251,7 +253,7 @@ impl Node {
 
     /// Returns all processes of one container, by the machine's process ids.
     pub fn container_processes(&self, id: &str) -> Vec<u32> {
-        Groups::of_machine().processes_of_container(&self.ground.id, &self.name(), id)
+        Groups::of_machine().processes_of_container(&self.workspace.id, &self.name(), id)
     }
 
     pub(super) fn wait_for_containerd(&self) -> anyhow::Result<()> {
@@ -260,7 +262,10 @@ impl Node {
             let output = self.ctr(&["version"]).ok()?.output().ok()?;
             output.status.success().then_some(())
         })
-        .with_context(|| self.ground.log_tail(&format!("{}-containerd", self.name())))
+        .with_context(|| {
+            self.workspace
+                .log_tail(&format!("{}-containerd", self.name()))
+        })
     }
 
     /// Reaps ended processes, so that none stays a zombie.
@@ -276,7 +281,7 @@ impl Node {
     }
 
     fn ctr(&self, arguments: &[&str]) -> anyhow::Result<Command> {
-        let program = self.ground.tools.get("ctr")?.display().to_string();
+        let program = self.workspace.tools.get("ctr")?.display().to_string();
         let mut command = vec![program.as_str(), "--namespace", "k8s.io"];
         command.extend(arguments);
         Ok(self.inside(&command))
@@ -289,18 +294,18 @@ impl Node {
             .args(["--mount", "--uts", "--net", "--pid", "--"])
             .args(command)
             .stdin(Stdio::null());
-        self.ground.environment(&mut inside);
+        self.workspace.environment(&mut inside);
         inside
     }
 
     fn launch(&self, name: &str, program: &str) -> anyhow::Result<Launch> {
-        let program = self.ground.tools.get(program)?;
+        let program = self.workspace.tools.get(program)?;
         let name = format!("{}-{name}", self.name());
         Ok(Launch::new(&name, program, &self.place))
     }
 
     fn spawn(&self, launch: &Launch) -> anyhow::Result<()> {
-        let child = self.ground.spawn(launch)?;
+        let child = self.workspace.spawn(launch)?;
         self.children
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -309,7 +314,7 @@ impl Node {
     }
 
     fn state(&self) -> PathBuf {
-        self.ground.file(self.name())
+        self.workspace.file(self.name())
     }
 }
 
@@ -323,10 +328,10 @@ fn command_line(pid: u32) -> String {
     String::from_utf8_lossy(&words).replace('\0', " ")
 }
 
-fn containerd_config(ground: &Ground, state: &Path) -> anyhow::Result<String> {
+fn containerd_config(workspace: &Workspace, state: &Path) -> anyhow::Result<String> {
     let state = state.display();
-    let runc = ground.tools.get("runc")?;
-    let cni = ground.tools.directory("bridge")?;
+    let runc = workspace.tools.get("runc")?;
+    let cni = workspace.tools.directory("bridge")?;
     // Some machines do not let root lower a process's oom_score_adj.
     Ok(format!(
         r#"version = 3
@@ -387,8 +392,8 @@ fn cni_config(node: usize, family: AddressFamily) -> String {
     json!({"cniVersion": "1.0.0", "name": "hearth", "plugins": [bridge, ports]}).to_string()
 }
 
-fn kubelet_config(ground: &Ground, name: &str, group: &str) -> Map<String, Value> {
-    let pki = |file: String| ground.file("pki").join(file);
+fn kubelet_config(workspace: &Workspace, name: &str, group: &str) -> Map<String, Value> {
+    let pki = |file: String| workspace.file("pki").join(file);
     let config = json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -407,8 +412,8 @@ fn kubelet_config(ground: &Ground, name: &str, group: &str) -> Map<String, Value
         "failSwapOn": false,
         "oomScoreAdj": 0,
         "maxOpenFiles": 20000,
-        "address": ground.family.any(),
-        "clusterDNS": [ground.family.first().dns_service],
+        "address": workspace.family.any(),
+        "clusterDNS": [workspace.family.first().dns_service],
         "clusterDomain": "cluster.local",
         "resolvConf": "",
         // Changed Secrets reach their Pods within this time instead of a minute.

@@ -11,7 +11,7 @@ use anyhow::Context;
 use super::control::{self, Endpoints};
 use super::keeper::{self, Keeper};
 use super::node::Node;
-use super::process::{Ground, Launch, Place};
+use super::process::{Launch, Place, Workspace};
 use super::tools::Tools;
 use super::wait::try_wait_until;
 use super::{Options, addons, network};
@@ -25,7 +25,7 @@ static BEGUN: AtomicU64 = AtomicU64::new(0);
 
 /// A cluster that the test started.
 pub(super) struct Own {
-    pub(super) ground: Ground,
+    pub(super) workspace: Workspace,
     pub(super) keeper: Mutex<Keeper>,
     pub(super) nodes: Vec<Node>,
     /// Control plane processes that are children of the test, apart from the API server.
@@ -49,7 +49,7 @@ impl Own {
         let count = BEGUN.fetch_add(1, Ordering::Relaxed);
         let id = format!("{since:x}-{}-{count}", std::process::id());
         let keeper = Keeper::start(&id, options.nodes > 0)?;
-        let ground = Ground {
+        let workspace = Workspace {
             state: keeper::state_dir(&id)?,
             logs: logs_directory(&id)?,
             tools: tools.clone(),
@@ -57,7 +57,7 @@ impl Own {
             id,
         };
         Ok(Self {
-            ground,
+            workspace,
             keeper: Mutex::new(keeper),
             nodes: Vec::new(),
             children: Mutex::default(),
@@ -73,9 +73,9 @@ impl Own {
         } else {
             Endpoints::in_namespace(self.make_network()?, options.family)
         };
-        control::write_pki(&self.ground, options.nodes, &endpoints.api)?;
-        self.spawn(&control::etcd(&self.ground, &endpoints)?)?;
-        let launch = control::api_server(&self.ground, &endpoints, options)?;
+        control::write_pki(&self.workspace, options.nodes, &endpoints.api)?;
+        self.spawn(&control::etcd(&self.workspace, &endpoints)?)?;
+        let launch = control::api_server(&self.workspace, &endpoints, options)?;
         lock(&self.api_server).launch = Some(launch);
         self.endpoints = Some(endpoints);
         self.start_api_server()
@@ -84,7 +84,7 @@ impl Own {
     pub(super) fn start_api_server(&self) -> anyhow::Result<()> {
         let mut api_server = lock(&self.api_server);
         let launch = api_server.launch.as_ref().context("no API server yet")?;
-        let child = self.ground.spawn(launch)?;
+        let child = self.workspace.spawn(launch)?;
         api_server.child = Some(child);
         Ok(())
     }
@@ -105,10 +105,10 @@ impl Own {
             anyhow::bail!("nodes have no network to join");
         };
         for index in 1..=options.nodes {
-            let node = Node::start(&self.ground, control, index, options.nodes)?;
+            let node = Node::start(&self.workspace, control, index, options.nodes)?;
             self.nodes.push(node);
         }
-        let archives = addons::images(&self.ground, options)?;
+        let archives = addons::images(&self.workspace, options)?;
         std::thread::scope(|scope| {
             let import = |node: &Node| -> anyhow::Result<()> {
                 node.wait_for_containerd()?;
@@ -132,12 +132,12 @@ impl Own {
     pub(super) fn start_controllers(&self, options: &Options) -> anyhow::Result<()> {
         let endpoints = self.endpoints()?;
         if options.nodes > 0 || options.controllers {
-            self.spawn(&control::controllers(&self.ground, endpoints, options)?)?;
+            self.spawn(&control::controllers(&self.workspace, endpoints, options)?)?;
         }
         if options.nodes > 0 {
-            self.spawn(&control::scheduler(&self.ground, endpoints)?)?;
+            self.spawn(&control::scheduler(&self.workspace, endpoints)?)?;
             // The machine's route to Services. It needs some node's name, but is not part of that node.
-            let entry = control::proxy(&self.ground, "entry-proxy", 1, &endpoints.place)?;
+            let entry = control::proxy(&self.workspace, "entry-proxy", 1, &endpoints.place)?;
             self.spawn(&entry)?;
         }
         Ok(())
@@ -174,7 +174,7 @@ impl Own {
         let own = std::fs::read_link("/proc/self/ns/net")?;
         let holder = Launch::new("network", "unshare", &Place::Host);
         let child = self
-            .ground
+            .workspace
             .spawn(&holder.args(["--net", "--", "sleep", "infinity"]))?;
         let control = child.id();
         lock(&self.children).push(child);
@@ -184,8 +184,8 @@ impl Own {
             let namespace = std::fs::read_link(&of_holder).ok()?;
             (namespace != own).then_some(())
         })
-        .with_context(|| self.ground.log_tail("network"))?;
-        network::join_machine(control, self.ground.family)?;
+        .with_context(|| self.workspace.log_tail("network"))?;
+        network::join_machine(control, self.workspace.family)?;
         Ok(control)
     }
 
@@ -194,7 +194,7 @@ impl Own {
     }
 
     fn spawn(&self, launch: &Launch) -> anyhow::Result<()> {
-        let child = self.ground.spawn(launch)?;
+        let child = self.workspace.spawn(launch)?;
         lock(&self.children).push(child);
         Ok(())
     }

@@ -69,7 +69,7 @@ impl Launch {
 
 /// State shared by all processes of one cluster.
 #[derive(Clone, Debug)]
-pub(super) struct Ground {
+pub(super) struct Workspace {
     pub(super) id: String,
     pub(super) state: PathBuf,
     pub(super) logs: PathBuf,
@@ -77,7 +77,7 @@ pub(super) struct Ground {
     pub(super) family: AddressFamily,
 }
 
-impl Ground {
+impl Workspace {
     /// Starts a process; its output goes to the log of its name.
     pub(super) fn spawn(&self, launch: &Launch) -> anyhow::Result<Child> {
         let log = self.log(&launch.name);

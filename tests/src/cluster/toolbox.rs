@@ -28,7 +28,7 @@ impl Cluster {
             let with = image.program(&from, &inside);
             image = with.unwrap_or_else(|error| panic!("{program}: {error:#}"));
         }
-        let archive = self.own().ground.file("toolbox.tar");
+        let archive = self.own().workspace.file("toolbox.tar");
         image
             .write(&archive)
             .unwrap_or_else(|error| panic!("{}: {error:#}", archive.display()));

@@ -47,7 +47,7 @@ struct Live {
     written: Vec<KvToken>,
 }
 
-struct World {
+struct Harness {
     cache: KvCache,
     live: Vec<Live>,
     /// Contents of the device memory: the whole prefix up to each slot, as KV depends on all of it.
@@ -57,7 +57,7 @@ struct World {
     cleared: bool,
 }
 
-impl World {
+impl Harness {
     fn new(hash: Option<PrefixHash>) -> Self {
         let cache = match hash {
             Some(hash) => KvCache::with_hash(BLOCKS, BLOCK_TOKENS, hash),
@@ -213,12 +213,12 @@ impl World {
 }
 
 fn play(hash: Option<PrefixHash>, ops: Vec<Op>) {
-    let mut world = World::new(hash);
+    let mut harness = Harness::new(hash);
     for op in ops {
-        world.apply(op);
-        world.check();
+        harness.apply(op);
+        harness.check();
     }
-    world.end();
+    harness.end();
 }
 
 proptest! {

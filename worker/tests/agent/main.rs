@@ -29,14 +29,14 @@ use support::{Agent, AgentOptions, Authority, USER, demo_tar, skipped, until};
 use tempfile::TempDir;
 
 /// An agent and an operator that may call it.
-struct World {
+struct Fixture {
     authority: Authority,
     cache: TempDir,
     agent: Agent,
     operator: Worker,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         Self::in_cache(Authority::new(), TempDir::new().unwrap(), 60)
     }
@@ -142,8 +142,8 @@ async fn first_profile(operator: &Worker) -> NodeProfileStatus {
 }
 
 /// Changes the profile that the agent stored.
-fn edit_kept(world: &World, change: impl FnOnce(&mut Value)) {
-    let kept = world.cache.path().join("profile.json");
+fn edit_kept(fixture: &Fixture, change: impl FnOnce(&mut Value)) {
+    let kept = fixture.cache.path().join("profile.json");
     let text = fs::read_to_string(&kept).unwrap();
     let mut value = serde_json::from_str(&text).unwrap();
     change(&mut value);
@@ -167,19 +167,19 @@ fn meminfo(name: &str) -> u64 {
 
 #[tokio::test]
 async fn only_the_operator_is_answered() {
-    let world = World::new();
+    let fixture = Fixture::new();
     let stranger = Authority::new();
     // From another authority, from ours with another name, and without any certificate.
     let other_authority = {
         let mixed = stranger.issue("operator.hearth");
         fs::copy(
-            world.authority.issue("x.hearth").join("ca.crt"),
+            fixture.authority.issue("x.hearth").join("ca.crt"),
             mixed.join("ca.crt"),
         )
         .unwrap();
         mixed
     };
-    let worker = world.authority.issue("demo.default.hearth");
+    let worker = fixture.authority.issue("demo.default.hearth");
     for (who, certificates) in [
         (
             "another authority's operator",
@@ -188,7 +188,7 @@ async fn only_the_operator_is_answered() {
         ("a worker", Some(worker.as_path())),
         ("nobody", None),
     ] {
-        let mut caller = world.agent.called_by(certificates).agent();
+        let mut caller = fixture.agent.called_by(certificates).agent();
         let refused = caller.retain(RetainRequest { keys: Vec::new() }).await;
         let status = refused.expect_err(who);
         // The error came from the connection, not from the service.
@@ -199,19 +199,19 @@ async fn only_the_operator_is_answered() {
     }
     // Agents are rejected too, whether with the certificate that all start with or with another node's.
     for name in ["agent.hearth", "node-2.node.agent.hearth"] {
-        let other = world.authority.issue(name);
-        let mut caller = world.agent.called_by(Some(&other)).agent();
+        let other = fixture.authority.issue(name);
+        let mut caller = fixture.agent.called_by(Some(&other)).agent();
         let refused = caller.retain(RetainRequest { keys: Vec::new() }).await;
         assert!(refused.is_err(), "{name}");
     }
     // The operator likewise requires an agent's name.
     let worker = Agent::start(&AgentOptions {
-        tls: &world.authority.issue("other.default.hearth"),
-        cache: world.cache.path(),
+        tls: &fixture.authority.issue("other.default.hearth"),
+        cache: fixture.cache.path(),
         user: None,
         private_patience_s: 60,
     });
-    let caller = worker.called_by(Some(&world.authority.issue("operator.hearth")));
+    let caller = worker.called_by(Some(&fixture.authority.issue("operator.hearth")));
     assert!(
         caller
             .agent()
@@ -220,7 +220,7 @@ async fn only_the_operator_is_answered() {
             .is_err()
     );
     assert!(
-        world
+        fixture
             .operator
             .agent()
             .retain(RetainRequest { keys: Vec::new() })
@@ -230,7 +230,9 @@ async fn only_the_operator_is_answered() {
 
     // A probe needs no certificate.
     let probes = Clients::new(ClientOptions::default());
-    let probe = probes.worker(&world.agent.health.parse().unwrap()).unwrap();
+    let probe = probes
+        .worker(&fixture.agent.health.parse().unwrap())
+        .unwrap();
     for service in ["", "live"] {
         let service = service.to_owned();
         let answer = probe
@@ -244,22 +246,22 @@ async fn only_the_operator_is_answered() {
 
 #[tokio::test]
 async fn an_agent_tells_its_newest_token_and_one_key() {
-    let world = World::new();
-    let told = world.operator.agent().identify(IdentifyRequest {}).await;
+    let fixture = Fixture::new();
+    let told = fixture.operator.agent().identify(IdentifyRequest {}).await;
     let told = told.unwrap().into_inner();
     assert_eq!(told.token, "a token");
     assert!(told.public_key.starts_with("-----BEGIN PUBLIC KEY-----"));
     // The kubelet writes another token: the agent returns the new one.
-    let token = world.authority.place("agent.hearth").join("token");
+    let token = fixture.authority.place("agent.hearth").join("token");
     fs::write(&token, "the next").unwrap();
-    let again = world.operator.agent().identify(IdentifyRequest {}).await;
+    let again = fixture.operator.agent().identify(IdentifyRequest {}).await;
     let again = again.unwrap().into_inner();
     assert_eq!(
         (&*again.token, again.public_key),
         ("the next", told.public_key)
     );
     fs::remove_file(token).unwrap();
-    let refused = world.operator.agent().identify(IdentifyRequest {}).await;
+    let refused = fixture.operator.agent().identify(IdentifyRequest {}).await;
     let refused = refused.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition);
     assert!(refused.message().contains("token"), "{refused}");
@@ -267,16 +269,16 @@ async fn an_agent_tells_its_newest_token_and_one_key() {
 
 #[tokio::test]
 async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change() {
-    let world = World::new();
+    let fixture = Fixture::new();
     let own = "node-1.node.agent.hearth";
-    let told = world.operator.agent().identify(IdentifyRequest {}).await;
+    let told = fixture.operator.agent().identify(IdentifyRequest {}).await;
     let told = told.unwrap().into_inner();
     let certificate = |name: &str, node: &str| CertifyRequest {
         node: node.to_owned(),
-        certificate: world.authority.sign(name, &told.public_key),
+        certificate: fixture.authority.sign(name, &told.public_key),
     };
-    let operator = world.authority.issue("operator.hearth");
-    let expecting = |name: &str| world.agent.called_as(name, Some(&operator));
+    let operator = fixture.authority.issue("operator.hearth");
+    let expecting = |name: &str| fixture.agent.called_as(name, Some(&operator));
     assert!(
         expecting(own)
             .agent()
@@ -286,20 +288,20 @@ async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change
     );
     // A certificate for another node is rejected, and so is text that is not a certificate.
     let request = certificate("node-2.node.agent.hearth", "node-2");
-    let refused = world.operator.agent().certify(request).await.unwrap_err();
+    let refused = fixture.operator.agent().certify(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition);
-    let stranger = world.authority.issue(own).join("tls.crt");
+    let stranger = fixture.authority.issue(own).join("tls.crt");
     for wrong in ["none", &fs::read_to_string(stranger).unwrap()] {
         let request = CertifyRequest {
             node: "node-1".to_owned(),
             certificate: wrong.to_owned(),
         };
-        let refused = world.operator.agent().certify(request).await.unwrap_err();
+        let refused = fixture.operator.agent().certify(request).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument);
     }
 
     let request = certificate(own, "node-1");
-    world
+    fixture
         .operator
         .agent()
         .certify(request.clone())
@@ -322,7 +324,7 @@ async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change
     );
     // The same authority issues another initial certificate: the adopted one is dropped, as after a change of
     // authorities.
-    world.authority.issue("agent.hearth");
+    fixture.authority.issue("agent.hearth");
     until("the first certificate is shown again", async || {
         first()
             .agent()
@@ -331,7 +333,7 @@ async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change
             .is_ok()
     })
     .await;
-    world.operator.agent().certify(request).await.unwrap();
+    fixture.operator.agent().certify(request).await.unwrap();
     assert!(
         expecting(own)
             .agent()
@@ -343,19 +345,19 @@ async fn an_agent_shows_the_certificate_that_it_was_given_until_its_files_change
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_ends_at_once_when_it_is_told_to() {
-    let mut world = World::new();
+    let mut fixture = Fixture::new();
     let archive = demo_tar();
     let server = FileServer::start(archive.clone()).await;
     server.faults([Fault::StallAfter(1_000_000)]);
     let wanted = request(&server, &sha256(&archive));
     let part = format!("partial/{}.part", wanted.key);
-    let part = world.cache.path().join(part);
+    let part = fixture.cache.path().join(part);
     until("a fetch runs", async || {
-        model(&world.operator, &wanted).await;
+        model(&fixture.operator, &wanted).await;
         fs::metadata(&part).is_ok_and(|metadata| metadata.len() >= 1_000_000)
     })
     .await;
-    let (code, took) = world.agent.terminate();
+    let (code, took) = fixture.agent.terminate();
     assert_eq!(code, Some(0));
     assert!(took < Duration::from_secs(5), "{took:?}");
 }

@@ -13,8 +13,8 @@
 //!   the new ones are created.
 //! - If there are several gateways, all must be ready before an old one is deleted. Where there is no room for that,
 //!   the old ones make room one after the other, but none while a new one is starting.
-//! - An old gateway is deleted while workers of its own are there for its requests, or after the last of them is gone:
-//!   a kubelet gives a Pod that is being deleted no new routes.
+//! - An old gateway of the same model is deleted while old workers are there for its requests, or after the last of them
+//!   is gone, but not while that is ending: a kubelet gives a Pod that is being deleted no new routes.
 //! - A node whose kubelet is away keeps what the target wants there: its containers may well be running. Unwanted Pods
 //!   there are deleted when the target serves, or when the node has been away for long; on a node that has left the
 //!   cluster, at once.
@@ -396,7 +396,7 @@ impl<'a> Sorted<'a> {
             match mode {
                 Mode::Alone => false,
                 _ if is_gateway(pod) && (self.workers_are_ready() || !pod.is_ready) => true,
-                _ if is_gateway(pod) => mode == Mode::OldDownFirst && !self.only_ending_workers(),
+                _ if is_gateway(pod) => mode == Mode::OldDownFirst && !self.holds_requests(pod),
                 _ => !gateways && !self.is_routed(pod),
             }
         };
@@ -407,11 +407,13 @@ impl<'a> Sorted<'a> {
         ended.map(|pod| end_of(pod, grace_of(pod))).collect()
     }
 
-    /// Whether the old workers that are left are all about to go. When they are gone, the target may fit beside the old
-    /// gateway and answer the requests that it holds.
-    fn only_ending_workers(&self) -> bool {
+    /// Whether requests that an old gateway holds may be answered by the target's workers: it serves the same model, and
+    /// when the old workers, all about to go, are gone, the target may fit beside it.
+    fn holds_requests(&self, gateway: &PodView) -> bool {
         let mut workers = self.leftovers().filter(|pod| !is_gateway(pod)).peekable();
-        workers.peek().is_some() && workers.all(|pod| pod.is_deleting)
+        self.is_compatible(gateway)
+            && workers.peek().is_some()
+            && workers.all(|pod| pod.is_deleting)
     }
 
     /// Whether nothing is lost with an unwanted worker: another number of workers was requested before it was ready.

@@ -37,14 +37,19 @@ impl Sorted<'_> {
             .collect()
     }
 
+    /// Whether a Pod's plan serves the target's model in the same way.
+    pub(super) fn is_compatible(&self, pod: &PodView) -> bool {
+        let compatible = &self.input.compatible_generations;
+        compatible.contains(&pod.plan_generation)
+    }
+
     /// Old workers that serve the target's model: its gateways send requests to them until its own workers are ready, or
     /// they must make room.
     fn compatible_routes(&self, mode: Mode) -> Vec<Route> {
-        let compatible = &self.input.compatible_generations;
         let workers = self.extra.iter().filter(|pod| {
             !is_gateway(pod)
                 && pod.is_ready
-                && compatible.contains(&pod.plan_generation)
+                && self.is_compatible(pod)
                 && !self.is_useless(pod)
                 && !self.extras_leave(mode)
         });
@@ -86,11 +91,7 @@ impl Sorted<'_> {
         let mut routes = Vec::new();
         if is_target {
             routes = self.first_routes(mode);
-        } else if self
-            .input
-            .compatible_generations
-            .contains(&gateway.plan_generation)
-        {
+        } else if self.is_compatible(gateway) {
             routes = self.target_routes();
         }
         let extras_leave = is_target && self.extras_leave(mode);

@@ -21,8 +21,9 @@ pub use route::Route;
 
 /// Assumed of a worker that does not tell.
 const DEFAULT_BATCH: u32 = 16;
-/// A worker that is not ready for so long in a gateway that ends is not waited for. In a rollout whose old workers end first, new
-/// ones are there before.
+/// When no worker of a gateway that ends was ready for so long, requests that have not begun wait no longer. One may restart in
+/// its place by then. Of new ones the gateway does not learn, also in a rollout whose old workers end first: the kubelet does not
+/// refresh the volume with the routes of a Pod that ends.
 const LEFT_AFTER: Duration = Duration::from_secs(30);
 
 /// The pools of one gateway. Members may join and leave at any time.
@@ -142,14 +143,14 @@ impl WorkerPool {
     /// were begun. A prefill worker is among them where the policy wants one, or the pinned bits need one.
     ///
     /// # Errors
-    /// [`AcquireError`]; never [`AcquireError::QueueFull`] for a request with a pin, or one that is admitted.
+    /// [`AcquireError`]; never [`AcquireError::QueueFull`] for a request that was tried, or one that is admitted.
     pub async fn acquire(
         self: &Arc<Self>,
         want: Want<'_>,
         deadline: Instant,
     ) -> Result<Route, AcquireError> {
         let key = PrefixKey::of(want.prompt);
-        if want.pin.is_some() {
+        if want.was_tried {
             return self.wait_for_worker(&want, &key, deadline).await;
         }
         if let Ok(_turn) = self.turnstile.try_lock()
@@ -183,19 +184,27 @@ impl WorkerPool {
 
     /// Returns when no decode worker was ready for as long as `patience`, with the error of whoever waits for one.
     pub async fn deserted(&self, patience: Duration) -> AcquireError {
+        let workers = self.lasting(patience, |ready, _| ready == 0).await;
+        AcquireError::NotReady { workers }
+    }
+
+    /// Returns when something was true of the numbers of ready and of all decode workers for as long as `patience`; gives the
+    /// number of all.
+    async fn lasting(&self, patience: Duration, holds: impl Fn(usize, usize) -> bool) -> usize {
         let mut changed = self.changed.subscribe();
         let mut until = None;
         loop {
             changed.mark_unchanged();
-            until = match self.count(Role::Decode) {
-                (0, workers) => {
+            let (ready, workers) = self.count(Role::Decode);
+            until = match holds(ready, workers) {
+                true => {
                     let until = *until.get_or_insert_with(|| Instant::now() + patience);
                     if Instant::now() >= until {
-                        return AcquireError::NotReady { workers };
+                        return workers;
                     }
                     Some(until)
                 }
-                _ => None,
+                false => None,
             };
             let change = changed.changed();
             match until {
@@ -313,7 +322,11 @@ impl WorkerPool {
         deadline: Instant,
     ) -> Result<Route, AcquireError> {
         let mut changed = self.changed.subscribe();
-        let other_numerics_at = (Instant::now() + self.routing.same_numerics_wait).min(deadline);
+        let patience = match want.takes_others {
+            true => Duration::ZERO,
+            false => self.routing.same_numerics_wait,
+        };
+        let other_numerics_at = (Instant::now() + patience).min(deadline);
         loop {
             changed.mark_unchanged();
             let any_numerics = Instant::now() >= other_numerics_at;

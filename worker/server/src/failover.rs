@@ -7,8 +7,10 @@
 //!
 //! Workers of the same model but with other numerics (another instruction set, a GPU) may choose other tokens where
 //! two are nearly equal. A request is therefore pinned to the numerics that read its prompt and to those that write
-//! its answer, which need not be the same; the boundary between the two never moves. A broken stream waits for workers
-//! with the same numerics, for a bounded time while they may come back, and only then takes others.
+//! its answer, which need not be the same; the boundary between the two never moves. The pin begins with the first
+//! chunk that the client receives, which names the numerics: until then a request that a worker refused may go to any
+//! other. A broken stream waits for workers with the same numerics, for a bounded time while they may come back, and
+//! only then takes others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,7 +124,7 @@ pub fn run(
     async_stream::stream! {
         let mut progress = Progress::default();
         loop {
-            let mut attempt = match Attempt::begin(&pool, &job, &mut progress, observer.as_ref()).await {
+            let mut attempt = match Attempt::begin(&pool, &job, &mut progress).await {
                 Ok(attempt) => attempt,
                 Err(Failure::Retry(error)) => {
                     match progress.failed(&pool, &job, &error, observer.as_ref()).await {
@@ -139,7 +141,7 @@ pub fn run(
                 }
             };
             let error = loop {
-                match attempt.next(&job, &mut progress).await {
+                match attempt.next(&job, &mut progress, observer.as_ref()).await {
                     Ok(event) => {
                         let is_last = matches!(event, Event::Finished(_));
                         yield Ok(event);
@@ -180,7 +182,10 @@ enum Failure {
 #[derive(Default)]
 struct Progress {
     tokens: Vec<u32>,
+    /// Numerics of what the client has received; `None` before it has received anything.
     pin: Option<Pin>,
+    /// Whether the last worker had other numerics than the pin, after a wait for the same.
+    took_others: bool,
     avoid: Option<WorkerId>,
     /// The attempt's prefill worker, until it has delivered.
     prefill: Option<WorkerId>,
@@ -243,18 +248,63 @@ impl Progress {
             .map_err(|_| self.out_of_time())
     }
 
-    /// Pins the job to the worker's numerics; the weights never change within a request.
+    /// Pins the job to the worker's numerics; the weights never change within a request. Called for each chunk that the
+    /// client receives: the first one shows a fingerprint of the numerics.
     fn pin_to(&mut self, pin: &Pin, job: &Job, observer: &dyn FailoverObserver) {
-        let before = self.pin.replace(pin.clone());
-        if let Some(before) = before.filter(|before| before != pin && !self.tokens.is_empty()) {
+        if self.pin.as_ref() == Some(pin) {
+            return;
+        }
+        self.took_others = false;
+        if let Some(before) = self.pin.replace(pin.clone()) {
             tracing::warn!(
                 request = %job.request_id,
                 tokens = self.tokens.len(),
                 ?before,
                 after = ?pin,
-                "no worker of the same numerics is left: later tokens may differ"
+                "the stream goes on with other numerics: later tokens may differ"
             );
             observer.changed_numerics();
+        }
+    }
+
+    /// The pin that the next worker is sought for. One that is to do all `alone` reads the prompt anew, as far as the
+    /// tokens that the client has allow it.
+    fn wanted(&self, alone: bool) -> Option<Pin> {
+        let mut pin = self.pin.clone()?;
+        if alone && self.tokens.is_empty() {
+            pin.prompt_numerics.clone_from(&pin.numerics);
+        }
+        Some(pin)
+    }
+
+    fn was_tried(&self) -> bool {
+        self.attempts > 0
+    }
+
+    /// Until when a worker is waited for.
+    fn wait_until(&self, job: &Job) -> Instant {
+        let until = match job.queue_deadline {
+            Some(queue) if !self.was_tried() => queue,
+            None if self.pin.is_none() => job.deadline,
+            _ => Instant::now() + job.replacement_timeout,
+        };
+        until.min(job.deadline)
+    }
+
+    /// Why the job ends when no worker was found in `waited`.
+    fn without_worker(&self, job: &Job, error: AcquireError, waited: Duration) -> JobError {
+        let is_late = Instant::now() >= job.deadline;
+        match error {
+            AcquireError::Ending if self.pin.is_none() => JobError::Acquire(error),
+            AcquireError::NotReady { .. } if !self.was_tried() && !is_late => {
+                JobError::Acquire(error)
+            }
+            _ if self.was_tried() && !is_late => JobError::Lost {
+                tokens: self.tokens.len(),
+                waited,
+            },
+            _ if self.was_tried() || job.queue_deadline.is_none() => self.out_of_time(),
+            error => JobError::Acquire(error),
         }
     }
 
@@ -277,57 +327,37 @@ impl Attempt {
         pool: &Arc<WorkerPool>,
         job: &Job,
         progress: &mut Progress,
-        observer: &dyn FailoverObserver,
     ) -> Result<Self, Failure> {
-        // After two failures the decode worker does everything by itself, as far as the tokens already delivered
-        // allow it: the fault may lie in the hand-over.
+        // After two failures the decode worker does everything by itself: the fault may lie in the hand-over.
         let alone = progress.fruitless > 1;
-        if alone
-            && progress.tokens.is_empty()
-            && let Some(pin) = &mut progress.pin
-        {
-            pin.prompt_numerics = pin.numerics.clone();
-        }
+        let pin = progress.wanted(alone);
         let want = Want {
             prompt: &job.prompt,
-            pin: progress.pin.as_ref(),
+            pin: pin.as_ref(),
+            takes_others: progress.took_others,
+            was_tried: progress.was_tried(),
             avoid: progress.avoid,
             alone,
             is_admitted: job.queue_deadline.is_none(),
         };
-        let deadline = match progress.pin {
-            Some(_) => job.deadline.min(Instant::now() + job.replacement_timeout),
-            None => job
-                .queue_deadline
-                .map_or(job.deadline, |queue| queue.min(job.deadline)),
-        };
+        let began = Instant::now();
         let Route {
             decode: mut lease,
             prefill,
-        } = match acquire(pool, job, want, deadline).await {
+        } = match acquire(pool, job, want, progress.wait_until(job)).await {
             Ok(route) => route,
-            Err(error @ (AcquireError::NotReady { .. } | AcquireError::Ending))
-                if progress.pin.is_none() && Instant::now() < job.deadline =>
-            {
-                return Err(Failure::Fatal(JobError::Acquire(error)));
+            Err(error) => {
+                let error = progress.without_worker(job, error, began.elapsed());
+                return Err(Failure::Fatal(error));
             }
-            Err(_) if progress.pin.is_some() && Instant::now() < job.deadline => {
-                return Err(Failure::Fatal(JobError::Lost {
-                    tokens: progress.tokens.len(),
-                    waited: job.replacement_timeout,
-                }));
-            }
-            Err(_) if progress.pin.is_some() || job.queue_deadline.is_none() => {
-                return Err(Failure::Fatal(progress.out_of_time()));
-            }
-            Err(error) => return Err(Failure::Fatal(JobError::Acquire(error))),
         };
+        progress.took_others = pin.is_some_and(|pin| pin != lease.pin);
         progress.prefill = prefill.as_ref().map(PrefillLease::id);
         progress.avoid = Some(lease.id());
-        progress.pin_to(&lease.pin, job, observer);
         progress.attempts += 1;
         let request = job.request(
             progress,
+            &lease.pin,
             prefill
                 .as_ref()
                 .map(|prefill| prefill.endpoint().to_string()),
@@ -350,7 +380,12 @@ impl Attempt {
     }
 
     /// Returns the next event that the client has not received.
-    async fn next(&mut self, job: &Job, progress: &mut Progress) -> Result<Event, Failure> {
+    async fn next(
+        &mut self,
+        job: &Job,
+        progress: &mut Progress,
+        observer: &dyn FailoverObserver,
+    ) -> Result<Event, Failure> {
         loop {
             let worker = self.lease.worker.clone();
             let message = tokio::select! {
@@ -374,6 +409,7 @@ impl Attempt {
             match event {
                 Some(generate_event::Event::Started(started)) if !progress.has_started => {
                     progress.has_started = true;
+                    progress.pin_to(&self.lease.pin, job, observer);
                     return Ok(Event::Started {
                         cached_tokens: started.cached_tokens,
                         pin: self.lease.pin.clone(),
@@ -392,6 +428,7 @@ impl Attempt {
                     }
                     self.prefill = None;
                     progress.prefill = None;
+                    progress.pin_to(&self.lease.pin, job, observer);
                     progress.tokens.push(token.id);
                     progress.fruitless = 0;
                     progress.pause = Duration::ZERO;
@@ -406,22 +443,22 @@ impl Attempt {
     }
 }
 
-/// Acquires workers for a job. An admitted one that has no worker yet has none to be replaced: it gives up once no
-/// worker has been ready for as long as a replacement may take. While the gateway shuts down, a job that was not
-/// admitted gives up when no worker is left: another gateway has some.
+/// Acquires workers for a job. An admitted job whose client has received nothing gives up once no worker has been ready
+/// for as long as a replacement may take. While the gateway shuts down, a job that was not admitted gives up when no
+/// worker is left, whether one was tried or not: another gateway has some. A stream that has begun would be lost, and
+/// waits for a worker that restarts in place.
 async fn acquire(
     pool: &Arc<WorkerPool>,
     job: &Job,
     want: Want<'_>,
     deadline: Instant,
 ) -> Result<Route, AcquireError> {
-    let is_new = want.pin.is_none();
-    let may_give_up = want.is_admitted && is_new;
+    let has_begun = want.pin.is_some();
     tokio::select! {
         biased;
         route = pool.acquire(want, deadline) => route,
-        error = pool.deserted(job.replacement_timeout), if may_give_up => Err(error),
-        error = pool.left(), if is_new && !want.is_admitted => Err(error),
+        error = pool.deserted(job.replacement_timeout), if want.is_admitted && !has_begun => Err(error),
+        error = pool.left(), if !want.is_admitted && !has_begun => Err(error),
     }
 }
 
@@ -437,21 +474,18 @@ impl Job {
     fn request(
         &self,
         progress: &Progress,
+        pin: &Pin,
         prefill: Option<String>,
     ) -> tonic::Request<GenerateRequest> {
         let request_id = format!("{}.{}", self.request_id, progress.attempts);
-        let pin = progress.pin.clone();
-        let (model_fingerprint, prompt_numerics) = pin.map_or_else(Default::default, |pin| {
-            (pin.fingerprint, pin.prompt_numerics)
-        });
         let sampling = Sampling {
             seed: self.seed,
             ..self.sampling.as_ref().clone()
         };
         let message = GenerateRequest {
             request_id: request_id.clone(),
-            model_fingerprint,
-            prompt_numerics,
+            model_fingerprint: pin.fingerprint.clone(),
+            prompt_numerics: pin.prompt_numerics.clone(),
             prompt_tokens: self.prompt.to_vec(),
             generated_tokens: progress.tokens.clone(),
             sampling: Some(sampling),

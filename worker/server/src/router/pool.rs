@@ -21,8 +21,9 @@ pub use route::Route;
 
 /// Batch size assumed for a worker that reports none.
 const DEFAULT_BATCH: u32 = 16;
-/// Time after which a gateway that is shutting down stops waiting for a ready worker. In a rollout that stops the old
-/// workers first, new ones are there sooner.
+/// Time without a ready worker after which requests that have not begun no longer wait in a gateway that is shutting
+/// down. A worker may restart in place within it. The gateway does not learn of new workers: the kubelet does not
+/// refresh the volume with the routes of a Pod that is being deleted.
 const LEFT_AFTER: Duration = Duration::from_secs(30);
 
 /// The pools of one gateway. Members may join and leave at any time.
@@ -142,14 +143,14 @@ impl WorkerPool {
     /// were begun. Includes a prefill worker if the policy wants one, or the pinned numerics need one.
     ///
     /// # Errors
-    /// [`AcquireError`]; never [`AcquireError::QueueFull`] for a request with a pin, or one that is admitted.
+    /// [`AcquireError`]; never [`AcquireError::QueueFull`] for a request that was tried, or one that is admitted.
     pub async fn acquire(
         self: &Arc<Self>,
         want: Want<'_>,
         deadline: Instant,
     ) -> Result<Route, AcquireError> {
         let key = PrefixKey::of(want.prompt);
-        if want.pin.is_some() {
+        if want.was_tried {
             return self.wait_for_worker(&want, &key, deadline).await;
         }
         if let Ok(_turn) = self.turnstile.try_lock()
@@ -183,19 +184,27 @@ impl WorkerPool {
 
     /// Returns when no decode worker has been ready for `patience`, with the error for waiting requests.
     pub async fn deserted(&self, patience: Duration) -> AcquireError {
+        let workers = self.lasting(patience, |ready, _| ready == 0).await;
+        AcquireError::NotReady { workers }
+    }
+
+    /// Returns once a condition on the numbers of ready and of all decode workers has held for `patience`; gives the
+    /// number of all.
+    async fn lasting(&self, patience: Duration, holds: impl Fn(usize, usize) -> bool) -> usize {
         let mut changed = self.changed.subscribe();
         let mut until = None;
         loop {
             changed.mark_unchanged();
-            until = match self.count(Role::Decode) {
-                (0, workers) => {
+            let (ready, workers) = self.count(Role::Decode);
+            until = match holds(ready, workers) {
+                true => {
                     let until = *until.get_or_insert_with(|| Instant::now() + patience);
                     if Instant::now() >= until {
-                        return AcquireError::NotReady { workers };
+                        return workers;
                     }
                     Some(until)
                 }
-                _ => None,
+                false => None,
             };
             let change = changed.changed();
             match until {
@@ -313,7 +322,11 @@ impl WorkerPool {
         deadline: Instant,
     ) -> Result<Route, AcquireError> {
         let mut changed = self.changed.subscribe();
-        let other_numerics_at = (Instant::now() + self.routing.same_numerics_wait).min(deadline);
+        let patience = match want.takes_others {
+            true => Duration::ZERO,
+            false => self.routing.same_numerics_wait,
+        };
+        let other_numerics_at = (Instant::now() + patience).min(deadline);
         loop {
             changed.mark_unchanged();
             let any_numerics = Instant::now() >= other_numerics_at;

@@ -113,8 +113,12 @@ impl Pin {
 pub struct Want<'a> {
     /// The prompt.
     pub prompt: &'a [u32],
-    /// Pin of a request that was begun elsewhere; it does not queue again.
+    /// Pin of a request that was begun elsewhere.
     pub pin: Option<&'a Pin>,
+    /// Whether workers of the pin's numerics were waited for before: others are as good at once.
+    pub takes_others: bool,
+    /// Whether a worker was tried: it does not queue again.
+    pub was_tried: bool,
     /// The worker that just failed it.
     pub avoid: Option<WorkerId>,
     /// Whether the decode worker is to read the prompt itself, unless other numerics are pinned.

@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use hearth_transport::tonic::Status;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::failover::{PATH, body, paced, slow};
-use crate::support::{FakeWorker, Running, chat_body, eventually, gateway};
+use crate::support::{FakeWorker, Fault, Running, chat_body, eventually, gateway};
 
 /// Proxy that passes each new connection to the gateway currently in charge, as a Service does.
 struct Proxy {
@@ -239,6 +240,43 @@ async fn who_waits_for_a_worker_when_none_is_left_is_told_to_come_again() {
         "it waited {:?}",
         began.elapsed()
     );
+    gateway.ended().await.unwrap();
+}
+
+/// Starts a gateway that probes its workers only once, and a request that a worker has refused because it had just
+/// begun to drain.
+async fn refused_by(worker: &FakeWorker, others: &[&FakeWorker]) -> (Running, TcpStream) {
+    let mut workers = vec![worker];
+    workers.extend(others);
+    let gateway = gateway(&workers, |config| {
+        config.routing.look_interval = Duration::from_secs(3600);
+        config.routing.same_numerics_wait = Duration::from_secs(300);
+        config.routing.queue_timeout = Duration::from_secs(300);
+        config.limits.drain_grace = Duration::from_secs(300);
+    })
+    .await;
+    worker.behaviour.stats.lock().unwrap().draining = true;
+    let refusal = Fault::Status(0, Status::unavailable("draining"));
+    worker.behaviour.fault(refusal);
+    let mut stream = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut stream, &chat_body("say:late", json!({"stream": true}))).await;
+    eventually(|| async { gateway.metric("hearth_failovers_total", "gone").await == 1.0 }).await;
+    (gateway, stream)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_was_refused_by_a_draining_worker_is_told_to_come_again_too() {
+    let worker = FakeWorker::start();
+    let (mut gateway, mut stream) = refused_by(&worker, &[]).await;
+    gateway.shut_down();
+    let answer = tokio::time::timeout(Duration::from_secs(120), read_to_end(&mut stream));
+    let answer = answer.await.expect("nobody waits for a replacement");
+    assert!(
+        answer.starts_with("HTTP/1.1 503") && answer.contains("retry-after: "),
+        "{answer}"
+    );
+    assert!(answer.contains("\"code\":\"shutting_down\""), "{answer}");
+    assert_eq!(worker.behaviour.calls.lock().unwrap().len(), 1);
     gateway.ended().await.unwrap();
 }
 

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use hearth_transport::tonic::Status;
 use serde_json::{Value, json};
 
-use crate::failover::{PATH, slow, stream};
-use crate::support::{FakeWorker, Running, chat_body, eventually, gateway};
+use crate::failover::{PATH, paced, slow, stream};
+use crate::support::{FakeWorker, Fault, Running, chat_body, eventually, gateway};
 
 const OTHER: &str = "numerics-2";
 
@@ -144,5 +145,63 @@ async fn a_reader_that_does_not_come_back_is_done_without_and_that_is_told() {
     assert_eq!(last.prefill_endpoint, "");
     assert_eq!(last.prompt_numerics, "numerics-1");
     assert!(!last.generated_tokens.is_empty());
+    assert!(changed_numerics(&gateway).await);
+}
+
+/// Numerics change with what a worker of others gives, not with the question whether it would.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_others_refused_goes_on_with_its_own_numerics() {
+    let body = || crate::failover::body(120);
+    let calm = FakeWorker::start();
+    paced(&calm, 0);
+    let expected = stream(&gateway(&[&calm], |_| {}).await, body()).await;
+    let (own, other) = (FakeWorker::start(), reader());
+    lasting(&own);
+    let gateway = gateway(&[&own, &other], |config| {
+        config.routing.look_interval = Duration::from_secs(3600);
+        config.routing.same_numerics_wait = Duration::from_millis(300);
+    })
+    .await;
+    let mut events = gateway.open(PATH, body()).await;
+    let mut text = events.next_text().await.unwrap();
+    other.revive();
+    eventually(|| async { gateway.ready().await["decode"]["ready"] == 2 }).await;
+    // It begins to drain before the next look at it.
+    other.behaviour.stats.lock().unwrap().draining = true;
+    let refusal = Fault::Status(0, Status::unavailable("draining"));
+    other.behaviour.fault(refusal);
+    own.kill();
+    let refused = || async { other.behaviour.calls.lock().unwrap().len() == 1 };
+    eventually(refused).await;
+    own.revive();
+    while let Some(more) = events.next_text().await {
+        text += &more;
+    }
+    assert_eq!(text, expected);
+    assert!(refused().await, "it was asked again");
+    assert!(!changed_numerics(&gateway).await);
+}
+
+/// The first chunk has told of the reader. A hand-over that fails again and again is done without, and that is counted.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fingerprint_that_no_longer_holds_is_told() {
+    let (decode, reader) = (FakeWorker::start(), reader());
+    reader.revive();
+    let gateway = pair(&decode, &reader, Duration::from_secs(20)).await;
+    until_prefill(&gateway, 1).await;
+    for _ in 0..2 {
+        let fault = Fault::Status(0, Status::internal("no KV came"));
+        decode.behaviour.fault(fault);
+    }
+    assert!(!stream(&gateway, long_body()).await.is_empty());
+    assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
+    assert!(!changed_numerics(&gateway).await, "nothing was told");
+    until_prefill(&gateway, 1).await;
+    for _ in 0..2 {
+        decode.behaviour.fault(Fault::Cut(0));
+    }
+    let second = chat_body(&"y".repeat(200), json!({"seed": 7, "stream": true}));
+    assert!(!stream(&gateway, second).await.is_empty());
+    assert_eq!(decode.behaviour.last_call().prefill_endpoint, "");
     assert!(changed_numerics(&gateway).await);
 }

@@ -225,14 +225,15 @@ impl LeanPod {
         let (generation, mut rank) = read_slice(&slice);
         let is_exclusive = rank.pinning == "Exclusive";
         let node = self.spec.node_name.clone().unwrap_or_default();
-        let container = self.status.container_statuses.first();
+        let role = label(LABEL_ROLE);
+        let container = self.status.container(&role);
         let granted = self.status.container_statuses.iter();
         let granted: Vec<Granted> = granted.map(|status| status.granted.clone()).collect();
         let requests = self.spec.asking.requests(&granted);
         PodView {
             name: self.metadata.name.clone().unwrap_or_default(),
             uid: self.metadata.uid.clone().unwrap_or_default(),
-            role: PodRole::of_label(&label(LABEL_ROLE)),
+            role: PodRole::of_label(&role),
             rank: label(LABEL_RANK),
             form: annotation(ANNOTATION_FORM),
             plan_generation: annotation(ANNOTATION_PLAN_GENERATION)
@@ -248,7 +249,7 @@ impl LeanPod {
             wanted_node: self.spec.wanted_node(),
             ip: self.status.pod_ip.clone().unwrap_or_default(),
             is_ready: self.status.is_true("Ready"),
-            has_lost_readiness: self.status.has_lost_readiness(),
+            has_lost_readiness: self.status.has_lost_readiness(container),
             is_deleting: self.metadata.deletion_timestamp.is_some(),
             created: self
                 .metadata
@@ -270,12 +271,12 @@ impl LeanPod {
                 Vec::new()
             },
             unschedulable: self.status.unschedulable(),
-            is_setting_up: !node.is_empty() && self.status.is_setting_up(),
+            is_setting_up: !node.is_empty() && self.status.is_setting_up(container),
             setup_warning: None,
+            container: container.map(|it| it.view(self.spec.asking.image(&role))),
             phase: self.status.phase,
             reason: self.status.reason,
             message: self.status.message,
-            container: container.map(|container| container.view(self.spec.asking.image())),
             node,
         }
     }
@@ -320,6 +321,12 @@ impl Spec {
 }
 
 impl Status {
+    /// Hearth's own container, which has the name of its Pod's role: others may be injected and come before it.
+    fn container(&self, role: &str) -> Option<&ContainerStatus> {
+        let mut statuses = self.container_statuses.iter();
+        statuses.find(|status| status.granted.name() == role)
+    }
+
     fn condition(&self, name: &str) -> Option<&Condition> {
         self.conditions.iter().find(|c| c.type_ == name)
     }
@@ -330,8 +337,8 @@ impl Status {
 
     /// Whether its process has started, was ready and no longer is. Excludes a process that is not yet ready, and one
     /// whose Pod was marked unready when the previous process ended.
-    fn has_lost_readiness(&self) -> bool {
-        let Some(container) = self.container_statuses.first() else {
+    fn has_lost_readiness(&self, container: Option<&ContainerStatus>) -> bool {
+        let Some(container) = container else {
             return false;
         };
         let running = container.state.running.as_ref();
@@ -364,8 +371,8 @@ impl Status {
     }
 
     /// Whether it is bound and no container has got as far as its image.
-    fn is_setting_up(&self) -> bool {
-        let waits = match self.container_statuses.first() {
+    fn is_setting_up(&self, container: Option<&ContainerStatus>) -> bool {
+        let waits = match container {
             None => true,
             Some(container) => container.state.waiting.as_ref().is_some_and(|waiting| {
                 matches!(
@@ -455,7 +462,7 @@ mod tests {
     fn place_and_holdings_are_read() {
         let view = view(json!({"phase": "Running", "podIP": "10.0.0.9",
             "conditions": [{"type": "Ready", "status": "True"}],
-            "containerStatuses": [{"restartCount": 0, "state": {"running": {}}}]}));
+            "containerStatuses": [{"name": "decode", "restartCount": 0, "state": {"running": {}}}]}));
         assert_eq!((view.memory_bytes, view.gpus), (1 << 20, 1));
         assert_eq!(view.exclusive_cpus, [2, 3]);
         assert_eq!(
@@ -469,7 +476,7 @@ mod tests {
     #[test]
     fn the_last_end_of_a_crashing_container_is_read() {
         let view = view(
-            json!({"phase": "Running", "containerStatuses": [{"restartCount": 4,
+            json!({"phase": "Running", "containerStatuses": [{"name": "decode", "restartCount": 4,
             "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
             "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": "last line"}}}]}),
         );
@@ -485,7 +492,7 @@ mod tests {
         let lost = |started: bool, since: &str, ready: &str, at: &str| {
             view(json!({"phase": "Running",
                 "conditions": [{"type": "Ready", "status": ready, "lastTransitionTime": at}],
-                "containerStatuses": [{"restartCount": 0, "started": started,
+                "containerStatuses": [{"name": "decode", "restartCount": 0, "started": started,
                     "state": {"running": {"startedAt": since}}}]}))
             .has_lost_readiness
         };
@@ -500,6 +507,54 @@ mod tests {
         );
     }
 
+    /// Injected containers come before or after ours, and some of them before ours has a status.
+    #[test]
+    fn the_state_of_a_pod_is_that_of_its_own_container() {
+        let proxy = json!({"name": "istio-proxy", "restartCount": 9, "started": false,
+            "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "m"}},
+            "lastState": {"terminated": {"exitCode": 1, "reason": "Error", "message": "proxy"}}});
+        let ours = json!({"name": "decode", "restartCount": 1, "started": true,
+            "state": {"running": {"startedAt": "2026-01-01T00:00:10Z"}},
+            "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": "ours"}}});
+        let conditions = json!([{"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:01:00Z"}]);
+        for statuses in [json!([proxy, ours]), json!([ours, proxy])] {
+            let view = view(
+                json!({"phase": "Running", "conditions": conditions, "containerStatuses": statuses}),
+            );
+            assert!(view.has_lost_readiness);
+            let container = view.container.unwrap();
+            assert_eq!((container.restarts, container.waiting), (1, None));
+            assert_eq!(container.last_end.unwrap().message, "ours");
+        }
+        let creating = json!({"name": "decode", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}});
+        for statuses in [json!([proxy, creating]), json!([creating, proxy])] {
+            assert!(view(json!({"phase": "Pending", "containerStatuses": statuses})).is_setting_up);
+        }
+        let alone = |phase: &str| {
+            view(json!({"phase": phase, "conditions": conditions, "containerStatuses": [proxy]}))
+        };
+        let (running, pending) = (alone("Running"), alone("Pending"));
+        assert!(running.container.is_none() && !running.has_lost_readiness);
+        assert!(pending.is_setting_up, "as with no status at all");
+    }
+
+    /// The image that a waiting container is told of is its own.
+    #[test]
+    fn the_image_of_a_pod_is_that_of_its_own_container() {
+        for names in [["istio-proxy", "prefill"], ["prefill", "istio-proxy"]] {
+            let pod: LeanPod = serde_json::from_value(json!({
+                "metadata": {"name": "p", "labels": {"hearth.dev/role": "prefill"}},
+                "spec": {"containers": names.map(|name| json!({"name": name, "image": format!("{name}:1")}))},
+                "status": {"containerStatuses": names.map(|name| json!({"name": name, "restartCount": 0,
+                    "state": {"waiting": {"reason": "ErrImagePull", "message": name}}}))},
+            }))
+            .unwrap();
+            let container = pod.into_view().container.unwrap();
+            assert_eq!(container.image, "prefill:1");
+            assert_eq!(container.waiting.unwrap().1, "prefill");
+        }
+    }
+
     #[test]
     fn unschedulable_and_setting_up_are_told_apart() {
         let stuck = view(json!({"phase": "Pending", "conditions": [
@@ -509,10 +564,10 @@ mod tests {
             Some("Unschedulable: 0/1 nodes")
         );
         let creating = view(json!({"phase": "Pending", "containerStatuses": [
-            {"restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}]}));
+            {"name": "decode", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}]}));
         assert!(creating.is_setting_up);
         let pulling = view(json!({"phase": "Pending", "containerStatuses": [
-            {"restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff", "message": "m"}}}]}));
+            {"name": "decode", "restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff", "message": "m"}}}]}));
         assert!(!pulling.is_setting_up);
         assert_eq!(pulling.container.unwrap().image, "hearth-worker:2");
     }

@@ -52,11 +52,18 @@ pub(super) struct Granted {
     allocated_resources: Amounts,
 }
 
+impl Granted {
+    /// Name of the container.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+}
+
 impl Asking {
-    /// Image of the first container.
-    pub(super) fn image(&self) -> &str {
-        let first = self.containers.first();
-        first.map_or("", |container| &container.image)
+    /// Image of the container `name`; empty if there is none.
+    pub(super) fn image(&self, name: &str) -> &str {
+        let container = self.containers.iter().find(|it| it.name == name);
+        container.map_or("", |container| &container.image)
     }
 
     /// Returns the Pod's total requests. Containers run together; init containers run before them one by one, each

@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    InferenceDeploymentSpec, InferencePlan, InferencePlanStatus, ModelFacts, STORE_KEY_DIGITS,
-    ServedSpec,
+    GivenUpPlan, InferenceDeploymentSpec, InferencePlan, InferencePlanStatus, ModelFacts,
+    STORE_KEY_DIGITS, ServedSpec,
 };
 use kube_core::ResourceExt as _;
 use serde::de::DeserializeOwned;
@@ -115,6 +115,11 @@ pub(crate) fn source_digest_of(plan: &InferencePlan) -> &str {
         Some(inputs) => &inputs.source_digest,
         None => annotation(plan, ANNOTATION_SOURCE),
     }
+}
+
+/// The given-up plan that `plan` runs instead of.
+pub(crate) fn instead_of(plan: &InferencePlan) -> Option<&GivenUpPlan> {
+    plan.spec.inputs.as_ref()?.instead_of.as_ref()
 }
 
 /// Name of a plan's fetched model in the nodes' stores; `None` for other sources.

@@ -11,6 +11,10 @@ use crate::plan_record::{has_failed, has_served, passes_turn};
 /// Time after which a deployment that is not ready with an image no longer holds back others: its own deadline is up
 /// to its owner.
 pub const LONGEST_TURN: SignedDuration = SignedDuration::from_mins(30);
+/// Time after the longest turn for which a deployment that failed with an image holds back others: enough to notice a
+/// broken image and withdraw it. After that the next one tries it, because the fault may lie with the deployment
+/// itself, whose owner nobody else can make repair it.
+const HELD_BACK: SignedDuration = SignedDuration::from_hours(1);
 
 /// Outcome of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,8 +48,13 @@ struct Step {
 impl Step {
     /// Whether it holds nobody back from its image, whatever its outcome.
     fn has_passed(&self, now: Timestamp) -> bool {
-        let is_old = |made: Timestamp| now.duration_since(made) >= LONGEST_TURN;
-        self.passes || self.outcome == Outcome::Open && self.made.is_some_and(is_old)
+        let holds = match self.outcome {
+            Outcome::Open | Outcome::Served => LONGEST_TURN,
+            // Counted from the start, as nothing records the time of the failure.
+            Outcome::Failed => LONGEST_TURN + HELD_BACK,
+        };
+        let is_old = |made: Timestamp| now.duration_since(made) >= holds;
+        self.passes || self.made.is_some_and(is_old)
     }
 }
 
@@ -85,7 +94,7 @@ impl Turns {
         }
     }
 
-    /// The owner whose change to `image` is under way, or has failed; `but` does not count.
+    /// The owner whose change to `image` is under way, or failed not long ago; `but` does not count.
     pub fn on_the_way_to(
         &self,
         image: &str,
@@ -105,7 +114,7 @@ impl Turns {
         first(self.ways(now))
     }
 
-    /// Owners that are changing, or have failed to change, from an image that served to another one.
+    /// Owners that are changing, or failed not long ago to change, from an image that served to another one.
     fn ways(&self, now: Timestamp) -> impl Iterator<Item = (&Arc<str>, &Step)> {
         self.plans.iter().filter_map(move |(owner, steps)| {
             let (generation, newest) = steps.last_key_value()?;
@@ -274,5 +283,41 @@ mod tests {
         next.status.get_or_insert_default().passes_turn = Some(String::new());
         turns.put(one, &next);
         assert_eq!(held(&turns, 3600), Some(Outcome::Failed));
+    }
+
+    /// A plan of `owner` from the image that served, made at `second`.
+    fn try_image(turns: &mut Plans, owner: &str, outcome: &str, second: i64) {
+        turns.put(owner, &plan(1, "x:1", OUTCOME_SERVING));
+        let mut next = plan(2, "x:2", outcome);
+        next.metadata.creation_timestamp = Some(Time(at(second)));
+        turns.put(owner, &next);
+    }
+
+    /// One tenant's broken deployment must not keep an image from everyone for good.
+    #[test]
+    fn a_failure_holds_back_the_next_one_for_a_time() {
+        let mut turns = Plans::default();
+        let end = 5400;
+        let held = |turns: &Plans, second: i64| {
+            let held = turns.turns.on_the_way_to("x:2", "last", at(second));
+            assert_eq!(held, turns.turns.holder(at(second)));
+            held.map(|(owner, outcome)| (owner.to_string(), outcome))
+        };
+        let by = |owner: &str, outcome| Some((owner.to_owned(), outcome));
+        turns.put("last", &plan(1, "x:1", OUTCOME_SERVING));
+        try_image(&mut turns, "one", OUTCOME_FAILED, 0);
+        assert_eq!(held(&turns, end - 1), by("one", Outcome::Failed));
+        assert_eq!(held(&turns, end), None);
+        // A broken image fails with the next one too, which holds for as long again.
+        try_image(&mut turns, "two", "", end);
+        assert_eq!(held(&turns, end), by("two", Outcome::Open));
+        try_image(&mut turns, "two", OUTCOME_FAILED, end);
+        assert_eq!(held(&turns, 2 * end - 1), by("two", Outcome::Failed));
+        assert_eq!(held(&turns, 2 * end), None);
+        // One that becomes ready with it ends the waiting at once.
+        try_image(&mut turns, "three", "", 2 * end);
+        assert_eq!(held(&turns, 2 * end), by("three", Outcome::Open));
+        try_image(&mut turns, "three", OUTCOME_SERVING, 2 * end);
+        assert_eq!(held(&turns, 2 * end), None);
     }
 }

@@ -29,7 +29,8 @@ use crate::cause::Cause;
 use crate::model::{Model, Search, Widened, told_by};
 use crate::observed::Observed;
 use crate::plan_record::{
-    PlanStatusChange, has_failed, has_served, inputs_digest, source_digest_of, spec_of_plan,
+    PlanStatusChange, has_failed, has_served, inputs_digest, instead_of, source_digest_of,
+    spec_of_plan,
 };
 
 /// The plan to run, and the obstacles to a better one.
@@ -481,7 +482,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     let trouble = trouble.or_else(|| refusal_trouble(&refused));
     match next {
         Ok(plan) if is_worth_it(observed, trouble.is_some(), &target, &plan) => {
-            choice.target = Some(Arc::new(stand_in::of(plan, stand_in::instead_of(&target))));
+            choice.target = Some(Arc::new(stand_in::of(plan, instead_of(&target))));
             choice.is_new = true;
         }
         Ok(_) => choice.trouble = trouble,

@@ -12,13 +12,14 @@ use crate::build::{BuildContext, deployment_of_plan, kept_spec, plan_object};
 use crate::candidates::is_down;
 use crate::cause::Cause;
 use crate::choose::refusals::{self, Refusals};
-use crate::choose::stand_in::instead_of;
 use crate::choose::{Choice, Refusal, made, next_generation, nodes_of, refuse};
 use crate::model::builtin;
 use crate::model::{Model, told_by};
 use crate::observed::Observed;
 use crate::observed::Turn;
-use crate::plan_record::{has_failed, has_served, inputs_digest, model_key_of, source_digest_of};
+use crate::plan_record::{
+    has_failed, has_served, inputs_digest, instead_of, model_key_of, source_digest_of,
+};
 
 /// The image of a plan for another spec. A serving deployment changes to the operator's image in its turn, not along
 /// with another change.
@@ -62,7 +63,7 @@ pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
             return;
         }
         Some(_) if has_served(&target) && observed.turn != Turn::Free => {
-            choice.held = Some(held_words(&observed.turn, before, image));
+            choice.held = Some(held_words(observed, before, image));
             return;
         }
         _ => {}
@@ -120,15 +121,23 @@ fn inputs_of(target: &InferencePlan, spec: &InferenceDeploymentSpec) -> Option<P
     })
 }
 
-fn held_words(turn: &Turn, before: &str, image: &str) -> Cause {
-    match turn {
-        Turn::HeldBack(other) => Cause::trouble(
-            "ImageHeldBack",
-            format!(
-                "it stays with the worker image {before}: {other} did not get ready with {image}. Set another \
-                 image.workerTag, or change or delete that deployment"
-            ),
-        ),
+fn held_words(observed: &Observed, before: &str, image: &str) -> Cause {
+    match &observed.turn {
+        Turn::HeldBack(other) => {
+            // The names of another namespace are not for those who read this one.
+            let own = observed.deployment.metadata.namespace.as_deref();
+            let other = match own == Some(&*other.namespace) {
+                true => other.to_string(),
+                false => "another deployment".to_owned(),
+            };
+            Cause::trouble(
+                "ImageHeldBack",
+                format!(
+                    "it stays with the worker image {before}: {other} did not get ready with {image}. Set another \
+                     image.workerTag, or change or delete that deployment"
+                ),
+            )
+        }
         Turn::After(_) | Turn::Free => {
             // Not by name: the message would change with each deployment that is done.
             Cause::waiting(

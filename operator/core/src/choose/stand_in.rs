@@ -16,7 +16,7 @@ use crate::build::{deployment_of_plan, model_key};
 use crate::candidates::Candidates;
 use crate::model::told_by;
 use crate::observed::Observed;
-use crate::plan_record::{failure, has_failed, spec_of_plan};
+use crate::plan_record::{failure, has_failed, instead_of, spec_of_plan};
 
 /// The plan that was given up for the current spec, if only numbers of workers have changed since.
 pub(super) fn given_up(observed: &Observed) -> Option<GivenUpPlan> {
@@ -80,11 +80,6 @@ pub(super) fn of(mut plan: InferencePlan, instead_of: Option<&GivenUpPlan>) -> I
         inputs.instead_of = instead_of.cloned();
     }
     plan
-}
-
-/// The given-up plan that `plan` runs instead of.
-pub(crate) fn instead_of(plan: &InferencePlan) -> Option<&GivenUpPlan> {
-    plan.spec.inputs.as_ref()?.instead_of.as_ref()
 }
 
 /// Whether the spec asks for what was given up, apart from numbers of workers.

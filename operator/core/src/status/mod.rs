@@ -19,7 +19,7 @@ use crate::build::role_selector;
 use crate::candidates::is_down;
 use crate::cause::{Cause, cause, lost_readiness, not_allowed};
 use crate::choose::Choice;
-use crate::choose::stand_in::{instead_of, is_of};
+use crate::choose::stand_in::is_of;
 use crate::conditions::{
     self, DECODE_READY, DEGRADED, EXACT_FAILOVER, GATEWAY_READY, INVALID_SPEC, MODEL_READY, PLACED,
     PLANNED, PREFILL_READY, PROGRESSING, READY, RESUMING, ROLLED_BACK, Verdict,
@@ -28,7 +28,7 @@ use crate::model::fetched::{Download, percent};
 use crate::model::{ModelState, ModelStep};
 use crate::observed::forbidden::is_quota;
 use crate::observed::{Observed, PodRole, PodView};
-use crate::plan_record::{failure, has_failed, has_served};
+use crate::plan_record::{failure, has_failed, has_served, instead_of};
 use crate::rollout::{Mode, Progress, Want};
 use crate::routes::reachable;
 

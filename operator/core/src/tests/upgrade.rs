@@ -168,6 +168,13 @@ fn an_image_comes_in_turn() {
             .message
             .contains("default/first did not get ready")
     );
+    // What others are called is not for every namespace.
+    cluster.observed.turn = Turn::HeldBack(Key::new("elsewhere", "secret"));
+    cluster.settle();
+    assert_eq!(cluster.says(PROGRESSING), ("False", "ImageHeldBack"));
+    let message = cluster.condition(PROGRESSING).message.clone();
+    assert!(message.contains("another deployment did not get ready"));
+    assert!(!message.contains("elsewhere") && !message.contains("secret"));
     cluster.observed.turn = Turn::Free;
     cluster.settle();
     assert_eq!(image_in_force(&cluster), "hearth/worker:2");

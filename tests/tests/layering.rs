@@ -110,64 +110,237 @@ fn crates_depend_only_along_the_arrows() {
     assert!(faults.is_empty(), "layering:\n  {}", faults.join("\n  "));
 }
 
-/// Returns the modules of its own crate that a text names by `crate::`.
-fn named_modules(text: &str) -> BTreeSet<String> {
+/// Roots of programs and libraries, and the crate's modules for tests, which may import all of it.
+const NO_FOLDERS: [&str; 4] = ["main", "lib", "tests", "testing"];
+
+/// Maximum number of floors of a crate's folders, each importing only from lower ones. A number may only fall.
+const MAX_FLOORS: [(&str, usize); 2] = [("operator/src", 6), ("operator/core/src", 8)];
+
+/// Returns the modules of its own crate that a source file names, by `crate::` or by as many `super::` as lead to the crate.
+/// `depth`: levels of its own module below the crate.
+fn named_modules(text: &str, depth: usize) -> BTreeSet<String> {
+    let mut named = BTreeSet::new();
+    for (level, part) in by_level(text, depth) {
+        let to_crate = "super::".repeat(level);
+        named.extend(names_after(&part, "crate::"));
+        if level > 0 {
+            named.extend(names_after(&part, &to_crate));
+        }
+    }
+    named
+}
+
+/// Returns the code of a file, and of each module in it, with its level below the crate; without comments.
+fn by_level(text: &str, depth: usize) -> Vec<(usize, String)> {
+    let mut parts = vec![(depth, String::new())];
+    // Indentation of the modules that are open.
+    let mut open: Vec<&str> = Vec::new();
+    let is_code = |line: &&str| !line.trim_start().starts_with("//");
+    for line in text.lines().filter(is_code) {
+        let code = line.trim_start();
+        let indent = &line[..line.len() - code.len()];
+        let is_module = code.ends_with('{') && code.split(' ').any(|word| word == "mod");
+        let before = open.len();
+        if is_module {
+            open.push(indent);
+        } else if code == "}" && open.last() == Some(&indent) {
+            open.pop();
+        }
+        if open.len() != before {
+            parts.push((depth + open.len(), String::new()));
+        } else if let Some((_, part)) = parts.last_mut() {
+            part.push_str(line);
+            part.push('\n');
+        }
+    }
+    parts
+}
+
+/// Returns the names that follow a prefix of paths: one, or each of a group.
+fn names_after(text: &str, prefix: &str) -> BTreeSet<String> {
+    let is_part = |letter: char| letter.is_alphanumeric() || matches!(letter, '_' | ':');
     let is_name = |letter: char| letter.is_alphanumeric() || letter == '_';
-    let named = text.split("crate::").skip(1).map(|rest| {
-        let end = rest.find(|letter| !is_name(letter));
-        rest[..end.unwrap_or(rest.len())].to_owned()
-    });
-    named.filter(|name| !name.is_empty()).collect()
+    let mut named = BTreeSet::new();
+    for (at, _) in text.match_indices(prefix) {
+        // `super::super::x` is no `super::x`.
+        if text[..at].ends_with(is_part) {
+            continue;
+        }
+        let rest = &text[at + prefix.len()..];
+        let mut words = vec![rest];
+        if let Some(group) = rest.strip_prefix('{') {
+            words.clear();
+            let mut level = 0;
+            let mut start = 0;
+            for (end, letter) in group.char_indices() {
+                match letter {
+                    '{' => level += 1,
+                    '}' if level > 0 => level -= 1,
+                    ',' | '}' if level == 0 => {
+                        words.push(group[start..end].trim_start());
+                        start = end + 1;
+                        if letter == '}' {
+                            break;
+                        }
+                    }
+                    _ => {}
+                }
+            }
+        }
+        for word in words {
+            let end = word.find(|letter| !is_name(letter)).unwrap_or(word.len());
+            named.insert(word[..end].to_owned());
+        }
+    }
+    // Only modules: items of the crate itself are not another folder's.
+    named.retain(|name| name.starts_with(|letter: char| letter.is_lowercase()));
+    named.retain(|name| name != "super" && name != "self");
+    named
 }
 
 /// Returns the modules that `path`, a folder of modules or one file, imports from its crate.
 fn module_imports(path: &Path) -> BTreeSet<String> {
+    let sources = path.parent().expect("a folder of sources");
     let mut files = Vec::new();
     if path.is_dir() {
         source_files(path, &mut files);
     } else {
         files.push(path.with_extension("rs"));
     }
-    let texts = files.iter().map(|file| {
-        std::fs::read_to_string(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
-    });
-    texts.flat_map(|text| named_modules(&text)).collect()
+    let mut named = BTreeSet::new();
+    for file in files {
+        let text = std::fs::read_to_string(&file);
+        let text = text.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        let inside = file.strip_prefix(sources).expect("a file of the crate");
+        let is_folders = file.file_stem().is_some_and(|stem| stem == "mod");
+        let depth = inside.components().count() - usize::from(is_folders);
+        named.extend(named_modules(&text, depth));
+    }
+    named.retain(|name| !NO_FOLDERS.contains(&name.as_str()));
+    named
+}
+
+#[test]
+fn imports_of_every_form_are_seen() {
+    let names = |text: &str, depth: usize| -> Vec<String> {
+        named_modules(text, depth).into_iter().collect()
+    };
+    assert_eq!(
+        names("use crate::a::B;\nfn f() { crate::b::c() }", 1),
+        ["a", "b"]
+    );
+    let group = "use crate::{\n    a, b::{C, d},\n    e::F,\n};";
+    assert_eq!(names(group, 1), ["a", "b", "e"]);
+    assert_eq!(names("use super::{a::B, c};", 1), ["a", "c"]);
+    assert_eq!(
+        names("use super::a;", 2),
+        [""; 0],
+        "a sibling in its folder"
+    );
+    assert_eq!(names("use super::super::a;", 2), ["a"]);
+    assert_eq!(
+        names("// crate::a\n/// [`crate::b`]\nuse other::crate_a;", 1),
+        [""; 0]
+    );
+    let inline = "mod tests {\n    use super::a;\n    use super::super::b;\n}\nuse super::c;";
+    assert_eq!(names(inline, 1), ["b", "c"]);
+}
+
+/// The lines of layers.txt with a slash, by the folder of sources and the name in it.
+fn folders(layers: &BTreeMap<String, Layer>) -> BTreeMap<&str, BTreeMap<&str, &Layer>> {
+    let mut crates = BTreeMap::<&str, BTreeMap<&str, &Layer>>::new();
+    for (name, layer) in layers {
+        if let Some((sources, own)) = name.rsplit_once('/') {
+            crates.entry(sources).or_default().insert(own, layer);
+        }
+    }
+    crates
 }
 
 #[test]
 fn folders_import_only_along_the_arrows() {
     let layers = read_layers();
-    let folders = layers.iter().filter(|(name, _)| name.contains('/'));
-    let mut crates = BTreeMap::<PathBuf, BTreeSet<String>>::new();
+    let crates = folders(&layers);
     let mut faults = Vec::new();
-    for (name, layer) in folders {
-        let path = root().join(name);
-        let own = path.file_name().and_then(|own| own.to_str()).expect("name");
-        let sources = path.parent().expect("a folder of sources").to_owned();
-        crates.entry(sources).or_default().insert(own.to_owned());
-        let imports = module_imports(&path);
-        let others: BTreeSet<_> = imports.into_iter().filter(|it| it != own).collect();
-        for extra in others.difference(&layer.allowed) {
-            faults.push(format!("{name} → {extra} is no arrow of layers.txt"));
-        }
-        for unused in layer.allowed.difference(&others) {
-            faults.push(format!(
-                "layers.txt allows {name} → {unused}, which nothing uses"
-            ));
-        }
-    }
-    assert!(!crates.is_empty(), "layers.txt names no folders");
     for (sources, known) in crates {
-        for entry in std::fs::read_dir(&sources).expect("read_dir").flatten() {
-            let path = entry.path();
+        for (own, layer) in &known {
+            let name = format!("{sources}/{own}");
+            let imports = module_imports(&root().join(&name));
+            let others: BTreeSet<_> = imports.into_iter().filter(|it| it != own).collect();
+            for extra in others.difference(&layer.allowed) {
+                faults.push(format!("{name} → {extra} is no arrow of layers.txt"));
+            }
+            for unused in layer.allowed.difference(&others) {
+                faults.push(format!(
+                    "layers.txt allows {name} → {unused}, which nothing uses"
+                ));
+            }
+        }
+        for entry in std::fs::read_dir(root().join(sources)).expect("read_dir") {
+            let path = entry.expect("an entry").path();
             let name = path.file_stem().and_then(|name| name.to_str());
-            let name = name.expect("name").to_owned();
-            if name != "main" && !known.contains(&name) {
+            let name = name.expect("name");
+            if !NO_FOLDERS.contains(&name) && !known.contains_key(name) {
                 faults.push(format!("{} has no line in layers.txt", path.display()));
             }
         }
     }
     assert!(faults.is_empty(), "layering:\n  {}", faults.join("\n  "));
+}
+
+/// Returns the names by floor: each imports only from floors below its own. The error lists those that import from each
+/// other.
+fn floors<'a>(arrows: &BTreeMap<&'a str, BTreeSet<&str>>) -> Result<Vec<Vec<&'a str>>, String> {
+    let mut floors = Vec::new();
+    let mut left = arrows.clone();
+    while !left.is_empty() {
+        let is_above = |to: &BTreeSet<&str>| to.iter().any(|to| left.contains_key(to));
+        let floor: Vec<_> = left
+            .iter()
+            .filter(|(_, to)| !is_above(to))
+            .map(|(name, _)| *name)
+            .collect();
+        if floor.is_empty() {
+            let names: Vec<_> = left.into_keys().collect();
+            return Err(names.join(", "));
+        }
+        left.retain(|name, _| !floor.contains(name));
+        floors.push(floor);
+    }
+    Ok(floors)
+}
+
+#[test]
+fn folders_stand_on_floors() {
+    let layers = read_layers();
+    let crates = folders(&layers);
+    let held: Vec<&str> = MAX_FLOORS.iter().map(|(sources, _)| *sources).collect();
+    let found: BTreeSet<&str> = crates.keys().copied().collect();
+    assert_eq!(
+        found,
+        held.into_iter().collect(),
+        "crates with folders in layers.txt"
+    );
+    for (sources, most) in MAX_FLOORS {
+        let arrows = crates[sources].iter();
+        let arrows = arrows.map(|(name, layer)| {
+            let to = layer.allowed.iter().map(String::as_str).collect();
+            (*name, to)
+        });
+        let floors = floors(&arrows.collect())
+            .unwrap_or_else(|names| panic!("{sources}: a cycle in or below {names}"));
+        println!("{sources}, {} floors:", floors.len());
+        for (index, floor) in floors.iter().enumerate() {
+            println!("  {} {}", index + 1, floor.join(" "));
+        }
+        assert!(
+            floors.len() <= most,
+            "{sources}: {} floors, at most {most}",
+            floors.len()
+        );
+    }
+    let cycle = BTreeMap::from([("a", BTreeSet::from(["b"])), ("b", BTreeSet::from(["a"]))]);
+    assert_eq!(floors(&cycle), Err("a, b".to_owned()));
 }
 
 /// File extensions that the rule applies to: Rust, CUDA and C++.

@@ -5,8 +5,6 @@
 //! label, an argument or a probe may change, a field may be renamed or added with a default, and no worker is
 //! restarted for it. Such changes reach a Pod the next time it is created.
 
-use std::fmt::Display;
-
 use hearth_crds::{
     DurationText, EndpointSpec, InferenceDeploymentSpec, InferencePlanSpec, ModelSource,
     ObjectivesSpec, Pinning, PlacementSpec, PlanKv, PlanKvType, PlanModel, PlanRank, PlanResidency,
@@ -14,6 +12,7 @@ use hearth_crds::{
 };
 use sha2::{Digest, Sha256};
 
+use super::lines::Lines;
 use super::template;
 
 /// The plan as one rank receives it: with this rank alone, and without the reasons.
@@ -56,7 +55,7 @@ impl Essence<'_> {
     pub(super) fn digest(&self) -> String {
         let mut lines = Lines::default();
         self.write(&mut lines);
-        short_digest(lines.0)
+        short_digest(lines.into_text())
     }
 
     fn write(&self, lines: &mut Lines) {
@@ -131,7 +130,7 @@ pub(crate) fn source_identity(source: &ModelSource) -> String {
         // The checksum identifies the bytes, whichever server they come from.
         lines.put("sha256", &http.sha256);
     }
-    lines.0
+    lines.into_text()
 }
 
 /// Writes the fields of the plan that a rank reads. A newly added field is written only where it differs from what
@@ -286,29 +285,6 @@ const fn kv_type(kind: PlanKvType) -> &'static str {
 fn numbers(numbers: &[u32]) -> String {
     let texts: Vec<String> = numbers.iter().map(u32::to_string).collect();
     texts.join(",")
-}
-
-/// Keys with their values, each with its length, so that different contents never have the same encoding.
-#[derive(Default)]
-pub(super) struct Lines(String);
-
-impl Lines {
-    pub(super) fn put(&mut self, key: &str, value: impl Display) {
-        let value = value.to_string();
-        self.0 += &format!("{key} {} {value}\n", value.len());
-    }
-
-    fn put_if(&mut self, is_there: bool, key: &str, value: impl Display) {
-        if is_there {
-            self.put(key, value);
-        }
-    }
-
-    pub(super) fn put_some(&mut self, key: &str, value: Option<impl Display>) {
-        if let Some(value) = value {
-            self.put(key, value);
-        }
-    }
 }
 
 /// Returns the first 8 hexadecimal digits of the SHA-256.

@@ -17,6 +17,7 @@ mod claims;
 mod digest_tests;
 #[cfg(test)]
 mod gpu_tests;
+mod lines;
 mod objects;
 mod pod;
 #[cfg(test)]
@@ -201,6 +202,10 @@ impl BuildContext<'_> {
     fn role_labels(&self, role: &str) -> BTreeMap<String, String> {
         texts([(LABEL_DEPLOYMENT, &*self.name()), (LABEL_ROLE, role)])
     }
+}
+
+fn words<const N: usize>(words: [&str; N]) -> Vec<String> {
+    words.map(str::to_owned).to_vec()
 }
 
 fn texts<'a>(pairs: impl IntoIterator<Item = (&'a str, &'a str)>) -> BTreeMap<String, String> {

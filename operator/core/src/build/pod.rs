@@ -14,8 +14,8 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 use super::canonical::{Essence, short_digest, slice};
 use super::claims::{claimed, hold_gpus};
-use super::probes::watch_over;
-use super::{BuildContext, DesiredPod, model_path, source_digest, template, texts};
+use super::probes::{LINGER_S, watch_over};
+use super::{BuildContext, DesiredPod, model_path, source_digest, template, texts, words};
 use crate::decision::EXIT_S;
 use crate::names::{
     ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION, ANNOTATION_RANK_HASH,
@@ -33,8 +33,6 @@ const USER: i64 = 65532;
 const GATEWAY_GRACE_S: i64 = 300;
 /// Grace period of a worker's Pod in seconds, in which its streams end or move.
 const WORKER_GRACE_S: i64 = 120;
-/// Seconds for which a terminating gateway keeps serving, so that every node learns that its address is withdrawn.
-pub(super) const LINGER_S: i64 = 5;
 /// Deadline of an inspect Pod in seconds: reading a model's headers takes seconds, but a mount may hang.
 const INSPECT_DEADLINE_S: i64 = 900;
 
@@ -562,10 +560,6 @@ fn ports(is_gateway: bool) -> Vec<ContainerPort> {
     } else {
         vec![port("grpc", WORKER_PORT), port("health", HEALTH_PORT)]
     }
-}
-
-pub(super) fn words<const N: usize>(words: [&str; N]) -> Vec<String> {
-    words.map(str::to_owned).to_vec()
 }
 
 fn amounts<const N: usize>(pairs: [(&str, String); N]) -> BTreeMap<String, Quantity> {

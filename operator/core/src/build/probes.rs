@@ -6,8 +6,11 @@ use k8s_openapi::api::core::v1::{
 };
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::pod::{LINGER_S, words};
+use super::words;
 use crate::names::{GATEWAY_PORT, HEALTH_PORT, WORKER_PROGRAM};
+
+/// Seconds for which a terminating gateway keeps serving, so that every node learns that its address is withdrawn.
+pub(super) const LINGER_S: i64 = 5;
 
 /// Sets the probes of a rank's container, and the `preStop` hook of a gateway.
 pub(super) fn watch_over(container: &mut Container, rank: &PlanRank) {

@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{
     VolumeProjection,
 };
 
-use super::canonical::Lines;
+use super::lines::Lines;
 use crate::names::AUTHORITIES_DIRECTORY;
 
 /// The system's certificate authorities, which are searched along with those of the template.

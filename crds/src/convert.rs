@@ -32,6 +32,11 @@ impl Conversion {
         if decode.min_replicas.or(decode.max_replicas).is_some() {
             new.decode = decode.clone();
         }
+        // Of two different values its author has to choose one.
+        let name = &spec.pod_template.runtime_class_name;
+        if name.is_some() && *name != spec.placement.runtime_class_name {
+            new.placement = spec.placement.clone();
+        }
         let mut conversion = Self::default();
         let (old, new) = (serde_json::to_value(spec)?, serde_json::to_value(&new)?);
         conversion.patch = conversion.difference(&old, &new, "spec");
@@ -172,6 +177,15 @@ mod tests {
         );
         assert_eq!(found.removed, ["spec.placement.runtimeClassName"]);
         assert_eq!(found.added, ["spec.podTemplate.runtimeClassName"]);
+    }
+
+    #[test]
+    fn of_two_values_that_differ_neither_is_dropped() {
+        let both = |old: &str| json!({"placement": {"runtimeClassName": old}, "podTemplate": {"runtimeClassName": "nvidia"}});
+        assert!(conversion(&both("nvidia-legacy")).is_empty());
+        let same = conversion(&both("nvidia"));
+        assert_eq!(same.removed, ["spec.placement.runtimeClassName"]);
+        assert!(same.added.is_empty());
     }
 
     #[test]

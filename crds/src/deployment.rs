@@ -85,7 +85,7 @@ pub struct InferenceDeploymentSpec {
     /// Latency objectives of the service. The plan warns if its prediction misses them.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
-    /// Autoscaling of pools with scaling.mode Auto.
+    /// Autoscaling of pools with scaling.mode Auto. All of it is refused: this engine does not scale by itself yet.
     #[serde(default)]
     pub autoscaling: AutoscalingSpec,
     /// Client access to the service.
@@ -101,7 +101,7 @@ pub struct InferenceDeploymentSpec {
     #[serde(default, skip_serializing_if = "PodTemplateSpec::is_empty")]
     pub pod_template: PodTemplateSpec,
     /// Whether the deployment is suspended: its Pods end as in a rollout, its nodes are free for others, and its plan,
-    /// objects and fetched models stay. Changes made meanwhile are planned when it is false again.
+    /// objects and fetched models stay. Changes made meanwhile are planned when it is false again. By default false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspend: bool,
 }
@@ -130,7 +130,7 @@ pub enum Strategy {
         validation = Rule::new(rules::REPLICAS_XOR_RANGE).message(rules::REPLICAS_XOR_RANGE_SAYS),
         validation = Rule::new(rules::SCALING_XOR_RANGE).message(rules::SCALING_XOR_RANGE_SAYS),
         validation = Rule::new("!has(self.mode) || self.mode != 'Chunked' || !(has(self.replicas) || has(self.scaling) || has(self.minReplicas) || has(self.maxReplicas))")
-            .message("remove the number of prefill workers, or write another mode: with mode Chunked the decode workers read the prompts"),
+            .message("remove replicas and scaling, or write another mode: with mode Chunked the decode workers read the prompts"),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -140,7 +140,7 @@ pub struct PrefillSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
-    /// Permission to change the number of workers, and its bounds. By default only its author may change it (mode
+    /// Who may change the number of workers, and within which bounds. By default only the deployment's author (mode
     /// Static).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scaling: Option<ScalingSpec>,
@@ -158,8 +158,8 @@ pub struct PrefillSpec {
     #[serde(default)]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_STREAMING).message(rules::NO_STREAMING_SAYS)))]
     pub mode: PrefillMode,
-    /// GPUs of each prefill worker, which computes on one of them; 0: no worker uses a GPU. By default the planner's
-    /// choice with strategy Auto, and none with Hybrid.
+    /// GPUs requested for each prefill worker; it computes on one of them. With 0 no worker uses a GPU. By default the
+    /// planner's choice with strategy Auto, and none with Hybrid.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
@@ -204,7 +204,7 @@ pub struct DecodeSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
-    /// Permission to change the number of workers, and its bounds. By default only its author may change it (mode
+    /// Who may change the number of workers, and within which bounds. By default only the deployment's author (mode
     /// Static).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scaling: Option<ScalingSpec>,
@@ -385,7 +385,7 @@ pub struct TolerationSpec {
         x_kube(validation = Rule::new("self in ['NoSchedule', 'PreferNoSchedule', 'NoExecute']").message("write NoSchedule, PreferNoSchedule or NoExecute"))
     )]
     pub effect: Option<String>,
-    /// Time for which a NoExecute taint is tolerated, in seconds.
+    /// Time for which a NoExecute taint is tolerated, in seconds. By default forever.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub toleration_seconds: Option<i64>,
 }
@@ -466,8 +466,8 @@ fn default_gateways() -> u32 {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct GatewaySpec {
-    /// Number of gateways, on different nodes if there is room. Each reaches all workers, so that new requests are
-    /// answered by the others while one is missing.
+    /// Number of gateways, on different nodes if there is room. Each routes to all workers, so that the
+    /// others answer new requests while one is down.
     #[serde(default = "default_gateways")]
     #[cfg_attr(
         feature = "kube",
@@ -502,11 +502,11 @@ pub struct EndpointSpec {
     /// The Secret whose values are the accepted API keys. By default no key is required.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_keys_secret_ref: Option<SecretRef>,
-    /// Time for which a client's connection is kept for its next request, such as 10m: longer than the proxies in
-    /// front of the gateway keep theirs. By default 2m.
+    /// Time for which an idle client connection stays open, such as 10m. Make it longer than the idle timeout of proxies
+    /// in front of the gateway. By default 2m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_alive: Option<DurationText>,
-    /// Time after which a client that takes no byte of its answer is disconnected, such as 1m. By default 30s.
+    /// Time after which a client that reads nothing of its answer is disconnected, such as 1m. By default 30s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client_stall: Option<DurationText>,
     /// Annotations of the gateway's Service, such as those of load balancers and of external-dns. Other existing

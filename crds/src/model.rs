@@ -60,13 +60,13 @@ pub struct ModelSource {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_HUB_SAYS)))]
     pub hugging_face: Option<HuggingFaceSource>,
-    /// A directory of a persistent volume.
+    /// A directory on a persistent volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_volume_claim: Option<PersistentVolumeClaimSource>,
     /// A directory of the node's own file system.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_path: Option<HostPathSource>,
-    /// One archive or file behind a URL.
+    /// One archive or file at a URL, fetched by the nodes' agents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub http: Option<HttpSource>,
 }
@@ -110,7 +110,7 @@ pub struct HuggingFaceSource {
     pub token_secret_ref: Option<SecretRef>,
 }
 
-/// A directory of a persistent volume.
+/// A directory on a persistent volume.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]

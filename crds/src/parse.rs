@@ -30,7 +30,7 @@ pub enum ParseError {
     Empty,
     /// More than one document.
     #[error(
-        "the file has {count} documents ({kinds})\n  write one InferenceDeployment a file and no second '---'"
+        "the file has {count} documents ({kinds})\n  write one InferenceDeployment per file and no second '---'"
     )]
     MultipleDocuments {
         /// Number of documents.

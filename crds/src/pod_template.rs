@@ -36,7 +36,8 @@ pub struct PodTemplateSpec {
     )]
     pub labels: BTreeMap<String, String>,
     /// Annotations of every Pod of the deployment, each with a prefix such as prometheus.io/. Prefixes of Hearth, Kubernetes,
-    /// container runtimes, network plugins and sidecar injectors are refused: they could give a Pod more than its plan counts.
+    /// container runtimes, network plugins and sidecar injectors are refused: they could give a Pod resources or
+    /// rights that its plan does not count.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[cfg_attr(
         feature = "kube",
@@ -58,9 +59,9 @@ pub struct PodTemplateSpec {
     #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
     pub env: Vec<EnvVariable>,
-    /// Certificate authorities in ConfigMaps or Secrets, mounted read-only in every Pod of the deployment and passed
-    /// to TLS libraries in SSL_CERT_DIR. Today these processes call no server outside the deployment, and calls inside
-    /// it use an authority of their own, so this has no effect yet. Models behind URLs are fetched by the agents.
+    /// No effect yet: certificate authorities in ConfigMaps or Secrets, mounted read-only in every Pod of the deployment
+    /// and passed to TLS libraries in SSL_CERT_DIR. Today these processes call no server outside the deployment, and
+    /// calls inside it use an authority of their own. Models behind URLs are fetched by the agents.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 8)))]
     pub ca_bundles: Vec<CaBundle>,
@@ -72,7 +73,7 @@ pub struct PodTemplateSpec {
         x_kube(validation = Rule::new(rules::OBJECT_NAME).message("write the name of a RuntimeClass, such as nvidia: lower-case letters, digits, '-' and '.'"))
     )]
     pub runtime_class_name: Option<String>,
-    /// PriorityClass of every Pod of the deployment. Plans do not count on Pods that the scheduler could preempt.
+    /// PriorityClass of every Pod of the deployment. Plans never rely on preempting other Pods.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
     #[cfg_attr(
@@ -84,7 +85,7 @@ pub struct PodTemplateSpec {
     )]
     pub priority_class_name: Option<String>,
     /// Device claims of every worker in addition to its GPUs, such as network adapters; the gateway has none. GPUs are
-    /// requested by gpusPerWorker: a claim of them is not in the plan. Requires a cluster that serves
+    /// requested by gpusPerWorker: the plan does not know of GPUs claimed here. Requires a cluster that serves
     /// resource.k8s.io/v1.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 8)))]
@@ -97,7 +98,7 @@ pub struct PodTemplateSpec {
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct EnvVariable {
-    /// The variable's name. Names used by Hearth, the loader, TLS libraries and GPU drivers are refused.
+    /// The variable's name. Names used by Hearth, the dynamic loader, TLS libraries and GPU drivers are refused.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 128)))]
     #[cfg_attr(
         feature = "kube",

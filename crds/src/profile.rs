@@ -163,11 +163,11 @@ pub struct MemoryProfile {
 pub struct ComputeProfile {
     /// Products of bfloat16 weights with f32 activations, one thread: what prefill runs.
     pub bf16_one_thread_gflops: f64,
-    /// The same with one thread on each core.
+    /// Products of bfloat16 weights with f32 activations, one thread on each core.
     pub bf16_all_threads_gflops: f64,
     /// Fused multiply-adds of float32, one thread.
     pub f32_one_thread_gflops: f64,
-    /// The same with one thread on each core.
+    /// Fused multiply-adds of float32, one thread on each core.
     pub f32_all_threads_gflops: f64,
 }
 

@@ -7,11 +7,11 @@ pub(crate) const REPLICAS_XOR_RANGE_SAYS: &str =
 pub(crate) const SCALING_XOR_RANGE: &str =
     "!has(self.scaling) || (!has(self.minReplicas) && !has(self.maxReplicas))";
 pub(crate) const SCALING_XOR_RANGE_SAYS: &str =
-    "write scaling alone: minReplicas and maxReplicas beside it are deprecated, and belong into it";
+    "write scaling alone: minReplicas and maxReplicas beside it are deprecated, and belong in it";
 /// Rule for the deprecated bounds, which asked this engine to scale a pool; no value passes.
 pub(crate) const NO_RANGE: &str = "self < 0";
-pub(crate) const NO_PREFILL_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.prefill.replicas: 1 or another number instead";
-pub(crate) const NO_DECODE_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.decode.replicas: 1 or another number instead; in a cluster a HorizontalPodAutoscaler can change it (manifests/examples/hpa.yaml)";
+pub(crate) const NO_PREFILL_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.prefill.replicas: 1 or another number instead; in a cluster, scaling: {mode: External, minReplicas, maxReplicas} lets an autoscaler change it within bounds";
+pub(crate) const NO_DECODE_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.decode.replicas: 1 or another number instead; in a cluster, scaling: {mode: External, minReplicas, maxReplicas} lets an autoscaler change it within bounds (manifests/examples/hpa.yaml)";
 pub(crate) const MIN_UP_TO_MAX: &str =
     "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas";
 pub(crate) const MIN_UP_TO_MAX_SAYS: &str = "write a minReplicas that is not above maxReplicas";

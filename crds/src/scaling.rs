@@ -18,7 +18,8 @@ use crate::rules;
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ScalingSpec {
-    /// Static: replicas is what its author wrote, and nothing in the cluster is expected to change it. External: an
+    /// Static: replicas is the deployment's own number; an autoscaler of decode workers may still write it, without bounds.
+    /// External: an
     /// autoscaler changes it, such as a HorizontalPodAutoscaler or KEDA, for decode through the deployment's scale
     /// subresource, for prefill through that of the InferencePoolScaler NAME-prefill, which the operator creates.
     /// Auto: Hearth itself, between minReplicas and maxReplicas; this engine does not do that yet and refuses it.
@@ -29,14 +30,14 @@ pub struct ScalingSpec {
         x_kube(validation = Rule::new("self != 'Auto'").message("this engine does not scale by itself: write Static and the number in replicas; in a cluster, External lets an autoscaler change it"))
     )]
     pub mode: ScalingMode,
-    /// Minimum number of workers, whatever the autoscaler requests. By default 1.
+    /// Minimum number of workers, whatever the autoscaler requests. Only with mode External. By default 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
         x_kube(validation = Rule::new("self >= 1 && self <= 64").message("write 1 to 64 workers: this engine keeps at least one worker of a pool"))
     )]
     pub min_replicas: Option<u32>,
-    /// Maximum number of workers, whatever the autoscaler requests. By default 64.
+    /// Maximum number of workers, whatever the autoscaler requests. Only with mode External. By default 64.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",

@@ -80,11 +80,11 @@ impl Walk {
             ("string", Value::String(text)) => return self.text(schema, text, value, path),
             ("boolean", Value::Bool(_)) | ("number", Value::Number(_)) | ("", _) => return,
             ("integer", Value::Number(number)) if number.is_i64() || number.is_u64() => return,
-            ("object", _) => "write fields below it, indented by two blanks",
+            ("object", _) => "write fields below it, indented by two spaces",
             ("array", _) => "write a list: one line a member, each beginning with \"- \"",
             // A string's rule has a more specific message than its type: `write an amount of memory …`.
             ("string", _) => schema["x-kubernetes-validations"][0]["message"].as_str().unwrap_or(
-                "write a text; put it in quotes if it looks like a number or like yes, no, on, off",
+                "write a string; put it in quotes if it looks like a number or like yes, no, on, off",
             ),
             ("boolean", _) => "write true or false",
             ("integer", _) => "write a whole number without quotes",
@@ -191,8 +191,17 @@ impl Walk {
         };
         let fields = self.offer.fields(properties, path);
         let names: Vec<&str> = header.iter().copied().chain(fields).collect();
-        let remedy = format!("The fields are {}", names.join(", "));
-        let remedy = meant::with_name(&names, name, remedy);
+        let remedy = match names.is_empty() {
+            true => format!("{path} applies only in a cluster: remove it"),
+            false => format!("The fields are {}", names.join(", ")),
+        };
+        // Of those too that are not offered here: they are refused by name.
+        let all: Vec<&str> = names
+            .iter()
+            .copied()
+            .chain(properties.keys().map(String::as_str))
+            .collect();
+        let remedy = meant::with_name(&all, name, remedy);
         let problem = format!("is not a field of {parent}");
         self.complain(join(path, name), problem, remedy);
     }

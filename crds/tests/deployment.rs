@@ -137,7 +137,7 @@ fn numbers_out_of_range_say_what_to_write() {
     );
     refused(
         "  prefill: {replicas: 2, mode: Chunked}",
-        "spec.prefill sets replicas and mode\n  remove the number of prefill workers, or write another mode: with mode Chunked the decode workers read the prompts",
+        "spec.prefill sets replicas and mode\n  remove replicas and scaling, or write another mode: with mode Chunked the decode workers read the prompts",
     );
     let short =
         deployment("  model: {source: {builtin: {name: hearth-demo}}, contextLength: 15}\n");
@@ -253,7 +253,7 @@ fn shapes_are_checked_before_rules() {
     );
     refused(
         "  placement: {nodeSelector: {disk: 1}}",
-        "spec.placement.nodeSelector.disk is 1\n  write a text; put it in quotes if it looks like a number or like yes, no, on, off",
+        "spec.placement.nodeSelector.disk is 1\n  write a string; put it in quotes if it looks like a number or like yes, no, on, off",
     );
     let missing = refusal(&deployment("  strategy: Auto\n"));
     assert_eq!(
@@ -301,7 +301,7 @@ fn headers_are_checked_first() {
     let two = format!("{}\n---\nkind: Service\n", deployment(MODEL));
     assert_eq!(
         refusal(&two),
-        "the file has 2 documents (InferenceDeployment, Service)\n  write one InferenceDeployment a file and no second '---'"
+        "the file has 2 documents (InferenceDeployment, Service)\n  write one InferenceDeployment per file and no second '---'"
     );
     assert!(
         parse_deployment(&format!("---\n{}\n---\n", deployment(MODEL))).is_ok(),

@@ -98,15 +98,15 @@ fn what_does_not_go_together_is_refused_with_what_to_write() {
         Target::Cluster,
     );
     assert!(
-        chunked[0].contains("remove the number of prefill workers"),
+        chunked[0].contains("remove replicas and scaling"),
         "{chunked:?}"
     );
 }
 
 #[test]
 fn the_deprecated_bounds_are_refused_at_their_own_leaf() {
-    const DECODE: &str = "this engine does not scale by itself: write spec.decode.replicas: 1 or another number instead; in a cluster a HorizontalPodAutoscaler can change it (manifests/examples/hpa.yaml)";
-    const PREFILL: &str = "this engine does not scale by itself: write spec.prefill.replicas: 1 or another number instead";
+    const DECODE: &str = "this engine does not scale by itself: write spec.decode.replicas: 1 or another number instead; in a cluster, scaling: {mode: External, minReplicas, maxReplicas} lets an autoscaler change it within bounds (manifests/examples/hpa.yaml)";
+    const PREFILL: &str = "this engine does not scale by itself: write spec.prefill.replicas: 1 or another number instead; in a cluster, scaling: {mode: External, minReplicas, maxReplicas} lets an autoscaler change it within bounds";
     for (pool, remedy) in [("prefill", PREFILL), ("decode", DECODE)] {
         for target in [Target::Machine, Target::Cluster] {
             assert_eq!(

@@ -63,9 +63,9 @@ enum Command {
     Logs(logs::LogsArgs),
     /// Serve the InferenceDeployments of a Kubernetes cluster: runs in the cluster, installed by the chart
     Operator(Box<controller::OperatorArgs>),
-    /// Ask an HTTP address whether it is well
+    /// Check that an HTTP endpoint is healthy
     Probe(probe::ProbeArgs),
-    /// Write the InferenceDeployments of a cluster, or of a file, in the words of this version: before helm upgrade
+    /// Convert InferenceDeployments, in a cluster or a file, to this version's field names; run before helm upgrade
     Convert(convert::ConvertArgs),
     /// Print the CustomResourceDefinitions
     #[command(

@@ -182,7 +182,7 @@ pub(crate) struct Held {
 pub(crate) enum LogFormat {
     /// For people
     Text,
-    /// One JSON object a line
+    /// One JSON object per line
     Json,
 }
 

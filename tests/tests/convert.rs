@@ -44,9 +44,7 @@ fn a_file_is_printed_in_todays_words() {
     let said = "default/old: spec.placement.runtimeClassName → spec.podTemplate.runtimeClassName";
     assert!(stderr.contains(said), "{stderr}");
     assert!(
-        stderr.contains(
-            "default/range: only its author can decide this: spec.decode.maxReplicas is 4"
-        ),
+        stderr.contains("default/range: needs a decision: spec.decode.maxReplicas is 4"),
         "{stderr}"
     );
     let documents: Vec<Value> = stdout

@@ -44,7 +44,7 @@ pub(crate) fn cause(what: &str, pod: &PodView) -> Cause {
     if pod.is_deleting {
         return Cause::waiting("Stopping", format!("{what} is being stopped"));
     }
-    if matches!(pod.phase.as_str(), "Failed" | "Succeeded") {
+    if pod.has_ended() {
         return ended(what, pod);
     }
     if let Some(cause) = not_placed(what, pod) {
@@ -89,16 +89,19 @@ pub(crate) fn not_allowed(what: &str, words: &str) -> Cause {
     } else if words.contains("PodSecurity") {
         (
             "NotAllowed",
-            "let the namespace have such Pods, or change the spec",
+            "allow such Pods in the namespace, or change the spec",
         )
     } else {
         (
             "NotAllowed",
-            "see what guards the namespace: LimitRange, admission policies, webhooks",
+            "check the namespace's LimitRange, admission policies, webhooks",
         )
     };
     let words = quoted(words);
-    Cause::trouble(reason, format!("{what} may not be made: {words}; {remedy}"))
+    Cause::trouble(
+        reason,
+        format!("{what} cannot be created: {words}; {remedy}"),
+    )
 }
 
 /// Cause of a process losing its readiness; `is_hung`: a gateway receives nothing from it.
@@ -164,7 +167,7 @@ fn ended(what: &str, pod: &PodView) -> Cause {
         return Cause::trouble(
             "Evicted",
             format!(
-                "{what} was evicted from {node}: {words}. It is made again; free memory or disk space on {node} \
+                "{what} was evicted from {node}: {words}. It will be recreated; free memory or disk space on {node} \
                  if this repeats"
             ),
         );
@@ -175,13 +178,14 @@ fn ended(what: &str, pod: &PodView) -> Cause {
         .and_then(|container| container.last_end.as_ref());
     match end {
         Some(end) if end.exit_code != 0 => crashed(what, pod, end),
-        _ if pod.reason.is_empty() => {
-            Cause::trouble("Ended", format!("{what} ended on {node}; it is made again"))
-        }
+        _ if pod.reason.is_empty() => Cause::trouble(
+            "Ended",
+            format!("{what} ended on {node}; it will be recreated"),
+        ),
         _ => Cause::trouble(
             "Rejected",
             format!(
-                "{what} was ended by {node} ({}): {words}. It is made again",
+                "{what} was rejected by {node} ({}): {words}. It will be recreated",
                 pod.reason
             ),
         ),
@@ -199,13 +203,13 @@ fn not_placed(what: &str, pod: &PodView) -> Option<Cause> {
     let Some(words) = &pod.unschedulable else {
         return Some(Cause::waiting(
             "WaitingForNode",
-            format!("{what} waits to be placed{place}"),
+            format!("{what} is waiting to be scheduled{place}"),
         ));
     };
     let remedy = if words.contains("Insufficient") {
         format!("free resources{place}, or ask for less in the spec")
     } else if words.contains("persistentvolumeclaim") || words.contains("PersistentVolumeClaims") {
-        "make the claim that spec.model.source.persistentVolumeClaim names, in the deployment's namespace".to_owned()
+        "create the claim that spec.model.source.persistentVolumeClaim names, in the deployment's namespace".to_owned()
     } else if words.contains("taint") {
         "tolerate the taint in spec.placement.tolerations, or remove it from the node".to_owned()
     } else {
@@ -214,7 +218,7 @@ fn not_placed(what: &str, pod: &PodView) -> Option<Cause> {
     Some(Cause::trouble(
         "Unschedulable",
         format!(
-            "{what} finds no place{place}: {}; {remedy}",
+            "{what} cannot be scheduled{place}: {}; {remedy}",
             scheduler_words(words)
         ),
     ))
@@ -255,14 +259,16 @@ fn waiting_container(what: &str, pod: &PodView) -> Option<Cause> {
                 is_vague,
                 ..Cause::trouble(
                     "ImagePullFailed",
-                    format!("{what}: the image {image} cannot be had on {node}{words}; {remedy}"),
+                    format!(
+                        "{what}: the image {image} cannot be pulled on {node}{words}; {remedy}"
+                    ),
                 )
             })
         }
         "CreateContainerConfigError" | "CreateContainerError" | "RunContainerError" => {
             let words = quoted(message);
             let remedy = match secret_name(message) {
-                Some(secret) => format!("make the Secret {secret} in the deployment's namespace"),
+                Some(secret) => format!("create the Secret {secret} in the deployment's namespace"),
                 None => "see kubectl describe pod".to_owned(),
             };
             Some(Cause::trouble(
@@ -299,7 +305,7 @@ fn crashed(what: &str, pod: &PodView, end: &ContainerEnd) -> Cause {
         return Cause::trouble(
             "OutOfMemory",
             format!(
-                "{what} was killed on {node} for want of memory; its plan gives it {}. Lower \
+                "{what} was OOM-killed on {node}; its plan gives it {}. Lower \
                  spec.model.contextLength or spec.decode.maxBatch, or free memory on {node}",
                 format_bytes(pod.memory_bytes)
             ),
@@ -313,7 +319,7 @@ fn crashed(what: &str, pod: &PodView, end: &ContainerEnd) -> Cause {
     };
     let is_vague = words.is_empty();
     let words = if is_vague {
-        "; it left no words".to_owned()
+        "; it logged nothing".to_owned()
     } else {
         format!(": {words}")
     };
@@ -329,7 +335,7 @@ fn setting_up(what: &str, pod: &PodView) -> Cause {
         return Cause::waiting("Starting", format!("{what} is being set up on {node}"));
     };
     let remedy = match secret_name(warning) {
-        Some(secret) => format!("make the Secret {secret} in the deployment's namespace"),
+        Some(secret) => format!("create the Secret {secret} in the deployment's namespace"),
         None if warning.contains("hostPath type check failed") => {
             format!("put the model's directory on {node}, or correct the path in spec.model.source")
         }
@@ -476,7 +482,7 @@ mod tests {
             "secret \"keys\" not found",
         ));
         assert_eq!(reason, "ContainerNotCreated");
-        assert!(message.contains("make the Secret keys"), "{message}");
+        assert!(message.contains("create the Secret keys"), "{message}");
         let mount = PodView {
             is_setting_up: true,
             setup_warning: Some(
@@ -486,7 +492,7 @@ mod tests {
         };
         let (reason, message) = says(&mount);
         assert_eq!(reason, "MountFailed");
-        assert!(message.contains("make the Secret keys"), "{message}");
+        assert!(message.contains("create the Secret keys"), "{message}");
     }
 
     #[test]

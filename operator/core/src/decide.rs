@@ -162,7 +162,7 @@ impl Reconcile<'_> {
         self.look_again(judged);
         self.make(&built, &steps);
         self.mark_pods(&wants, &target, &steps);
-        self.annotate_ends(&wants, &target, &steps);
+        self.record_ends(&wants, &target, &steps);
         self.decision.delete_pods.extend(steps.end.iter().cloned());
         self.look_again(steps.look_again);
         if has_served(&target) && steps.progress.is_complete {
@@ -297,13 +297,13 @@ impl Reconcile<'_> {
     }
 
     /// Records in the plan's status which of its Pods ended, before they are created again.
-    fn annotate_ends(&mut self, wants: &[Want], target: &InferencePlan, steps: &Steps) {
+    fn record_ends(&mut self, wants: &[Want], target: &InferencePlan, steps: &Steps) {
         let before = Ends::of(target);
         let is_wanted = |name: &str| wants.iter().any(|want| want.name == name);
         let mut ends = before.clone();
         ends.keep(is_wanted);
         let is_ended = |pod: &&PodView| {
-            let is_over = matches!(pod.phase.as_str(), "Failed" | "Succeeded");
+            let is_over = pod.has_ended();
             is_over && is_wanted(&pod.name) && steps.end.iter().any(|end| end.uid == pod.uid)
         };
         for pod in self.workers().filter(is_ended) {
@@ -546,7 +546,7 @@ impl Reconcile<'_> {
         let cause = status::first_cause(self.observed, wants, steps.progress.mode);
         let words = cause.map_or(String::new(), |cause| format!(": {}", cause.message));
         let deadline = DurationText::new(progress_deadline(&self.observed.deployment));
-        format!("nothing went on for {deadline}{words}")
+        format!("no progress for {deadline}{words}")
     }
 
     fn change_status(&mut self, plan: &InferencePlan, status: InferencePlanStatus) {

@@ -13,8 +13,8 @@ use crate::plan_record::PlanStatusChange;
 /// Seconds that a Pod without streams gets for an orderly exit before the kubelet kills it.
 pub const EXIT_S: u32 = 10;
 
-/// Actions of one reconcile, in this order: objects, plans and their status, Pods created, Pods patched, Pods deleted,
-/// plans deleted, the scaler, fetches, status, events.
+/// Actions of one reconcile. Fetches come first, then a status that is no longer Ready; then objects, plans and their
+/// statuses, claim templates, Pods created, patched and deleted, plans deleted, and the scaler; then status and events.
 #[derive(Clone, Debug, Default)]
 pub struct Decision {
     /// Service, PodDisruptionBudgets, NetworkPolicies: applied where they differ from the existing ones.

@@ -37,6 +37,8 @@ pub const ANNOTATION_CERTIFICATE: &str = "hearth.dev/certificate";
 /// Annotation of inspect Pods: digest of the model source.
 pub const ANNOTATION_SOURCE: &str = "hearth.dev/model-source";
 
+// Annotations of plans of earlier versions: read, never written. See `plan_record`.
+
 /// Annotation of plans: digest of the plan's inputs.
 pub const ANNOTATION_INPUTS: &str = "hearth.dev/inputs";
 /// Annotation of plans: [`OUTCOME_SERVING`] once all its ranks were ready, [`OUTCOME_FAILED`] if it was given up.

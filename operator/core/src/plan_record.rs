@@ -155,7 +155,7 @@ fn model_key_in_annotations(annotations: &BTreeMap<String, String>) -> Option<St
 }
 
 /// Whether the plan records the spec that it was made for.
-pub(crate) fn tells_spec(plan: &InferencePlan) -> bool {
+pub(crate) fn records_spec(plan: &InferencePlan) -> bool {
     plan.spec.inputs.is_some() || !annotation(plan, ANNOTATION_SPEC).is_empty()
 }
 

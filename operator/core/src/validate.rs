@@ -14,7 +14,7 @@ use hearth_crds::{
 use crate::build::deployment_of_plan;
 use crate::host_paths;
 use crate::observed::{Observed, Settings};
-use crate::plan_record::tells_spec;
+use crate::plan_record::records_spec;
 
 /// Longest time without progress for a new plan if the spec does not say.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(600);
@@ -83,7 +83,7 @@ fn check_host_paths(observed: &Observed) -> Result<(), Vec<FieldError>> {
     };
     let asked = model(deployment);
     let is_known = |plan: &Arc<InferencePlan>| {
-        tells_spec(plan) && model(&deployment_of_plan(deployment, plan)) == asked
+        records_spec(plan) && model(&deployment_of_plan(deployment, plan)) == asked
     };
     match observed.plans.iter().any(is_known) {
         true => Ok(()),

@@ -201,7 +201,7 @@ impl Applier {
             }
             other => other?,
         };
-        let done = if is_there { "put right" } else { "made" };
+        let done = if is_there { "corrected" } else { "created" };
         tracing::info!(namespace = subject.namespace, name, "{kind} {done}");
         self.remember(subject, kind, &name, wanted, &live);
         Ok(())
@@ -359,7 +359,7 @@ impl Applier {
         let name = pod.name_any();
         match self.requests.create::<LeanPod>(&place, &name, pod).await {
             Ok(made) => {
-                tracing::info!(namespace = subject.namespace, name, "Pod made");
+                tracing::info!(namespace = subject.namespace, name, "Pod created");
                 self.take_pod(made);
                 Ok(())
             }

@@ -22,7 +22,7 @@ impl Applier {
             None => Ok(()),
             Some(ScalerStep::Create(scaler)) => self.create_scaler(subject, scaler).await,
             Some(ScalerStep::Status { name, uid, status }) => {
-                self.tell_scaler(subject, (name, uid), status).await
+                self.write_scaler_status(subject, (name, uid), status).await
             }
             Some(ScalerStep::Remove { name, uid }) => {
                 let place = Collection::of::<InferencePoolScaler>(subject.namespace);
@@ -77,7 +77,7 @@ impl Applier {
         Ok(())
     }
 
-    async fn tell_scaler(
+    async fn write_scaler_status(
         &self,
         subject: Subject<'_>,
         (name, uid): (&str, &str),

@@ -31,7 +31,7 @@ pub(crate) const WATCH_SECONDS: u32 = 120;
 /// There is neither.
 pub(crate) async fn connect(telemetry: Arc<Telemetry>) -> anyhow::Result<Client> {
     let mut config = Config::infer().await.context(
-        "there is neither a kubeconfig nor a Pod's service account\n  set KUBECONFIG, or run this in the cluster",
+        "neither a kubeconfig (KUBECONFIG, else ~/.kube/config) nor a Pod's service account can be used\n  correct KUBECONFIG, or run this in the cluster",
     )?;
     config.connect_timeout = Some(Duration::from_secs(10));
     config.write_timeout = Some(ANSWER);

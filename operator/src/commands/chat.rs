@@ -26,7 +26,7 @@ pub(crate) struct ChatArgs {
     /// What the model is told before the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Another endpoint than this machine's, such as http://host:8080
+    /// Endpoint to use instead of this machine's, such as http://host:8080
     #[arg(long, value_name = "URL", value_parser = base_url)]
     url: Option<String>,
     /// PEM certificate of an HTTPS endpoint, or of its authority (default: the system's authorities)

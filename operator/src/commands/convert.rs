@@ -75,13 +75,22 @@ fn convert_file(file: &Path) -> anyhow::Result<()> {
     }?;
     let mut documents = Vec::new();
     let mut is_changed = false;
+    let mut is_any = false;
     for document in serde_norway::Deserializer::from_str(&text) {
         let mut object = Value::deserialize(document)
             .map_err(|error| anyhow!("the file is not YAML: {error}\n  check the indentation and the colons at that place"))?;
-        is_changed |= convert_object(&mut object)?;
+        let found = convert_object(&mut object)?;
+        is_any |= found.is_some();
+        is_changed |= found == Some(true);
         if !object.is_null() {
             documents.push(serde_norway::to_string(&object)?);
         }
+    }
+    if !is_any {
+        ui::say(format_args!(
+            "{} has no InferenceDeployment: there is nothing to convert",
+            file.display()
+        ));
     }
     if is_changed {
         ui::say("comments of the file are not kept");
@@ -90,24 +99,27 @@ fn convert_file(file: &Path) -> anyhow::Result<()> {
     ui::print_data(&text)
 }
 
-/// Converts an InferenceDeployment, or those of a list such as `kubectl get -o yaml` prints; returns whether one changed.
-fn convert_object(object: &mut Value) -> anyhow::Result<bool> {
+/// Converts an InferenceDeployment, or those of a list such as `kubectl get -o yaml` prints; returns whether one changed,
+/// `None` if there is none.
+fn convert_object(object: &mut Value) -> anyhow::Result<Option<bool>> {
     let kind = object["kind"].as_str().unwrap_or_default();
     if kind.ends_with("List") {
-        let mut is_changed = false;
+        let mut is_changed = None;
         for item in object["items"].as_array_mut().into_iter().flatten() {
-            is_changed |= convert_object(item)?;
+            if let Some(changed) = convert_object(item)? {
+                is_changed = Some(changed || is_changed == Some(true));
+            }
         }
         return Ok(is_changed);
     }
     if kind != "InferenceDeployment" {
-        return Ok(false);
+        return Ok(None);
     }
     let found = Found::of(object)?;
     found.report("");
     let is_changed = !found.conversion.is_empty();
     merge(&mut object["spec"], &Value::Object(found.conversion.patch));
-    Ok(is_changed)
+    Ok(Some(is_changed))
 }
 
 /// One object, its changes, and the errors that remain afterwards.
@@ -149,18 +161,18 @@ impl Found {
     fn report(&self, would: &str) {
         let (old, new) = (&self.conversion.removed, &self.conversion.added);
         if !self.conversion.is_empty() {
+            let new = match new.is_empty() {
+                true => "removed: its successor has the same value".to_owned(),
+                false => new.join(", "),
+            };
             ui::say(format_args!(
-                "{}: {would}{} → {}",
+                "{}: {would}{} → {new}",
                 self.name,
-                old.join(", "),
-                new.join(", ")
+                old.join(", ")
             ));
         }
         for refusal in &self.refused {
-            ui::say(format_args!(
-                "{}: only its author can decide this: {refusal}",
-                self.name
-            ));
+            ui::say(format_args!("{}: needs a decision: {refusal}", self.name));
         }
     }
 }

@@ -23,7 +23,7 @@ pub(crate) struct LogsArgs {
     name: Option<String>,
     /// Which process, such as decode-0 (default: all)
     rank: Option<String>,
-    /// Go on as more is written, until Ctrl-C
+    /// Keep printing as more is written, until Ctrl-C
     #[arg(short, long)]
     follow: bool,
     /// Lines from the end of each log

@@ -25,7 +25,7 @@ pub(crate) struct PlanArgs {
     /// table, json or yaml
     #[arg(short, long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Measure this machine although the rates of a quiet moment are kept
+    /// Measure this machine even if saved rates exist
     #[arg(long)]
     measure: bool,
     #[command(flatten)]

@@ -21,9 +21,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct ProbeArgs {
-    /// What is asked
+    /// URL to check
     url: String,
-    /// Ask again for so long before giving up
+    /// Keep retrying for this long
     #[arg(long, value_name = "DURATION", default_value = "0s")]
     wait: DurationText,
 }

@@ -153,7 +153,7 @@ pub(crate) struct OperatorArgs {
     /// Run an agent on each node, to measure it and fetch models
     #[arg(long, value_name = "BOOL", env = "HEARTH_AGENTS", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) agents: bool,
-    /// Deployments reconciled at a time
+    /// Deployments reconciled concurrently
     #[arg(long, value_name = "N", env = "HEARTH_CONCURRENCY", default_value_t = 8,
         value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) concurrency: u32,

@@ -164,7 +164,7 @@ impl Reconciler {
         // Decide: pure, from the caches and those inputs.
         let (observed, decision) = self.decide(deployment, now, &outside).await;
         again.after(decision.requeue_after);
-        tell_of_turn(key, &observed, &decision);
+        log_turn(key, &observed, &decision);
         if let Some(agents) = &self.agents {
             let http = deployment.spec.model.source.http.as_ref();
             agents.want(key, http, &decision.fetch_on);
@@ -443,7 +443,7 @@ fn loses_ready(
 }
 
 /// Logs the turn's holder, which must not appear in the status: others than the holder's users can read it.
-fn tell_of_turn(key: &Key, observed: &Observed, decision: &Decision) {
+fn log_turn(key: &Key, observed: &Observed, decision: &Decision) {
     let current = observed.deployment.status.as_ref();
     let reason = |status| conditions::of(status, PROGRESSING).map(|it| it.reason.clone());
     let is_news = reason(current) != reason(Some(&decision.status));

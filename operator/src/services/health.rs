@@ -67,7 +67,7 @@ pub(crate) async fn serve(
         TcpListener::from_std(listener)
     });
     let listener = listener
-        .with_context(|| format!("--listen {address} cannot be had\n  choose another address"))?;
+        .with_context(|| format!("--listen {address} cannot be bound\n  choose another address"))?;
     tracing::info!(address = %listener.local_addr()?, "serving /healthz, /readyz and /metrics");
     let router = Router::new()
         .route("/healthz", get(async || "ok\n"))

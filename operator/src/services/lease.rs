@@ -78,7 +78,7 @@ impl Candidate {
                 Err(failure) => {
                     let failure = failure.to_string();
                     if told != failure {
-                        tracing::warn!("the Lease {LEASE} cannot be had: {failure}");
+                        tracing::warn!("the Lease {LEASE} cannot be acquired: {failure}");
                         told = failure;
                     }
                 }

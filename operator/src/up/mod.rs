@@ -34,19 +34,19 @@ pub(crate) struct UpArgs {
     /// The InferenceDeployment; - reads standard input
     #[arg(short = 'f', long = "file", value_name = "FILE")]
     pub(crate) file: PathBuf,
-    /// Port of the OpenAI endpoint; 0: one that is free
+    /// Port of the OpenAI endpoint; 0 picks a free one
     #[arg(long, default_value_t = 8080)]
     pub(crate) port: u16,
     /// Address of the OpenAI endpoint; :: serves the network by IPv6 and IPv4, 0.0.0.0 by IPv4 (then give --api-keys)
     #[arg(long, default_value = "127.0.0.1", value_parser = ip_address)]
     pub(crate) host: IpAddr,
-    /// Address of /metrics, apart from the endpoint; port 0 takes a free one
+    /// Address of /metrics, separate from the endpoint; port 0 picks a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     pub(crate) metrics: SocketAddr,
-    /// File with one API key a line; clients must send one of them
+    /// File with one API key per line; clients must send one of them
     #[arg(long, value_name = "FILE")]
     pub(crate) api_keys: Option<PathBuf>,
-    /// PEM certificate of the OpenAI endpoint, intermediate ones behind it: serve HTTPS
+    /// PEM certificate chain of the OpenAI endpoint, leaf first; enables HTTPS
     #[arg(long, value_name = "FILE", requires = "https_key")]
     pub(crate) https_cert: Option<PathBuf>,
     /// PEM private key of --https-cert
@@ -58,7 +58,7 @@ pub(crate) struct UpArgs {
     /// Directory with tls.crt, tls.key and ca.crt: workers and gateway speak mutual TLS with each other
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_dir: Option<PathBuf>,
-    /// Measure this machine although the rates of a quiet moment are kept
+    /// Measure this machine even if saved rates exist
     #[arg(long)]
     pub(crate) measure: bool,
     /// Seconds that streams in flight get to finish after Ctrl-C
@@ -67,13 +67,13 @@ pub(crate) struct UpArgs {
     /// Seconds that a client's connection is kept for its next request [default: 120]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) keep_alive: Option<u32>,
-    /// Seconds after which a client that takes no byte of its answer is cut off [default: 30]
+    /// Seconds after which a client that reads nothing of its answer is disconnected [default: 30]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) client_stall: Option<u32>,
-    /// Ask the model this once it is ready, and print the answer
+    /// Question to ask once the model is ready; the answer is printed
     #[arg(long, value_name = "QUESTION")]
     pub(crate) ask: Option<String>,
-    /// End after the answer to --ask
+    /// Exit after answering --ask
     #[arg(long, requires = "ask")]
     pub(crate) once: bool,
     #[command(flatten)]

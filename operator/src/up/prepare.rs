@@ -162,7 +162,7 @@ fn measure(
     steps.done(&format!("this machine: {}{when}", machine(&profile)));
     if let Some(percent) = profile.busy_percent {
         steps.warn(&format!(
-            "other programs had {percent} % of the CPUs meanwhile: predictions are too slow, and the next start measures again"
+            "other programs had {percent} % of the CPUs meanwhile: predictions are pessimistic, and the next start measures again"
         ));
     }
     Ok(profile)

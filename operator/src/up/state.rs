@@ -14,7 +14,7 @@ use crate::environment::Environment;
 /// Where state is kept; shared by all commands.
 #[derive(clap::Args, Clone)]
 pub(crate) struct StateArgs {
-    /// Directory for plans, logs and the list of what runs
+    /// Directory for plans, logs and the list of running deployments
     #[arg(long, value_name = "DIR", env = "HEARTH_STATE_DIR", global = true)]
     pub(crate) state_dir: Option<PathBuf>,
 }

@@ -71,7 +71,7 @@ fn what_autoscalers_may_ask_for(cluster: &Cluster, two: &[String]) {
     }
     // More than the deployment keeps is accepted, and both report the number kept.
     cluster.kubectl(&["scale", "infps/demo-prefill", "--replicas=40"]);
-    let words = "40 prefill workers are asked for, and spec.prefill.scaling.maxReplicas is 2";
+    let words = "40 prefill workers are requested, but spec.prefill.scaling.maxReplicas is 2";
     wait_until("the bound is told", PATIENCE, || {
         let (_, message) = said(&infd(cluster, "demo"), "Planned");
         message.contains(words).then_some(())

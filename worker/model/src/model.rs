@@ -133,11 +133,11 @@ impl<B: Backend> Model<B> {
         for layer in 0..layers {
             pass.layer = layer;
             pass.blocks_done = 2 * layer;
-            pass.ask()?;
+            pass.check_cancelled()?;
             self.attention(&mut pass, &mut stream)?;
             pass.observer.layer_done(layer, pass.kv);
             pass.blocks_done += 1;
-            pass.ask()?;
+            pass.check_cancelled()?;
             self.feed_forward(&mut pass, &mut stream)?;
         }
         if batch.logit_rows.is_empty() {

@@ -126,7 +126,7 @@ pub struct Limits {
     /// Time that a connection is kept between an answer and the next request. Longer than the proxies in front of the
     /// gateway keep theirs: the side that closes first must be the one that knows of every request under way.
     pub keep_alive: Duration,
-    /// Time after which a client that takes no byte of its answer is cut off, and its work ends.
+    /// Time after which a client that reads nothing of its answer is disconnected, and its work ends.
     pub client_stall: Duration,
     /// Maximum bytes of answers that wait for clients, in total.
     pub backlog_bytes: usize,
@@ -206,7 +206,7 @@ pub enum GatewayError {
         limit: u32,
     },
     /// A file of API keys cannot be read.
-    #[error("{}: {source}\n  give a file with one API key a line, or a directory of such files", path.display())]
+    #[error("{}: {source}\n  give a file with one API key per line, or a directory of such files", path.display())]
     ApiKeys {
         /// The file or directory.
         path: PathBuf,

@@ -26,7 +26,7 @@ use crate::build::{
 };
 use crate::candidates::{Candidates, is_lost, is_to_be_left};
 use crate::cause::Cause;
-use crate::model::{Model, Search, Widened, told_by};
+use crate::model::{Model, Search, Widened, model_of_plan};
 use crate::observed::Observed;
 use crate::plan_record::{
     PlanStatusChange, has_failed, has_served, inputs_digest, instead_of, source_digest_of,
@@ -168,7 +168,7 @@ fn is_made_for(plan: &InferencePlan, deployment: &InferenceDeployment, facts: &M
     if inputs_digest(plan) == inputs(&deployment.spec, facts) {
         return true;
     }
-    let (Some(mut then), Some(told)) = (spec_of_plan(plan), told_by(plan)) else {
+    let (Some(mut then), Some(told)) = (spec_of_plan(plan), model_of_plan(plan)) else {
         return false;
     };
     // A plan stores no secrets of URLs; the model's key distinguishes them.
@@ -345,7 +345,7 @@ impl Refusal {
         let message = match left_out {
             Some(left_out) => format!("{words}; {left_out}"),
             None if self.candidates.free.is_empty() => {
-                format!("{words}: the cluster has none that is measured")
+                format!("{words}: no node of the cluster has been measured")
             }
             None => words,
         };
@@ -455,7 +455,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
     if trouble.is_none() && refused.is_empty() {
         return;
     }
-    let Some(known) = told_by(&target) else {
+    let Some(known) = model_of_plan(&target) else {
         choice.trouble = trouble;
         return;
     };
@@ -466,7 +466,7 @@ fn move_on(observed: &Observed, choice: &mut Choice, wanted: Option<&Model>) {
         .cloned()
         .unwrap_or(known);
     let image = renew::image_of(observed, &target);
-    let told = refusals::told_by(&target);
+    let told = refusals::refusals_for_next(&target);
     let mut next = made(observed, &deployment, &model, image, &told);
     let is_way_out = |plan: &InferencePlan| is_worth_it(observed, trouble.is_some(), &target, plan);
     // If nothing in the ledger speaks against the nodes, the scheduler knows better.

@@ -72,7 +72,7 @@ pub(crate) fn left_out(plan: &InferencePlan) -> Refusals {
 
 /// Nodes for the plan after `target` to leave out: those that `target` leaves out, or none once it has served, which
 /// shows that there is no need to.
-pub(crate) fn told_by(target: &InferencePlan) -> Refusals {
+pub(crate) fn refusals_for_next(target: &InferencePlan) -> Refusals {
     match has_served(target) {
         true => Refusals::new(),
         false => left_out(target),

@@ -14,7 +14,7 @@ use crate::cause::Cause;
 use crate::choose::refusals::{self, Refusals};
 use crate::choose::{Choice, Refusal, made, next_generation, nodes_of, refuse};
 use crate::model::builtin;
-use crate::model::{Model, told_by};
+use crate::model::{Model, model_of_plan};
 use crate::observed::Observed;
 use crate::observed::Turn;
 use crate::plan_record::{
@@ -82,7 +82,8 @@ pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
 fn renewed(observed: &Observed, target: &InferencePlan) -> Result<InferencePlan, Box<Refusal>> {
     let image = &observed.settings.worker_image;
     let deployment = deployment_of_plan(&observed.deployment, target);
-    if let (Some(builtin), Some(told)) = (&deployment.spec.model.source.builtin, told_by(target))
+    if let (Some(builtin), Some(told)) =
+        (&deployment.spec.model.source.builtin, model_of_plan(target))
         && let Some(facts) = builtin::facts(&builtin.name)
         && facts != told.facts
     {
@@ -108,7 +109,7 @@ fn renewed(observed: &Observed, target: &InferencePlan) -> Result<InferencePlan,
 
 /// Inputs of the target, with the spec that it serves now.
 fn inputs_of(target: &InferencePlan, spec: &InferenceDeploymentSpec) -> Option<PlanInputs> {
-    let told = told_by(target)?;
+    let told = model_of_plan(target)?;
     Some(PlanInputs {
         digest: inputs_digest(target).to_owned(),
         deployment_spec: kept_spec(spec),

@@ -10,7 +10,7 @@ use super::{Choice, in_force, is_made_for, is_of_source};
 use crate::build::rank_holding;
 use crate::candidates::rooms;
 use crate::conditions;
-use crate::model::told_by;
+use crate::model::model_of_plan;
 use crate::observed::{Holding, Observed, PodRole, PodView};
 
 /// The plan in force, and nothing new.
@@ -31,7 +31,7 @@ pub(crate) fn keep(observed: &Observed) -> Choice {
 pub(crate) fn is_up_to_date(observed: &Observed, plan: &InferencePlan) -> bool {
     let deployment = &observed.deployment;
     is_of_source(plan, deployment)
-        && told_by(plan).is_some_and(|model| is_made_for(plan, deployment, &model.facts))
+        && model_of_plan(plan).is_some_and(|model| is_made_for(plan, deployment, &model.facts))
 }
 
 /// Whether the nodes of a plan that is being resumed no longer have room for it: while it was suspended, others could

@@ -13,7 +13,7 @@ use hearth_crds::{
 use super::inputs;
 use crate::build::deployment_of_plan;
 use crate::candidates::Candidates;
-use crate::model::told_by;
+use crate::model::model_of_plan;
 use crate::observed::Observed;
 use crate::plan_record::{has_failed, has_served, spec_of_plan};
 
@@ -78,7 +78,7 @@ pub(crate) fn rollout_of<'a>(
     let wish = |plan: &InferencePlan| {
         let spec = spec_of_plan(plan)?;
         let image = plan.spec.worker_image.clone();
-        Some((but_for_numbers(&spec, &told_by(plan)?.facts), image))
+        Some((but_for_numbers(&spec, &model_of_plan(plan)?.facts), image))
     };
     let (generation, wanted) = (plan.spec.generation, wish(plan));
     let older = observed.plans.iter().rev().map(|older| &**older);

@@ -14,7 +14,7 @@ use super::scale::{but_for_numbers, in_place};
 use super::{Choice, in_force, is_same_work, made, refuse, renew};
 use crate::build::{deployment_of_plan, model_key};
 use crate::candidates::Candidates;
-use crate::model::told_by;
+use crate::model::model_of_plan;
 use crate::observed::Observed;
 use crate::plan_record::{failure, has_failed, instead_of, spec_of_plan};
 
@@ -50,7 +50,7 @@ pub(super) fn choose(observed: &Observed, choice: &mut Choice, given_up: GivenUp
         return;
     };
     let mut deployment = deployment_of_plan(&observed.deployment, &base);
-    let Some(model) = told_by(&base) else {
+    let Some(model) = model_of_plan(&base) else {
         return;
     };
     let (prefill, decode) = (&mut deployment.spec.prefill, &mut deployment.spec.decode);
@@ -58,7 +58,7 @@ pub(super) fn choose(observed: &Observed, choice: &mut Choice, given_up: GivenUp
     prefill.scaling.clone_from(&now.prefill.scaling);
     decode.scaling.clone_from(&now.decode.scaling);
     let image = renew::image_of(observed, &base);
-    let told = refusals::told_by(&base);
+    let told = refusals::refusals_for_next(&base);
     match made(observed, &deployment, &model, image, &told) {
         Ok(mut plan) => {
             let free = Candidates::of(observed, &deployment.spec.placement);
@@ -110,5 +110,6 @@ fn is_same_but_for_numbers(
         wish(&spec)
     };
     let key = model_key(deployment, &deployment.spec.model.source);
-    told_by(plan).is_some_and(|told| told.key == key) && shown(before) == shown(&deployment.spec)
+    model_of_plan(plan).is_some_and(|told| told.key == key)
+        && shown(before) == shown(&deployment.spec)
 }

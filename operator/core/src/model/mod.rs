@@ -176,7 +176,7 @@ fn find(observed: &Observed, candidates: &Candidates, more: Option<&More<'_>>) -
     let digest = source_digest(source, key.as_deref());
     if let Some(builtin) = &source.builtin {
         // A plan's record is for the image that it has.
-        let told = told_by_plans(&observed.plans, &digest).map(|model| model.facts);
+        let told = model_of_plans(&observed.plans, &digest).map(|model| model.facts);
         let state = match told.or_else(|| builtin::facts(&builtin.name)) {
             Some(facts) => known(facts, None, None),
             None => ModelState::Unknown(Cause::trouble(
@@ -188,7 +188,7 @@ fn find(observed: &Observed, candidates: &Candidates, more: Option<&More<'_>>) -
         step.end = end_inspections(observed, |_| true);
         return step;
     }
-    let told = told_by_plans(&observed.plans, &digest);
+    let told = model_of_plans(&observed.plans, &digest);
     let mut step = if source.http.is_some() {
         fetched(observed, candidates, told.as_ref(), more)
     } else {
@@ -201,7 +201,7 @@ fn find(observed: &Observed, candidates: &Candidates, more: Option<&More<'_>>) -
 }
 
 /// The model as a plan records it.
-pub(crate) fn told_by(plan: &InferencePlan) -> Option<Model> {
+pub(crate) fn model_of_plan(plan: &InferencePlan) -> Option<Model> {
     let facts = model_facts(plan)?;
     let nodes = model_nodes(plan).into_iter().map(str::to_owned);
     let nodes = Some(nodes.collect()).filter(|nodes: &BTreeSet<String>| !nodes.is_empty());
@@ -217,13 +217,13 @@ pub(crate) fn known(
     ModelState::Known(Box::new(Model { facts, nodes, key }))
 }
 
-fn told_by_plans(plans: &[Arc<InferencePlan>], digest: &str) -> Option<Model> {
+fn model_of_plans(plans: &[Arc<InferencePlan>], digest: &str) -> Option<Model> {
     let is_of_source = |plan: &&Arc<InferencePlan>| source_digest_of(plan) == digest;
     plans
         .iter()
         .rev()
         .filter(is_of_source)
-        .find_map(|plan| told_by(plan))
+        .find_map(|plan| model_of_plan(plan))
 }
 
 fn inspections(observed: &Observed) -> impl Iterator<Item = &Arc<PodView>> {

@@ -82,7 +82,7 @@ pub struct Counted {
 impl Counted {
     /// Amounts of a deployment's Pods, except those that have ended.
     pub fn of_pods<'a>(pods: impl Iterator<Item = &'a PodView>) -> Self {
-        let alive = pods.filter(|pod| !matches!(pod.phase.as_str(), "Failed" | "Succeeded"));
+        let alive = pods.filter(|pod| !pod.has_ended());
         alive.fold(Self::default(), |sum, pod| {
             let gpus = pod.gpus * u32::from(pod.claimed_gpus.is_empty());
             sum.with(pod.cpu_millis, pod.memory_bytes, gpus)

@@ -100,6 +100,13 @@ pub struct PodView {
     pub container: Option<ContainerView>,
 }
 
+impl PodView {
+    /// Whether it has ended as a whole: none of its containers will run again.
+    pub fn has_ended(&self) -> bool {
+        matches!(self.phase.as_str(), "Failed" | "Succeeded")
+    }
+}
+
 /// The container of a worker Pod.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ContainerView {

@@ -30,6 +30,7 @@ mod want;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use hearth_crds::PlanRole;
 use jiff::Timestamp;
 
 use self::ends::Ends;
@@ -38,7 +39,7 @@ use crate::age::{age, is_older};
 use crate::cause::node_of;
 use crate::decision::{Grace, PodEnd};
 use crate::observed::forbidden::Quota;
-use crate::observed::{PodView, Requests};
+use crate::observed::{PodRole, PodView, Requests};
 use crate::routes::{is_gateway, text};
 
 /// Minimum age of a waiting Pod before it is created again because its form would be different now.
@@ -179,7 +180,7 @@ impl<'a> Sorted<'a> {
             .iter()
             .position(|want| want.name == pod.name);
         let node = node_of(pod);
-        let is_over = matches!(pod.phase.as_str(), "Failed" | "Succeeded");
+        let is_over = pod.has_ended();
         let away = self.input.away.get(node);
         let is_left = !node.is_empty() && away.is_none() && !self.input.rooms.contains_key(node);
         if let Some(index) = want {
@@ -408,9 +409,10 @@ impl<'a> Sorted<'a> {
     }
 
     /// Whether requests that an old gateway holds may be answered by the target's workers: it serves the same model, and
-    /// when the old workers, all about to go, are gone, the target may fit beside it.
+    /// when the old decode workers, all about to go, are gone, the target may fit beside it.
     fn holds_requests(&self, gateway: &PodView) -> bool {
-        let mut workers = self.leftovers().filter(|pod| !is_gateway(pod)).peekable();
+        let is_decoder = |pod: &&PodView| pod.role == PodRole::Rank(PlanRole::Decode);
+        let mut workers = self.leftovers().filter(is_decoder).peekable();
         self.is_compatible(gateway)
             && workers.peek().is_some()
             && workers.all(|pod| pod.is_deleting)
@@ -421,6 +423,12 @@ impl<'a> Sorted<'a> {
     fn is_useless(&self, pod: &PodView) -> bool {
         let is_of_rollout = self.input.begun_generations.contains(&pod.plan_generation);
         is_of_rollout && !is_gateway(pod) && !pod.is_ready
+    }
+
+    /// Whether a Pod is about to make room for a gateway of the target.
+    fn makes_room(&self, pod: &PodView, mode: Mode) -> bool {
+        self.blocked_gateway(mode)
+            .is_some_and(|place| place.has(pod))
     }
 
     /// Place in which the target's gateway finds no room beside what must go.
@@ -470,8 +478,11 @@ impl<'a> Sorted<'a> {
         });
         let reformed = self.wants().any(has_old_form).then_some(REFORM_AFTER);
         let mut made = self.made.iter().flatten();
-        let refused = made.any(|pod| is_refused(pod) && !self.is_refused_for_long(pod));
-        let refused = refused.then_some(REFUSED_FOR);
+        let refused = made.find(|pod| is_refused(pod) && !self.is_refused_for_long(pod));
+        let refused = refused.map(|pod| {
+            let created = pod.created.unwrap_or(self.input.now);
+            REFUSED_FOR.saturating_sub(age(created, self.input.now))
+        });
         let soonest = remade.chain(reformed).chain(refused).min();
         soonest.map(|wait| wait.max(Duration::from_secs(1)))
     }

@@ -52,6 +52,7 @@ impl Sorted<'_> {
                 && self.is_compatible(pod)
                 && !self.is_useless(pod)
                 && !self.extras_leave(mode)
+                && !self.makes_room(pod, mode)
         });
         workers
             .filter_map(|pod| {
@@ -85,7 +86,7 @@ impl Sorted<'_> {
 
     /// The routes that `gateway` should have.
     ///
-    /// An extra stays if it is already routed to: that gateway is known to serve its model.
+    /// A worker that is not wanted stays while it is routed to: the gateway was given it because it serves the same model.
     fn routes(&self, gateway: &PodView, mode: Mode) -> Vec<Route> {
         let is_target = self.is_wanted(gateway);
         let mut routes = Vec::new();
@@ -96,7 +97,9 @@ impl Sorted<'_> {
         }
         let extras_leave = is_target && self.extras_leave(mode);
         let kept = self.made.iter().flatten().filter(|_| !is_target);
-        let stays = |pod: &&&PodView| !extras_leave && !self.is_useless(pod);
+        let stays = |pod: &&&PodView| {
+            !(extras_leave || self.is_useless(pod) || is_target && self.makes_room(pod, mode))
+        };
         let others = self.extra.iter().filter(stays).chain(kept);
         let absent = self.absent.iter().filter(|_| !self.workers_are_ready());
         let alive: Vec<String> = others

@@ -12,7 +12,7 @@ use crate::choose::refusals;
 use crate::observed::{Observed, Sight};
 
 /// Relative change above which a measured latency is reported anew.
-const WORTH_TELLING: f64 = 0.1;
+const MIN_RELATIVE_CHANGE: f64 = 0.1;
 
 /// `plan 3: hybrid on attic and office, 1 prefill and 2 decode workers`.
 pub(crate) fn plan_sentence(plan: &InferencePlan) -> String {
@@ -56,7 +56,7 @@ pub(crate) fn bounds_words(spec: &InferenceDeploymentSpec) -> String {
             _ => return None,
         };
         Some(format!(
-            "; {asked} {pool} workers are asked for, and spec.{pool}.scaling.{bound} is {limit}"
+            "; {asked} {pool} workers are requested, but spec.{pool}.scaling.{bound} is {limit}"
         ))
     });
     words.collect()
@@ -141,7 +141,7 @@ fn steady(old_ms: Option<f64>, new_ms: Option<f64>) -> Option<f64> {
         return old_ms;
     };
     match (old_ms, new_ms) {
-        (Some(old), Some(new)) if (new - old).abs() <= old * WORTH_TELLING => Some(old),
+        (Some(old), Some(new)) if (new - old).abs() <= old * MIN_RELATIVE_CHANGE => Some(old),
         _ => Some(rounded_ms),
     }
 }

@@ -164,7 +164,8 @@ fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
         None if let Some(words) = forbidden(observed) => {
             let mut cause = not_allowed(what, words);
             if mode == Mode::Surge && is_quota(words) {
-                let more = "; what runs goes on, since ending it is not known to make room enough";
+                let more =
+                    "; what is running continues, since stopping it might not free enough quota";
                 cause.message.push_str(more);
             }
             Some(cause)
@@ -175,7 +176,7 @@ fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
         )),
         None => Some(Cause::waiting(
             "Creating",
-            format!("{what} is being made on {}", want.node),
+            format!("{what} is being created on {}", want.node),
         )),
     }
 }
@@ -255,7 +256,7 @@ impl StatusInput<'_> {
 
     fn planned(&self) -> Verdict {
         let goes_on = match self.target() {
-            Some(plan) => format!("; plan {} goes on meanwhile", plan.spec.generation),
+            Some(plan) => format!("; plan {} keeps running", plan.spec.generation),
             None => String::new(),
         };
         if let Some(cause) = self.obstacle() {
@@ -286,7 +287,7 @@ impl StatusInput<'_> {
 
     fn model_ready(&self) -> Verdict {
         let Some(step) = self.model else {
-            return Verdict::unknown(INVALID_SPEC, "the spec is to be put right first");
+            return Verdict::unknown(INVALID_SPEC, "the spec must be corrected first");
         };
         let source = &self.observed.deployment.spec.model.source;
         match &step.state {
@@ -430,7 +431,7 @@ impl StatusInput<'_> {
                 ),
             ),
             Some(cause) => Verdict::not_for(&cause),
-            None => Verdict::no("Starting", "the gateway is being told its workers"),
+            None => Verdict::no("Starting", "the gateway is waiting for its routes"),
         }
     }
 
@@ -465,7 +466,7 @@ impl StatusInput<'_> {
         }
         if self.is_late {
             let message = format!(
-                "nothing went on with plan {plan} for {}{words}",
+                "plan {plan} made no progress for {}{words}",
                 DurationText::new(crate::validate::progress_deadline(
                     &self.observed.deployment
                 ))
@@ -481,7 +482,9 @@ impl StatusInput<'_> {
             ),
             Mode::OldDownFirst => Verdict::yes(
                 "OldDownFirst",
-                format!("plan {plan} starts when what runs has made room; requests wait{words}"),
+                format!(
+                    "plan {plan} starts when what is running has made room; requests wait while no worker runs{words}"
+                ),
             ),
             Mode::Alone if conditions::is_resuming(self.observed) => {
                 Verdict::yes(RESUMING, format!("plan {plan} starts again{words}"))
@@ -511,7 +514,7 @@ impl StatusInput<'_> {
                     ..Verdict::yes(cause.reason, cause.message)
                 }
             }
-            (Some(_), _) => Verdict::no("AsPlanned", "nothing that ran is missing"),
+            (Some(_), _) => Verdict::no("AsPlanned", "everything that was running still runs"),
             (None, _) => Verdict::no("NotPlanned", "nothing runs yet"),
         }
     }

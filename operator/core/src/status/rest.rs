@@ -18,7 +18,7 @@ pub(super) fn verdict(input: &StatusInput<'_>, type_: &str, verdict: Verdict) ->
             Verdict::yes(SUSPENDING, "its Pods end when their streams have ended")
         }
         PROGRESSING => Verdict::no(SUSPENDED, "nothing runs, and its nodes are free for others"),
-        DEGRADED => Verdict::no(SUSPENDED, "nothing is to run"),
+        DEGRADED => Verdict::no(SUSPENDED, "nothing is supposed to run"),
         PLANNED => planned(input, verdict),
         _ => verdict,
     }

@@ -155,7 +155,7 @@ fn a_wrong_spec_is_told_and_what_runs_goes_on() {
         cluster
             .condition(PLANNED)
             .message
-            .contains("plan 1 goes on meanwhile")
+            .contains("plan 1 keeps running")
     );
     assert!(cluster.told().contains(&"InvalidSpec".to_owned()));
     // A Pod of the plan in force is still looked after.

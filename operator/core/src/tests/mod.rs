@@ -4,6 +4,7 @@ mod decide;
 mod events;
 mod fake_cluster;
 mod gateways;
+mod handover;
 mod models;
 mod nodes;
 mod progress;

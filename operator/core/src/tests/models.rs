@@ -193,7 +193,7 @@ fn a_claim_is_looked_into_where_it_can_be_mounted() {
         cluster
             .condition(MODEL_READY)
             .message
-            .contains("make the claim")
+            .contains("create the claim")
     );
     cluster.pod("demo-inspect", |pod| pod.unschedulable = None);
     end(&mut cluster, "attic", 0, &facts());

@@ -34,7 +34,7 @@ fn a_plan_that_never_comes_up_is_given_up_for_the_one_before() {
         message.contains("plan 2 was given up") && message.contains("is loading the model"),
         "{message}"
     );
-    assert!(message.contains("nothing went on for 1m"), "{message}");
+    assert!(message.contains("no progress for 1m"), "{message}");
     let told = cluster.told();
     assert_eq!(
         told.iter().filter(|reason| *reason == "RolledBack").count(),

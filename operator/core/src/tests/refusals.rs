@@ -286,10 +286,10 @@ fn what_serves_goes_on_where_the_quota_would_not_have_the_new_plan_alone() {
     };
     let (ended, there, message) = told(3);
     assert_eq!((ended, there), (0, 3));
-    assert!(message.contains("what runs goes on"), "{message}");
+    assert!(message.contains("what is running continues"), "{message}");
     let (ended, _, message) = told(4);
     assert!(ended > 0, "four Pods fit: the workers before make room");
-    assert!(!message.contains("what runs goes on"), "{message}");
+    assert!(!message.contains("what is running continues"), "{message}");
 }
 
 /// A quota names what one Pod is too much for, so it may be short of more than was known when the old Pods ended.

@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 
 use super::sim::{PACE, Sim, is_quiet, rooms, want};
 use crate::decision::Grace;
-use crate::observed::PodView;
 use crate::rollout::{Mode, Steps, Want};
 
 /// One node, one gateway, one decode worker of 400 MiB.
@@ -508,67 +507,5 @@ fn old_gateways_of_the_same_model_may_use_the_new_workers() {
                 "another model"
             );
         }
-    });
-}
-
-#[test]
-fn a_new_gateway_of_the_same_model_uses_the_old_workers_until_they_make_room() {
-    let (old, new) = (plan("a", "a"), plan("b", "b"));
-    for is_compatible in [true, false] {
-        let mut sim = running(600, &old);
-        if is_compatible {
-            sim.compatible_generations = BTreeSet::from([1, 2]);
-        }
-        let address = format!("{}:9400", sim.pods["demo-decode-0-a"].view.ip);
-        let uses_old = |gateway: &PodView| gateway.routes.contains(&address);
-        let mut has_used = false;
-        let mut has_ended = false;
-        let modes = sim.settle(&new, |sim, steps| {
-            sim.assert_capacity();
-            has_ended |= steps.end.iter().any(|end| end.name == "demo-decode-0-a");
-            let gateways: Vec<&PodView> = sim.open_gateways().collect();
-            assert!(!gateways.is_empty());
-            let is_replaced = !sim.pods.contains_key("demo-gateway-0-a");
-            assert!(
-                is_replaced || !is_compatible || gateways.iter().any(|it| uses_old(it)),
-                "the old worker is there and gets no requests"
-            );
-            assert!(
-                !(has_ended && gateways.iter().any(|it| uses_old(it))),
-                "it is ended while it is routed to"
-            );
-            let mut gateways = gateways.iter();
-            has_used |= gateways.any(|it| it.name == "demo-gateway-0-b" && uses_old(it));
-        });
-        assert_eq!(modes, [Mode::OldDownFirst, Mode::Alone]);
-        assert_eq!(has_used, is_compatible);
-    }
-}
-
-/// The old workers end first, since the new gateway finds no room. Then the new ones fit beside the old gateway.
-#[test]
-fn requests_that_an_old_gateway_holds_are_answered_by_the_new_workers() {
-    let of = |hash: &str, gateway, decode| {
-        vec![
-            want("gateway-0", hash, "office", gateway),
-            want("prefill-0", hash, "office", 100),
-            want("decode-0", hash, "office", decode),
-        ]
-    };
-    let (old, new) = (of("a", 50, 400), of("b", 100, 300));
-    let mut sim = running(640, &old);
-    sim.compatible_generations = BTreeSet::from([1, 2]);
-    let first = sim.reconcile(&new);
-    assert_eq!(first.progress.mode, Mode::OldDownFirst);
-    assert_eq!(first.end.len(), 2, "both workers: {:?}", first.end);
-    // One of them is gone earlier: the new gateway fits.
-    sim.pods.remove("demo-prefill-0-a");
-    sim.settle(&new, |sim, steps| {
-        sim.assert_capacity();
-        let is_ended = steps.end.iter().any(|end| end.name == "demo-gateway-0-a");
-        assert!(
-            !is_ended || sim.serves(&new),
-            "nobody answers what it holds"
-        );
     });
 }

@@ -20,7 +20,7 @@ fn an_autoscaler_s_number_is_kept_within_its_bounds_and_the_status_says_so() {
         (
             5,
             2,
-            Some("; 5 decode workers are asked for, and spec.decode.scaling.maxReplicas is 2"),
+            Some("; 5 decode workers are requested, but spec.decode.scaling.maxReplicas is 2"),
         ),
         (2, 2, None),
     ] {
@@ -40,7 +40,7 @@ fn an_autoscaler_s_number_is_kept_within_its_bounds_and_the_status_says_so() {
     cluster.change("decode: {replicas: 1, scaling: {mode: External, minReplicas: 2}}\n");
     cluster.settle();
     let message = &cluster.condition(PLANNED).message;
-    let words = "1 decode workers are asked for, and spec.decode.scaling.minReplicas is 2";
+    let words = "1 decode workers are requested, but spec.decode.scaling.minReplicas is 2";
     assert!(message.contains(words), "{message}");
 }
 
@@ -157,7 +157,7 @@ fn prefill_workers_follow_their_scaler() {
     assert_eq!(workers(&cluster), after);
     assert_eq!(status(&cluster), Some(told(3, 3, 3)));
     let message = &cluster.condition(PLANNED).message;
-    let words = "60 prefill workers are asked for, and spec.prefill.scaling.maxReplicas is 3";
+    let words = "60 prefill workers are requested, but spec.prefill.scaling.maxReplicas is 3";
     assert!(message.contains(words), "{message}");
 
     // The deployment's number no longer counts.
@@ -175,7 +175,7 @@ fn a_scaler_that_somebody_deletes_comes_again_with_what_is_in_force() {
     let before = workers(&cluster);
     cluster.observed.scaler = None;
     cluster.settle();
-    let scaler = cluster.observed.scaler.clone().expect("it is made again");
+    let scaler = cluster.observed.scaler.clone().expect("it is recreated");
     assert_eq!(scaler.replicas, 3);
     assert_eq!(workers(&cluster), before);
 }
@@ -275,7 +275,7 @@ fn an_autoscaler_that_keeps_asking_does_not_keep_a_broken_plan() {
     }
     assert_eq!(cluster.says(PLANNED), ("False", "RolledBack"));
     let message = &cluster.condition(PLANNED).message;
-    assert!(message.contains("nothing went on for 1m"), "{message}");
+    assert!(message.contains("no progress for 1m"), "{message}");
 }
 
 #[test]

@@ -37,9 +37,9 @@ impl SwiGlu {
         let backend = pass.backend;
         // gate, up [rows, intermediate]
         let gate = backend.linear(x, weights.matrix("gate")?, None)?;
-        pass.ask()?;
+        pass.check_cancelled()?;
         let up = backend.linear(x, weights.matrix("up")?, None)?;
-        pass.ask()?;
+        pass.check_cancelled()?;
         // product [rows, intermediate]
         let product = backend.silu_mul(&gate, &up)?;
         // out [rows, hidden]

@@ -100,13 +100,13 @@ impl Gqa {
     ) -> Result<B::Tensor, ModelError> {
         // q [rows, heads * dim]; k, v [rows, kv_heads * dim]
         let q = self.project(pass, weights, x, Projection::QUERY)?;
-        pass.ask()?;
+        pass.check_cancelled()?;
         let k = self.project(pass, weights, x, Projection::KEY)?;
         let v = pass
             .backend
             .linear(x, weights.matrix("v")?, weights.optional_vector("v_bias"))?;
         pass.show("v", &v);
-        pass.ask()?;
+        pass.check_cancelled()?;
         pass.backend
             .kv_append(pass.kv, pass.layer, &k, Some(&v), pass.spans)?;
         let spec = AttentionSpec {
@@ -118,7 +118,7 @@ impl Gqa {
             .backend
             .attention(&q, pass.kv, pass.layer, pass.spans, spec)?;
         pass.show("attn_heads", &heads);
-        pass.ask()?;
+        pass.check_cancelled()?;
         // out [rows, hidden]
         let out = pass.backend.linear(
             &heads,

@@ -113,10 +113,10 @@ impl Mla {
         let key = self.key(pass, weights, x)?;
         pass.backend
             .kv_append(pass.kv, pass.layer, &key, None, pass.spans)?;
-        pass.ask()?;
+        pass.check_cancelled()?;
         // query [rows, heads * (rank + rope)]
         let query = self.query(pass, weights, x)?;
-        pass.ask()?;
+        pass.check_cancelled()?;
         let spec = AttentionSpec {
             heads: self.heads.heads,
             scale: self.scale,
@@ -125,7 +125,7 @@ impl Mla {
         // latent [rows, heads * rank]
         let latent = backend.attention(&query, pass.kv, pass.layer, pass.spans, spec)?;
         pass.show("attn_latent", &latent);
-        pass.ask()?;
+        pass.check_cancelled()?;
         // heads [rows, heads * v]
         let heads = backend.mla_expand(&latent, weights.matrix("kv_b")?, self.heads)?;
         pass.show("attn_heads", &heads);

@@ -29,7 +29,7 @@ pub(crate) struct Pass<'a, B: Backend> {
 
 impl<B: Backend> Pass<'_, B> {
     /// Ends the pass if its result is no longer wanted; called between long operations.
-    pub(crate) fn ask(&mut self) -> Result<(), ModelError> {
+    pub(crate) fn check_cancelled(&mut self) -> Result<(), ModelError> {
         match self.observer.goes_on(self.blocks_done, self.blocks) {
             true => Ok(()),
             false => Err(ModelError::GivenUp),

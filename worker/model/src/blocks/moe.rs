@@ -129,7 +129,7 @@ impl Moe {
                 .group(&ids[done..])
                 .clamp(1, ids.len() - done);
             let group = done..done + count;
-            pass.ask()?;
+            pass.check_cancelled()?;
             run_experts(pass, out, x, &ids[group.clone()], &chosen[group])?;
             done += count;
         }

@@ -587,7 +587,7 @@ async fn a_gateway_that_cannot_start_says_why() {
     assert!(error.contains("config.json"), "{error}");
     let error = start(&|config| config.api_keys = Some("/nowhere/keys".into()));
     assert!(
-        error.contains("/nowhere/keys") && error.contains("one API key a line"),
+        error.contains("/nowhere/keys") && error.contains("one API key per line"),
         "{error}"
     );
     let empty = model.path().join("empty");

@@ -267,8 +267,8 @@ impl Progress {
         }
     }
 
-    /// The pin that the next worker is sought for. One that is to do all `alone` reads the prompt anew, as far as the
-    /// tokens that the client has allow it.
+    /// Pin that the next worker must match. A worker that does everything `alone` reads the prompt itself, as far as the
+    /// tokens already delivered allow it.
     fn wanted(&self, alone: bool) -> Option<Pin> {
         let mut pin = self.pin.clone()?;
         if alone && self.tokens.is_empty() {
@@ -281,7 +281,7 @@ impl Progress {
         self.attempts > 0
     }
 
-    /// Until when a worker is waited for.
+    /// Deadline for finding a worker.
     fn wait_until(&self, job: &Job) -> Instant {
         let until = match job.queue_deadline {
             Some(queue) if !self.was_tried() => queue,
@@ -291,7 +291,7 @@ impl Progress {
         until.min(job.deadline)
     }
 
-    /// Why the job ends when no worker was found in `waited`.
+    /// Error of a job for which no worker was found within `waited`.
     fn without_worker(&self, job: &Job, error: AcquireError, waited: Duration) -> JobError {
         let is_late = Instant::now() >= job.deadline;
         match error {

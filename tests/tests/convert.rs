@@ -73,6 +73,13 @@ fn a_file_is_printed_in_todays_words() {
     let list: Value = serde_norway::from_str(&stdout).expect("YAML");
     assert_eq!(list["items"][0], documents[0]);
 
+    let unreadable = deployment("old", &json!({"decode": {"replicas": "two"}}));
+    std::fs::write(&file, unreadable.to_string()).expect("a file");
+    let (code, _, stderr) = run(hearth().args(["convert", "-f"]).arg(&file));
+    assert_eq!(code, 1, "{stderr}");
+    let words = "default/old cannot be read: spec.decode.replicas is \"two\"";
+    assert!(stderr.contains(words), "{stderr}");
+
     // A file that needs no change is printed unchanged, including comments.
     let demo = root().join("manifests/examples/demo.yaml");
     let (code, stdout, stderr) = run(hearth().args(["convert", "-f"]).arg(&demo));

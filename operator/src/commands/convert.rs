@@ -13,7 +13,7 @@ use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
 use hearth_crds::{
     Conversion, InferenceDeployment, InferenceDeploymentSpec, ParseError, Target, crds,
-    validate_deployment,
+    parse_deployment, validate_deployment,
 };
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams};
@@ -87,9 +87,12 @@ fn convert_file(file: &Path) -> anyhow::Result<()> {
         }
     }
     if !is_any {
+        let shown = match file.to_str() {
+            Some("-") => "standard input",
+            name => name.unwrap_or("the file"),
+        };
         ui::say(format_args!(
-            "{} has no InferenceDeployment: there is nothing to convert",
-            file.display()
+            "{shown} has no InferenceDeployment: there is nothing to convert"
         ));
     }
     if is_changed {
@@ -137,13 +140,15 @@ impl Found {
             Some(namespace) => format!("{namespace}/{name}"),
             None => name.clone(),
         };
-        let read = |spec: &Value| serde_json::from_value::<InferenceDeploymentSpec>(spec.clone());
-        let unreadable = || format!("{shown} cannot be read\n  correct its spec, then convert it");
-        let spec = read(&object["spec"]).with_context(unreadable)?;
+        let read = |spec: &Value| {
+            let read = serde_json::from_value::<InferenceDeploymentSpec>(spec.clone());
+            read.map_err(|error| anyhow!("{shown} cannot be read: {}", fault(spec, &error)))
+        };
+        let spec = read(&object["spec"])?;
         let conversion = Conversion::of(&spec)?;
         let mut converted = object["spec"].clone();
         merge(&mut converted, &Value::Object(conversion.patch.clone()));
-        let mut bare = InferenceDeployment::new(&name, read(&converted).with_context(unreadable)?);
+        let mut bare = InferenceDeployment::new(&name, read(&converted)?);
         bare.metadata.namespace = text("namespace").map(str::to_owned);
         let refused = match validate_deployment(&bare, Target::Cluster) {
             Ok(()) => Vec::new(),
@@ -174,6 +179,17 @@ impl Found {
         for refusal in &self.refused {
             ui::say(format_args!("{}: needs a decision: {refusal}", self.name));
         }
+    }
+}
+
+/// Describes why a spec cannot be read: the field, its value and the remedy.
+fn fault(spec: &Value, error: &serde_json::Error) -> String {
+    let whole = json!({
+        "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment", "metadata": {"name": "unreadable"}, "spec": spec,
+    });
+    match parse_deployment(&whole.to_string()) {
+        Err(fields) => fields.to_string(),
+        Ok(_) => format!("{error}\n  correct its spec, then convert it"),
     }
 }
 

@@ -343,6 +343,7 @@ fn plans_are_written_by_the_operator_alone() {
         run_as(&cluster, MALLORY, &["create"], Some(&mallory_s)).ok()
     });
     let owner = cluster.get("infd", "default", "demo").expect("demo");
+    let stray = plan("stray", &json!("00000000-0000-4000-8000-000000000000"));
     let plan = |name| plan(name, &owner["metadata"]["uid"]);
     wait_until("the policy counts", PATIENCE, || {
         let probe = ["create", "--dry-run=server"];
@@ -369,6 +370,12 @@ fn plans_are_written_by_the_operator_alone() {
     // A superuser could change the policy, too.
     let superuser = ["--as-group=system:masters", "--subresource=status"];
     patch_as(&cluster, "root", &superuser, &status("Failed")).expect("a superuser's");
+    // Before the collector knows plans, it would orphan none, and then delete them as strays.
+    run_as(&cluster, OPERATOR, &["create"], Some(&stray)).expect("the operator's");
+    wait_until("the garbage collector knows plans", GC_PATIENCE, || {
+        let found = cluster.get("infp", "default", "stray");
+        found.is_none().then_some(())
+    });
     cluster.kubectl(&["delete", "infd", "demo", "--cascade=orphan", "--wait=false"]);
     wait_until("the garbage collector orphans it", GC_PATIENCE, || {
         let plan = cluster.get("infp", "default", "demo-1")?;

@@ -43,23 +43,15 @@ pub(crate) fn resolved(observed: &Observed) -> Cow<'_, Observed> {
 /// Action on the scaler of a valid deployment; `None` if it is as it should be.
 pub(crate) fn step(observed: &Observed, status: &InferenceDeploymentStatus) -> Option<ScalerStep> {
     let deployment = &observed.deployment;
-    let scaler = observed.scaler.as_ref();
-    let Some(scaler) = scaler.filter(|_| is_external(&deployment.spec)) else {
-        if !is_external(&deployment.spec) {
+    let scaler = match (is_external(&deployment.spec), observed.scaler.as_ref()) {
+        (true, Some(scaler)) => scaler,
+        (true, None) => return Some(creation(observed)),
+        (false, scaler) => {
             return scaler.map(|scaler| ScalerStep::Remove {
                 name: scaler.name.clone(),
                 uid: scaler.uid.clone(),
             });
         }
-        let context = BuildContext {
-            settings: &observed.settings,
-            deployment,
-            model_key: None,
-        };
-        let replicas = deployment.spec.prefill.planned_replicas();
-        return Some(ScalerStep::Create(Box::new(prefill_scaler(
-            &context, replicas,
-        ))));
     };
     let name = PlanRole::Prefill.as_str();
     let mut pools = status.pool_statuses.iter();
@@ -75,6 +67,17 @@ pub(crate) fn step(observed: &Observed, status: &InferenceDeploymentStatus) -> O
         uid: scaler.uid.clone(),
         status: wanted,
     })
+}
+
+fn creation(observed: &Observed) -> ScalerStep {
+    let deployment = &observed.deployment;
+    let context = BuildContext {
+        settings: &observed.settings,
+        deployment,
+        model_key: None,
+    };
+    let replicas = deployment.spec.prefill.planned_replicas();
+    ScalerStep::Create(Box::new(prefill_scaler(&context, replicas)))
 }
 
 fn is_external(spec: &InferenceDeploymentSpec) -> bool {

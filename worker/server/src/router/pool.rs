@@ -184,27 +184,19 @@ impl WorkerPool {
 
     /// Returns when no decode worker has been ready for `patience`, with the error for waiting requests.
     pub async fn deserted(&self, patience: Duration) -> AcquireError {
-        let workers = self.lasting(patience, |ready, _| ready == 0).await;
-        AcquireError::NotReady { workers }
-    }
-
-    /// Returns once a condition on the numbers of ready and of all decode workers has held for `patience`; gives the
-    /// number of all.
-    async fn lasting(&self, patience: Duration, holds: impl Fn(usize, usize) -> bool) -> usize {
         let mut changed = self.changed.subscribe();
         let mut until = None;
         loop {
             changed.mark_unchanged();
-            let (ready, workers) = self.count(Role::Decode);
-            until = match holds(ready, workers) {
-                true => {
+            until = match self.count(Role::Decode) {
+                (0, workers) => {
                     let until = *until.get_or_insert_with(|| Instant::now() + patience);
                     if Instant::now() >= until {
-                        return workers;
+                        return AcquireError::NotReady { workers };
                     }
                     Some(until)
                 }
-                false => None,
+                _ => None,
             };
             let change = changed.changed();
             match until {

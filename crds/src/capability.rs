@@ -4,7 +4,7 @@
 //! This module covers what is supported at one target but not at the other.
 
 use crate::deployment::{EndpointType, InferenceDeploymentSpec, PlacementSpec};
-use crate::error::FieldError;
+use crate::error::{FieldError, counted};
 use crate::model::ModelSource;
 use crate::pod_template::PodTemplateSpec;
 use crate::scaling::ScalingMode;
@@ -114,7 +114,7 @@ fn surroundings(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec
     if !spec.endpoint.annotations.is_empty() {
         errors.push(FieldError::new(
             "spec.endpoint.annotations",
-            format!("has {} keys", spec.endpoint.annotations.len()),
+            format!("has {}", counted(spec.endpoint.annotations.len(), "key")),
             "Services exist only in a cluster: remove it",
         ));
     }
@@ -148,7 +148,7 @@ fn placement(placement: &PlacementSpec, errors: &mut Vec<FieldError>) {
     if !placement.tolerations.is_empty() {
         errors.push(FieldError::new(
             "spec.placement.tolerations",
-            format!("has {} items", placement.tolerations.len()),
+            format!("has {}", counted(placement.tolerations.len(), "item")),
             "taints exist only on the nodes of a cluster and there is one machine here: remove it",
         ));
     }
@@ -186,32 +186,32 @@ fn pod_template(template: &PodTemplateSpec, errors: &mut Vec<FieldError>) {
     } = template;
     const NO_PODS: &str = "Pods exist only in a cluster: remove it";
     let counts = [
-        ("labels", "keys", labels.len(), NO_PODS),
-        ("annotations", "keys", annotations.len(), NO_PODS),
+        ("labels", "key", labels.len(), NO_PODS),
+        ("annotations", "key", annotations.len(), NO_PODS),
         (
             "env",
-            "items",
+            "item",
             env.len(),
             "processes on one machine have the environment of hearth up: remove it, and set the variables there",
         ),
         (
             "caBundles",
-            "items",
+            "item",
             ca_bundles.len(),
             "ConfigMaps and Secrets exist only in a cluster: remove it, and name the file in SSL_CERT_FILE",
         ),
         (
             "resourceClaims",
-            "items",
+            "item",
             resource_claims.len(),
             "claims of devices exist only in a cluster: remove it; workers on one machine see its devices directly",
         ),
     ];
-    for (field, items, count, remedy) in counts {
+    for (field, item, count, remedy) in counts {
         if count > 0 {
             errors.push(FieldError::new(
                 format!("spec.podTemplate.{field}"),
-                format!("has {count} {items}"),
+                format!("has {}", counted(count, item)),
                 remedy,
             ));
         }

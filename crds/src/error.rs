@@ -49,7 +49,7 @@ impl FieldError {
                     _ => format!("sets {}", keys.join(", ")),
                 }
             }
-            Some(Value::Array(items)) => format!("has {} items", items.len()),
+            Some(Value::Array(items)) => format!("is a list of {}", counted(items.len(), "item")),
             // A URL's password or signature must not end up in logs and status.
             Some(Value::String(text))
                 if text.contains("://") && crate::shown_url(text) != *text =>
@@ -62,6 +62,14 @@ impl FieldError {
             }
             Some(scalar) => format!("is {scalar}"),
         }
+    }
+}
+
+/// `1 item`, `2 items`.
+pub(crate) fn counted(count: usize, what: &str) -> String {
+    match count {
+        1 => format!("1 {what}"),
+        _ => format!("{count} {what}s"),
     }
 }
 

@@ -44,7 +44,7 @@ fn ask(meant: Option<&str>, remedy: String) -> String {
 }
 
 /// Returns the name that is at most two edits away, ignoring case; `None` if there is none.
-fn closest<'a>(known: &[&'a str], text: &str) -> Option<&'a str> {
+pub(crate) fn closest<'a>(known: &[&'a str], text: &str) -> Option<&'a str> {
     let text = text.to_lowercase();
     known
         .iter()

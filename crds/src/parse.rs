@@ -162,7 +162,17 @@ fn not_yaml(text: &str, error: &serde_norway::Error) -> ParseError {
             "no field holds so large a number: write a smaller one",
         ))
     };
-    match twice().or_else(too_large) {
+    let tab = || {
+        let is_tab = |line: &str| line.trim_start_matches(' ').starts_with('\t');
+        let at = text.lines().position(is_tab)?;
+        let line = format!("line {}", at + 1);
+        Some(FieldError::new(
+            line,
+            "begins with a tab",
+            "indent it with spaces: YAML allows no tabs there",
+        ))
+    };
+    match twice().or_else(too_large).or_else(tab) {
         Some(fault) => ParseError::Fields(vec![fault]),
         None => ParseError::Yaml(message),
     }

@@ -103,7 +103,8 @@ impl Walk {
                 format!("it takes one word, one of {words}: write {key}: {word}")
             }
             Some(words) => {
-                format!("write one of {words} (in quotes if it reads as a number or as on, off)")
+                let choice = one_of(&words);
+                format!("{choice} (in quotes if it reads as a number or as on, off)")
             }
             None => meant::with_quantity(schema, Some(value), expected.to_owned()),
         };
@@ -160,7 +161,7 @@ impl Walk {
         {
             let problem = FieldError::describe(Some(value));
             let known: Vec<&str> = words.split(", ").collect();
-            let remedy = meant::with_name(&known, text, format!("write one of {words}"));
+            let remedy = meant::with_name(&known, text, one_of(&words));
             self.complain(path, problem, remedy);
         }
         let size = (text.chars().count(), "characters");
@@ -191,19 +192,28 @@ impl Walk {
         };
         let fields = self.offer.fields(properties, path);
         let names: Vec<&str> = header.iter().copied().chain(fields).collect();
-        let remedy = match names.is_empty() {
-            true => format!("{path} applies only in a cluster: remove it"),
-            false => format!("The fields are {}", names.join(", ")),
+        let all: Vec<&str> = properties.keys().map(String::as_str).collect();
+        let is_here = names.is_empty() || meant::closest(&names, name).is_some();
+        let remedy = match meant::closest(&all, name).filter(|_| !is_here) {
+            Some(meant) => {
+                format!("did you mean {meant}? It is not available here: remove it")
+            }
+            None if names.is_empty() => format!("remove it: {path} applies only in a cluster"),
+            None => {
+                let remedy = format!("The fields are {}", names.join(", "));
+                meant::with_name(&names, name, remedy)
+            }
         };
-        // Of those too that are not offered here: they are refused by name.
-        let all: Vec<&str> = names
-            .iter()
-            .copied()
-            .chain(properties.keys().map(String::as_str))
-            .collect();
-        let remedy = meant::with_name(&all, name, remedy);
         let problem = format!("is not a field of {parent}");
         self.complain(join(path, name), problem, remedy);
+    }
+}
+
+/// Tells which words may be written, of a list separated by commas.
+fn one_of(words: &str) -> String {
+    match words.contains(',') {
+        true => format!("write one of {words}"),
+        false => format!("write {words}"),
     }
 }
 

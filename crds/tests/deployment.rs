@@ -284,6 +284,10 @@ fn headers_are_checked_first() {
     assert!(refusal("# nothing\n").starts_with("the file is empty"));
     assert!(refusal("hello").starts_with("the file is \"hello\""));
     assert!(refusal("a: [1\nb: 2").starts_with("the file is not YAML: "));
+    assert_eq!(
+        refusal("a:\n  b: 1\n\tc: 2"),
+        "line 3 begins with a tab\n  indent it with spaces: YAML allows no tabs there"
+    );
     let twice = deployment(&format!("{MODEL}{MODEL}"));
     assert!(
         refusal(&twice).contains("is written twice, in lines "),
@@ -392,7 +396,7 @@ fn what_the_engine_lacks_is_refused_in_the_same_words_at_either_target() {
         (
             "model.adapters",
             "[{name: a, source: {hostPath: {path: /a}}}]",
-            "spec.model.adapters has 1 items\n  this engine does not run LoRA adapters: remove them, or merge them into the checkpoint",
+            "spec.model.adapters is a list of 1 item\n  this engine does not run LoRA adapters: remove them, or merge them into the checkpoint",
         ),
         (
             "strategy",

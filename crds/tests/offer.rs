@@ -60,16 +60,19 @@ fn a_wrong_word_is_told_exactly_the_words_that_are_accepted() {
                 .map(String::as_str)
                 .filter(|value| parse_deployment_for(&with(path, &json!(value)), target).is_ok())
                 .collect();
-            let list = accepted.join(", ");
+            let choice = match accepted.as_slice() {
+                [only] => format!("write {only}"),
+                several => format!("write one of {}", several.join(", ")),
+            };
             assert_eq!(
                 refusal(&with(path, &json!("Nonsense")), target),
-                format!("spec.{path} is \"Nonsense\"\n  write one of {list}"),
+                format!("spec.{path} is \"Nonsense\"\n  {choice}"),
                 "{target:?}"
             );
             assert_eq!(
                 refusal(&with(path, &json!(7)), target),
                 format!(
-                    "spec.{path} is 7\n  write one of {list} (in quotes if it reads as a number or as on, off)"
+                    "spec.{path} is 7\n  {choice} (in quotes if it reads as a number or as on, off)"
                 ),
                 "{target:?}"
             );
@@ -79,7 +82,20 @@ fn a_wrong_word_is_told_exactly_the_words_that_are_accepted() {
     assert!(here("strategy").ends_with("write one of Auto, Hybrid"));
     assert!(here("prefill.mode").ends_with("write one of Auto, Chunked"));
     assert!(here("decode.kvCache.keyType").ends_with("write one of BF16, F32"));
-    assert!(here("endpoint.type").ends_with("write one of ClusterIP"));
+    assert!(here("endpoint.type").ends_with("write ClusterIP"));
+}
+
+#[test]
+fn a_field_that_only_a_cluster_has_is_meant_and_not_offered() {
+    let here = |path: &str, value| refusal(&with(path, &value), Target::Machine);
+    assert_eq!(
+        here("endpoint.annotation", json!({})),
+        "spec.endpoint.annotation is not a field of spec.endpoint\n  did you mean annotations? It is not available here: remove it"
+    );
+    assert_eq!(
+        here("podTemplate.priorityClasName", json!("a")),
+        "spec.podTemplate.priorityClasName is not a field of spec.podTemplate\n  remove it: spec.podTemplate applies only in a cluster"
+    );
 }
 
 #[test]

@@ -247,8 +247,10 @@ fn refused_templates() -> Vec<(Value, &'static str)> {
 
 const OPERATOR: &str = "system:serviceaccount:hearth-system:hearth-operator";
 const MALLORY: &str = "mallory";
+const ADMIN: &str = "ada";
 
-/// Somebody who may write everything of hearth.dev, and the operator's account with no more than that.
+/// Somebody who may write everything of hearth.dev, the operator's account with no more than that, and an administrator
+/// by a role.
 fn rights() -> Value {
     let group = "rbac.authorization.k8s.io";
     let subject = |name| json!({"kind": "User", "apiGroup": group, "name": name});
@@ -261,7 +263,12 @@ fn rights() -> Value {
         "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": "all-of-hearth"},
         "subjects": [subject(OPERATOR), subject(MALLORY)],
     });
-    json!({"apiVersion": "v1", "kind": "List", "items": [role, binding]})
+    let admin = json!({
+        "apiVersion": format!("{group}/v1"), "kind": "ClusterRoleBinding", "metadata": {"name": "admin-by-role"},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": "cluster-admin"},
+        "subjects": [subject(ADMIN)],
+    });
+    json!({"apiVersion": "v1", "kind": "List", "items": [role, binding, admin]})
 }
 
 fn plan(name: &str, owner: &Value) -> Value {
@@ -367,9 +374,11 @@ fn plans_are_written_by_the_operator_alone() {
     patch_as(&cluster, OPERATOR, &of_status, &status("Serving")).expect("the operator's status");
 
     the_record_stays(&cluster, &status("Failed"));
-    // A superuser could change the policy, too.
+    // Administrators could change the policy, too.
     let superuser = ["--as-group=system:masters", "--subresource=status"];
     patch_as(&cluster, "root", &superuser, &status("Failed")).expect("a superuser's");
+    let by_role = patch_as(&cluster, ADMIN, &of_status, &status("Serving"));
+    by_role.expect("an administrator's");
     // Before the collector knows plans, it would orphan none, and then delete them as strays.
     run_as(&cluster, OPERATOR, &["create"], Some(&stray)).expect("the operator's");
     wait_until("the garbage collector knows plans", GC_PATIENCE, || {

@@ -40,7 +40,8 @@ fn a_file_is_printed_in_todays_words() {
     );
     std::fs::write(&file, &text).expect("a file");
     let (code, stdout, stderr) = run(hearth().args(["convert", "-f"]).arg(&file));
-    assert_eq!(code, 0, "{stderr}");
+    assert_eq!(code, 1, "{stderr}");
+    assert!(stderr.contains("2 fields need a decision"), "{stderr}");
     let said = "default/old: spec.placement.runtimeClassName → spec.podTemplate.runtimeClassName";
     assert!(stderr.contains(said), "{stderr}");
     assert!(
@@ -112,15 +113,9 @@ fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
     assert_eq!(before["placement"]["runtimeClassName"], "nvidia");
 
     let convert = |arguments: &[&str]| {
-        let kubeconfig = cluster.kubeconfig();
-        let mut command = hearth();
-        command
-            .arg("convert")
-            .args(arguments)
-            .env("KUBECONFIG", kubeconfig);
-        let (code, _, stderr) = run(&mut command);
-        assert_eq!(code, 0, "{stderr}");
-        stderr
+        let (code, said) = convert(&cluster, arguments);
+        assert_eq!(code, 0, "{said}");
+        said
     };
     let moves = "spec.placement.runtimeClassName → spec.podTemplate.runtimeClassName";
     let said = convert(&["--dry-run"]);
@@ -161,6 +156,82 @@ fn a_cluster_is_converted_before_an_upgrade_and_helm_keeps_its_definitions() {
         assert_eq!(spec()["podTemplate"]["runtimeClassName"], class);
     }
     installed(&cluster, &helm, "uninstall", Path::new(""));
+}
+
+#[test]
+fn an_object_that_may_not_be_written_keeps_no_other_from_being_converted() {
+    let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
+        return;
+    };
+    let Some(helm) = cluster.find_tool("helm") else {
+        skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
+        return;
+    };
+    let old = root().join("tests/releases/0.1.0-2026-11-22/hearth");
+    installed(&cluster, &helm, "install", &old);
+    for name in ["frozen", "old"] {
+        let stored = deployment(name, &old_spec()).to_string();
+        wait_until("the old definition is served", PATIENCE, || {
+            cluster.try_apply(&stored).ok()
+        });
+    }
+    cluster.apply(&frozen().to_string());
+    let change = json!({"spec": {"decode": {"maxBatch": 3}}}).to_string();
+    let trial = [
+        "patch",
+        "infd",
+        "frozen",
+        "--dry-run=server",
+        "--type=merge",
+    ];
+    wait_until("the policy counts", PATIENCE, || {
+        let trial = [&trial[..], &["--patch", &change]].concat();
+        cluster.try_kubectl(&trial).err()
+    });
+
+    let (code, said) = convert(&cluster, &[]);
+    assert_eq!(code, 1, "{said}");
+    for words in [
+        "default/frozen cannot be converted",
+        "the house says no",
+        "converted 1; run helm upgrade now",
+        "1 InferenceDeployments could not be converted",
+    ] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    let spec = |name| cluster.get("infd", "default", name).expect("it is there")["spec"].clone();
+    assert_eq!(spec("old")["podTemplate"]["runtimeClassName"], "nvidia");
+    assert_eq!(spec("frozen")["placement"]["runtimeClassName"], "nvidia");
+}
+
+/// A policy that lets nobody change the deployment `frozen`.
+fn frozen() -> Value {
+    let api = "admissionregistration.k8s.io/v1";
+    let policy = json!({
+        "apiVersion": api, "kind": "ValidatingAdmissionPolicy", "metadata": {"name": "frozen"},
+        "spec": {
+            "matchConstraints": {"resourceRules": [{
+                "apiGroups": ["hearth.dev"], "apiVersions": ["*"], "operations": ["UPDATE"], "resources": ["inferencedeployments"],
+            }]},
+            "validations": [{"expression": "object.metadata.name != 'frozen'", "message": "the house says no"}],
+        },
+    });
+    let binding = json!({
+        "apiVersion": api, "kind": "ValidatingAdmissionPolicyBinding", "metadata": {"name": "frozen"},
+        "spec": {"policyName": "frozen", "validationActions": ["Deny"]},
+    });
+    json!({"apiVersion": "v1", "kind": "List", "items": [policy, binding]})
+}
+
+/// Runs `hearth convert` on the cluster; returns its exit status and what it said.
+fn convert(cluster: &Cluster, arguments: &[&str]) -> (i32, String) {
+    let mut command = hearth();
+    command
+        .arg("convert")
+        .args(arguments)
+        .env("KUBECONFIG", cluster.kubeconfig());
+    let (code, _, said) = run(&mut command);
+    (code, said)
 }
 
 /// Writes a part of the status of the deployment `old`, and reads all of it.

@@ -114,7 +114,11 @@ fn crates_depend_only_along_the_arrows() {
 const NO_FOLDERS: [&str; 4] = ["main", "lib", "tests", "testing"];
 
 /// Maximum number of floors of a crate's folders, each importing only from lower ones. A number may only fall.
-const MAX_FLOORS: [(&str, usize); 2] = [("operator/src", 6), ("operator/core/src", 8)];
+const MAX_FLOORS: [(&str, usize); 3] = [
+    ("operator/src", 6),
+    ("operator/core/src", 8),
+    ("operator/planner/src", 8),
+];
 
 /// Returns the modules of its own crate that a source file names, by `crate::` or by as many `super::` as lead to the crate.
 /// `depth`: levels of its own module below the crate.

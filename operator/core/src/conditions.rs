@@ -123,7 +123,21 @@ pub(crate) fn is_resuming(observed: &Observed) -> bool {
 /// The condition for a verdict. Its time changes only with its status, and a vague message never replaces a better one
 /// about the same.
 pub(crate) fn write(observed: &Observed, type_: &str, verdict: Verdict) -> Condition {
-    let old = of(observed.deployment.status.as_ref(), type_);
+    let deployment = &observed.deployment;
+    let generation = deployment.metadata.generation;
+    let current = deployment.status.as_ref();
+    written(current, generation, observed.now, type_, verdict)
+}
+
+/// Same as [`write`], without what is seen of the cluster.
+pub(crate) fn written(
+    current: Option<&InferenceDeploymentStatus>,
+    generation: Option<i64>,
+    now: Timestamp,
+    type_: &str,
+    verdict: Verdict,
+) -> Condition {
+    let old = of(current, type_);
     let status = verdict.status();
     let since = old
         .filter(|old| old.status == status)
@@ -135,16 +149,16 @@ pub(crate) fn write(observed: &Observed, type_: &str, verdict: Verdict) -> Condi
     Condition {
         type_: type_.to_owned(),
         status: status.to_owned(),
-        observed_generation: observed.deployment.metadata.generation,
-        last_transition_time: since.unwrap_or_else(|| time_text(observed)),
+        observed_generation: generation,
+        last_transition_time: since.unwrap_or_else(|| time_text(now)),
         reason: verdict.reason,
         message,
     }
 }
 
-/// The time of this reconcile as RFC 3339, in whole seconds.
-fn time_text(observed: &Observed) -> String {
-    observed.now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+/// RFC 3339, in whole seconds.
+fn time_text(now: Timestamp) -> String {
+    now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
 #[cfg(test)]

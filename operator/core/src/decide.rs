@@ -10,11 +10,12 @@ use hearth_crds::{
 use jiff::Timestamp;
 use kube_core::ResourceExt;
 
+use crate::age::age;
 use crate::build::{BuildContext, DesiredPod, deployment_of_plan, objects, rank_pods};
 use crate::candidates::{away, is_down, next_judgement, rooms};
 use crate::cause::node_of;
 use crate::choose::scale::rollout_of;
-use crate::choose::{self, Choice};
+use crate::choose::{self, PlanChoice};
 use crate::conditions;
 use crate::decision::{Decision, Marks};
 use crate::events::transitions;
@@ -76,7 +77,7 @@ pub fn decide(observed: &Observed) -> Decision {
 
 /// Decision for a deployment in a namespace that is not served: it gets its status, and nothing else is touched.
 fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
-    let choice = Choice {
+    let choice = PlanChoice {
         target: None,
         ..choose::rest::keep(observed)
     };
@@ -101,7 +102,7 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
 struct Reconcile<'a> {
     observed: &'a Observed,
     invalid: Vec<FieldError>,
-    choice: Choice,
+    choice: PlanChoice,
     decision: Decision,
 }
 
@@ -120,7 +121,11 @@ impl Reconcile<'_> {
     fn run(&mut self, model: Option<&ModelStep>) {
         self.decision.plan_statuses = std::mem::take(&mut self.choice.plan_statuses);
         self.look_again(self.choice.look_again);
-        self.decision.waits_for_turn = self.choice.held.is_some();
+        if self.choice.held.is_some() {
+            self.decision.waits_for_turn = true;
+            let comes = self.observed.turn_comes_at;
+            self.look_again(comes.map(|at| age(self.observed.now, at)));
+        }
         let Some(target) = self.choice.target.clone() else {
             return self.tell(model, &[], None);
         };

@@ -28,7 +28,7 @@ pub mod quantity;
 mod rollout;
 pub mod routes;
 mod scaling;
-mod status;
+pub mod status;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 #[cfg(test)]

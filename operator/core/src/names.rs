@@ -146,6 +146,11 @@ pub fn scaler_name(deployment: &str) -> String {
     format!("{deployment}-prefill")
 }
 
+/// Name of the deployment whose scaler has that name, if it can be one.
+pub fn deployment_of_scaler(scaler: &str) -> Option<&str> {
+    scaler.strip_suffix("-prefill")
+}
+
 /// Name of a plan.
 pub fn plan_name(deployment: &str, generation: u64) -> String {
     format!("{deployment}-{generation}")

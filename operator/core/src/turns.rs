@@ -48,13 +48,17 @@ struct Step {
 impl Step {
     /// Whether it holds nobody back from its image, whatever its outcome.
     fn has_passed(&self, now: Timestamp) -> bool {
+        self.passes || self.passes_at().is_some_and(|at| now >= at)
+    }
+
+    /// Time at which it has passed at the latest; `None` for a plan without a creation time.
+    fn passes_at(&self) -> Option<Timestamp> {
         let holds = match self.outcome {
             Outcome::Open | Outcome::Served => LONGEST_TURN,
             // Counted from the start, as nothing records the time of the failure.
             Outcome::Failed => LONGEST_TURN + HELD_BACK,
         };
-        let is_old = |made: Timestamp| now.duration_since(made) >= holds;
-        self.passes || self.made.is_some_and(is_old)
+        self.made?.checked_add(holds).ok()
     }
 }
 
@@ -112,6 +116,12 @@ impl Turns {
     /// The owner that others wait for, whatever the image.
     pub fn holder(&self, now: Timestamp) -> Option<(&Arc<str>, Outcome)> {
         first(self.ways(now))
+    }
+
+    /// Time at which the owner's turn has passed at the latest, whatever comes of it.
+    pub fn passes_at(&self, owner: &str) -> Option<Timestamp> {
+        let (_, newest) = self.plans.get(owner)?.last_key_value()?;
+        newest.passes_at()
     }
 
     /// Owners that are changing, or failed not long ago to change, from an image that served to another one.

@@ -10,12 +10,16 @@ use std::time::Duration;
 use hearth_crds::{
     FieldError, InferenceDeployment, InferencePlan, ParseError, Target, validate_deployment,
 };
+use jiff::Timestamp;
 
+use crate::age::age;
 use crate::build::deployment_of_plan;
 use crate::host_paths;
 use crate::observed::{Observed, Settings};
 use crate::plan_record::records_spec;
 
+/// Time for which a deployment that this operator does not serve is left to another operator.
+const LEFT_TO_OTHERS: Duration = Duration::from_secs(20);
 /// Longest time without progress for a new plan if the spec does not say.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(600);
 
@@ -27,6 +31,26 @@ pub fn serves(settings: &Settings, namespace: &str) -> bool {
 /// Whether `namespace` is served; an empty list serves all.
 pub fn is_among(namespaces: &[String], namespace: &str) -> bool {
     namespaces.is_empty() || namespaces.iter().any(|name| name == namespace)
+}
+
+/// Whether a deployment is left alone because its namespace is not served: `Some`, with the delay until it is looked at
+/// again. Several operators may share a cluster, each with its own namespaces.
+pub fn left_to_others(
+    settings: &Settings,
+    deployment: &InferenceDeployment,
+    now: Timestamp,
+) -> Option<Option<Duration>> {
+    let metadata = &deployment.metadata;
+    if serves(settings, metadata.namespace.as_deref().unwrap_or_default()) {
+        return None;
+    }
+    // The operator that reconciled it serves it, or has already reported that none does.
+    let status = deployment.status.as_ref();
+    if status.is_some_and(|status| status.observed_generation.is_some()) {
+        return Some(None);
+    }
+    let age = age(metadata.creation_timestamp.as_ref()?.0, now);
+    (age < LEFT_TO_OTHERS).then(|| Some(LEFT_TO_OTHERS - age))
 }
 
 /// Checks the deployment.

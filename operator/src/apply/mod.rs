@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use hearth_controller_core::decision::{Decision, Marks, PodEnd};
 use hearth_controller_core::key::Key;
 use hearth_controller_core::names::{ANNOTATION_PLAN_GENERATION, DEVICE_GROUP, LABEL_ROLE};
-use hearth_controller_core::plan_record::{PlanStatusChange, inputs_digest};
+use hearth_controller_core::plan_record::PlanStatusChange;
 use hearth_crds::{API_VERSION, InferencePlan};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
@@ -258,7 +258,8 @@ impl Applier {
                 }
                 let is_ours = owner == subject.uid;
                 let it = there.plan.as_ref().ok();
-                let is_same = it.is_some_and(|it| inputs_digest(it) == inputs_digest(plan));
+                // Another operator's, or this one's from before it was killed; the Pods are built from `plan`.
+                let is_same = it.is_some_and(|it| it.spec == plan.spec);
                 if !is_ours {
                     return Err(Failure::Terminating(format!("InferencePlan {name}")));
                 }

@@ -2,9 +2,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use hearth_controller_core::conditions::{DEGRADED, INVALID_SPEC, PLANNED, READY};
 use hearth_controller_core::decision::Transition;
-use hearth_crds::{API_VERSION, Condition, InferenceDeployment, InferenceDeploymentStatus};
+use hearth_controller_core::status::undecided::{self, NEWER_PLAN, shortened};
+use hearth_crds::{API_VERSION, InferenceDeployment, InferenceDeploymentStatus};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::ResourceExt;
@@ -20,12 +20,8 @@ use crate::cluster::lean::LeanDeployment;
 use crate::cluster::table::Identity;
 
 const KIND: &str = "InferenceDeployment";
-/// Reason for a deployment whose plan was written by a newer operator.
-const NEWER_PLAN: &str = "NewerPlan";
 /// Maximum length of an event's note in bytes.
-const ANNOTATION_BYTES: usize = 1000;
-/// Maximum length of a condition's message in bytes.
-const MESSAGE_BYTES: usize = 8 << 10;
+const EVENT_NOTE_BYTES: usize = 1000;
 
 /// Number of events after which the recorder is replaced: it counts repetitions, and never frees its memory.
 const REMEMBERED_EVENTS: usize = 256;
@@ -114,7 +110,7 @@ impl Reporting {
         let current = there.get("status").cloned();
         let current: Option<InferenceDeploymentStatus> =
             current.and_then(|status| serde_json::from_value(status).ok());
-        let wanted = unreadable(current.as_ref(), metadata.generation, reason, now);
+        let wanted = undecided::unreadable(current.as_ref(), metadata.generation, reason, now);
         self.status(metadata, current.as_ref(), &wanted).await?;
         Ok(())
     }
@@ -136,7 +132,8 @@ impl Reporting {
             "InferencePlan {plan} is of a newer operator: {why}. Pods and objects stay as they are; let that version of the \
              operator run again, or have this one plan anew: kubectl -n {namespace} delete inferenceplan {plan}"
         );
-        let wanted = left(current, deployment.metadata.generation, &message, now);
+        let generation = deployment.metadata.generation;
+        let wanted = undecided::left_to_newer(current, generation, &message, now);
         let metadata = &deployment.metadata;
         if self.status(metadata, current, &wanted).await? {
             let transition = Transition {
@@ -195,135 +192,8 @@ fn event(transition: &Transition) -> Event {
             EventType::Normal
         },
         reason: transition.reason.clone(),
-        note: Some(shortened(&transition.message, ANNOTATION_BYTES)),
+        note: Some(shortened(&transition.message, EVENT_NOTE_BYTES)),
         action: format!("Reconcile-{action}"),
         secondary: None,
-    }
-}
-
-/// Returns the status with a condition that reports what the API server rejected.
-pub(crate) fn with_refusal(
-    mut status: InferenceDeploymentStatus,
-    current: Option<&InferenceDeploymentStatus>,
-    generation: Option<i64>,
-    failure: &Failure,
-    now: Timestamp,
-) -> InferenceDeploymentStatus {
-    let message = failure.to_string();
-    let condition = condition(DEGRADED, "True", generation, "ApplyFailed", &message);
-    set_condition(&mut status, current, condition, now);
-    status
-}
-
-/// The status of a deployment whose spec cannot be read: the last known status, with the reason that nothing is done.
-fn unreadable(
-    current: Option<&InferenceDeploymentStatus>,
-    generation: Option<i64>,
-    reason: &str,
-    now: Timestamp,
-) -> InferenceDeploymentStatus {
-    let mut status = current.cloned().unwrap_or_default();
-    status.observed_generation = generation;
-    let message = format!(
-        "the spec cannot be read by this version of the operator: {reason}; upgrade the operator, or change the field"
-    );
-    for type_ in [READY, PLANNED] {
-        let condition = condition(type_, "False", generation, INVALID_SPEC, &message);
-        set_condition(&mut status, current, condition, now);
-    }
-    status
-}
-
-/// The status of a deployment that is left to a newer operator: readiness is unknown here.
-fn left(
-    current: Option<&InferenceDeploymentStatus>,
-    generation: Option<i64>,
-    message: &str,
-    now: Timestamp,
-) -> InferenceDeploymentStatus {
-    let mut status = current.cloned().unwrap_or_default();
-    for (type_, holds) in [(READY, "Unknown"), (DEGRADED, "True")] {
-        let condition = condition(type_, holds, generation, NEWER_PLAN, message);
-        set_condition(&mut status, current, condition, now);
-    }
-    status
-}
-
-/// Creates a condition; [`set_condition`] fills in its time.
-fn condition(
-    type_: &str,
-    holds: &str,
-    generation: Option<i64>,
-    reason: &str,
-    message: &str,
-) -> Condition {
-    Condition {
-        type_: type_.to_owned(),
-        status: holds.to_owned(),
-        observed_generation: generation,
-        last_transition_time: String::new(),
-        reason: reason.to_owned(),
-        message: shortened(message, MESSAGE_BYTES),
-    }
-}
-
-/// Sets a condition; its time is that of its last status change.
-fn set_condition(
-    status: &mut InferenceDeploymentStatus,
-    current: Option<&InferenceDeploymentStatus>,
-    mut condition: Condition,
-    now: Timestamp,
-) {
-    let before = current
-        .into_iter()
-        .flat_map(|status| &status.conditions)
-        .find(|before| before.type_ == condition.type_ && before.status == condition.status);
-    condition.last_transition_time = match before {
-        Some(before) => before.last_transition_time.clone(),
-        None => now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
-    };
-    let known = status
-        .conditions
-        .iter_mut()
-        .find(|known| known.type_ == condition.type_);
-    match known {
-        Some(known) => *known = condition,
-        None => status.conditions.push(condition),
-    }
-}
-
-fn shortened(text: &str, bytes: usize) -> String {
-    if text.len() <= bytes {
-        return text.to_owned();
-    }
-    let end = (0..bytes - 3).rev().find(|end| text.is_char_boundary(*end));
-    format!("{}…", &text[..end.unwrap_or(0)])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn time(text: &str) -> Timestamp {
-        text.parse().unwrap()
-    }
-
-    #[test]
-    fn a_refusal_that_stays_is_the_same_status() {
-        let failure = Failure::Forbidden("no".to_owned());
-        let (early, late) = (time("2026-01-01T00:00:00Z"), time("2026-01-01T01:00:00Z"));
-        let wanted = InferenceDeploymentStatus::default();
-        let first = with_refusal(wanted.clone(), None, Some(1), &failure, early);
-        let second = with_refusal(wanted, Some(&first), Some(1), &failure, late);
-        assert_eq!(first, second);
-        assert_eq!(first.conditions[0].reason, "ApplyFailed");
-        assert_eq!(first.conditions[0].message, "no");
-    }
-
-    #[test]
-    fn long_texts_are_cut_between_characters() {
-        assert_eq!(shortened("short", 10), "short");
-        let cut = shortened(&"é".repeat(40), 20);
-        assert!(cut.len() <= 20 && cut.ends_with('…'), "{cut}");
     }
 }

@@ -87,6 +87,7 @@ impl Dereferencer {
         });
         let service = state.object("Service", &key);
         let service = service.filter(|row| *row.owner == *uid);
+        let (turn, turn_comes_at) = state.turn(&uid, &self.settings.worker_image, now);
         Observed {
             now,
             settings: Arc::clone(&self.settings),
@@ -100,7 +101,8 @@ impl Dereferencer {
             claimable: state.devices().free_for(&key),
             has_device_claims: state.has_device_claims,
             claim_modes: outside.claim_modes.clone(),
-            turn: state.turn(&uid, &self.settings.worker_image, now),
+            turn,
+            turn_comes_at,
             forbidden: state.forbidden.get(&*uid).cloned(),
             fetches: outside.fetches.clone(),
             measured: outside.measured,

@@ -153,19 +153,26 @@ impl State {
         Some((self.keys.get(owner)?, outcome == Outcome::Failed))
     }
 
-    /// Whether a deployment whose newest plan has another worker image may switch to `image` now.
-    pub(crate) fn turn(&self, owner: &str, image: &str, now: Timestamp) -> Turn {
+    /// Whether a deployment whose newest plan has another worker image may switch to `image` now; if not, also the time
+    /// at which the one before it no longer holds it back.
+    pub(crate) fn turn(
+        &self,
+        owner: &str,
+        image: &str,
+        now: Timestamp,
+    ) -> (Turn, Option<Timestamp>) {
         let is_there = |newest: &str| newest == image;
         if self.turns.newest_image(owner).is_none_or(is_there) {
-            return Turn::Free;
+            return (Turn::Free, None);
         }
         if let Some((other, outcome)) = self.turns.on_the_way_to(image, owner, now)
             && let Some(key) = self.keys.get(other)
         {
-            return match outcome {
+            let turn = match outcome {
                 Outcome::Failed => Turn::HeldBack(key.clone()),
                 Outcome::Open | Outcome::Served => Turn::After(key.clone()),
             };
+            return (turn, self.turns.passes_at(other));
         }
         // A plan that was sent and not seen yet.
         let begun = self.reserved.iter().find(|(other, (plan, _))| {
@@ -175,7 +182,8 @@ impl State {
                 && before.is_some_and(|before| before != image)
         });
         let begun = begun.and_then(|(other, _)| self.keys.get(other));
-        begun.map_or(Turn::Free, |key| Turn::After(key.clone()))
+        let turn = begun.map_or(Turn::Free, |key| Turn::After(key.clone()));
+        (turn, None)
     }
 
     /// Requests of foreign Pods.
@@ -400,7 +408,7 @@ mod tests {
             let read = Packed::new(&deployment("")).map_err(|_| unreachable!());
             state.put_deployment(identity("default", "waits", "w", ""), read);
             state.put_plan(identity("default", "waits-1", "w1", "w"), Ok(&waits));
-            assert_eq!(state.turn("w", "x:2", at(0)), Turn::HeldBack(other));
+            assert_eq!(state.turn("w", "x:2", at(0)).0, Turn::HeldBack(other));
         }
     }
 

@@ -12,10 +12,11 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
 use hearth_crds::{
-    Conversion, InferenceDeployment, InferenceDeploymentSpec, ParseError, Target, crds,
-    parse_deployment, validate_deployment,
+    API_VERSION, Conversion, InferenceDeployment, InferenceDeploymentSpec, ParseError, Target,
+    crds, parse_deployment, parse_deployment_for,
 };
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::Client;
 use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -76,10 +77,11 @@ fn convert_file(file: &Path) -> anyhow::Result<()> {
     let mut documents = Vec::new();
     let mut is_changed = false;
     let mut is_any = false;
+    let mut undecided = 0;
     for document in serde_norway::Deserializer::from_str(&text) {
         let mut object = Value::deserialize(document)
             .map_err(|error| anyhow!("the file is not YAML: {error}\n  check the indentation and the colons at that place"))?;
-        let found = convert_object(&mut object)?;
+        let found = convert_object(&mut object, &mut undecided)?;
         is_any |= found.is_some();
         is_changed |= found == Some(true);
         if !object.is_null() {
@@ -97,19 +99,27 @@ fn convert_file(file: &Path) -> anyhow::Result<()> {
     }
     if is_changed {
         ui::say("comments of the file are not kept");
-        return ui::print_data(&documents.join("---\n"));
+        ui::print_data(&documents.join("---\n"))?;
+    } else {
+        ui::print_data(&text)?;
     }
-    ui::print_data(&text)
+    match undecided {
+        0 => Ok(()),
+        1 => bail!("1 field needs a decision\n  change it as said above, then apply the file"),
+        _ => bail!(
+            "{undecided} fields need a decision\n  change them as said above, then apply the file"
+        ),
+    }
 }
 
 /// Converts an InferenceDeployment, or those of a list such as `kubectl get -o yaml` prints; returns whether one changed,
-/// `None` if there is none.
-fn convert_object(object: &mut Value) -> anyhow::Result<Option<bool>> {
+/// `None` if there is none. Adds the fields that an API server would still refuse to `undecided`.
+fn convert_object(object: &mut Value, undecided: &mut usize) -> anyhow::Result<Option<bool>> {
     let kind = object["kind"].as_str().unwrap_or_default();
     if kind.ends_with("List") {
         let mut is_changed = None;
         for item in object["items"].as_array_mut().into_iter().flatten() {
-            if let Some(changed) = convert_object(item)? {
+            if let Some(changed) = convert_object(item, undecided)? {
                 is_changed = Some(changed || is_changed == Some(true));
             }
         }
@@ -120,6 +130,7 @@ fn convert_object(object: &mut Value) -> anyhow::Result<Option<bool>> {
     }
     let found = Found::of(object)?;
     found.report("");
+    *undecided += found.refused.len();
     let is_changed = !found.conversion.is_empty();
     merge(&mut object["spec"], &Value::Object(found.conversion.patch));
     Ok(Some(is_changed))
@@ -148,10 +159,9 @@ impl Found {
         let conversion = Conversion::of(&spec)?;
         let mut converted = object["spec"].clone();
         merge(&mut converted, &Value::Object(conversion.patch.clone()));
-        let mut bare = InferenceDeployment::new(&name, read(&converted)?);
-        bare.metadata.namespace = text("namespace").map(str::to_owned);
-        let refused = match validate_deployment(&bare, Target::Cluster) {
-            Ok(()) => Vec::new(),
+        let whole = whole(&name, text("namespace"), &converted);
+        let refused = match parse_deployment_for(&whole, Target::Cluster) {
+            Ok(_) => Vec::new(),
             Err(ParseError::Fields(fields)) => fields.iter().map(ToString::to_string).collect(),
             Err(other) => bail!(other),
         };
@@ -182,12 +192,21 @@ impl Found {
     }
 }
 
+/// A manifest with this spec.
+fn whole(name: &str, namespace: Option<&str>, spec: &Value) -> String {
+    let mut metadata = json!({ "name": name });
+    if let Some(namespace) = namespace {
+        metadata["namespace"] = namespace.into();
+    }
+    let whole = json!({
+        "apiVersion": API_VERSION, "kind": "InferenceDeployment", "metadata": metadata, "spec": spec,
+    });
+    whole.to_string()
+}
+
 /// Describes why a spec cannot be read: the field, its value and the remedy.
 fn fault(spec: &Value, error: &serde_json::Error) -> String {
-    let whole = json!({
-        "apiVersion": "hearth.dev/v1alpha1", "kind": "InferenceDeployment", "metadata": {"name": "unreadable"}, "spec": spec,
-    });
-    match parse_deployment(&whole.to_string()) {
+    match parse_deployment(&whole("unreadable", None, spec)) {
         Err(fields) => fields.to_string(),
         Ok(_) => format!("{error}\n  correct its spec, then convert it"),
     }
@@ -232,15 +251,16 @@ async fn convert_cluster(args: &ConvertArgs) -> anyhow::Result<()> {
         ui::say("--dry-run: nothing was changed");
     } else {
         update_definition(&definitions, &definition).await?;
-        for object in &pending {
-            let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
-            let api = Api::namespaced_with(client.clone(), namespace, &kind);
-            write(&api, object).await?;
-        }
+        let unwritten = write_all(&client, &kind, &pending).await;
         ui::say(format_args!(
             "converted {}; run helm upgrade now: until then the operator writes no status\n  convert their manifests too: hearth convert -f FILE",
-            pending.len()
+            pending.len() - unwritten
         ));
+        if unwritten > 0 {
+            bail!(
+                "{unwritten} InferenceDeployments could not be converted: they keep their deprecated fields, which the operator still obeys\n  remove what refused them, then run hearth convert again"
+            );
+        }
     }
     match unreadable {
         0 => Ok(()),
@@ -248,6 +268,21 @@ async fn convert_cluster(args: &ConvertArgs) -> anyhow::Result<()> {
             "{unreadable} InferenceDeployments cannot be read\n  correct them, then run hearth convert again"
         ),
     }
+}
+
+/// Writes each object and reports those that are refused: a webhook, a policy or a missing right may keep this command from
+/// one and not from the others. Returns how many were refused.
+async fn write_all(client: &Client, kind: &ApiResource, objects: &[DynamicObject]) -> usize {
+    let mut refused = 0;
+    for object in objects {
+        let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
+        let api = Api::namespaced_with(client.clone(), namespace, kind);
+        if let Err(error) = write(&api, object).await {
+            ui::say(format_args!("{error:#}"));
+            refused += 1;
+        }
+    }
+    refused
 }
 
 /// Updates the cluster to this version's definition of the objects, on behalf of its current field managers.
@@ -354,7 +389,10 @@ async fn attempt(
         }
         if !is_trial {
             // One of several API servers was lagging behind.
-            let undo = json!({"spec": object.data["spec"]});
+            let undo = json!({
+                "metadata": {"resourceVersion": written.metadata.resource_version},
+                "spec": object.data["spec"],
+            });
             let undone = patched(api, name, &undo, false).await;
             undone.with_context(|| {
                 let lost = found.conversion.added.join(", ");

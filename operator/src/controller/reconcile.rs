@@ -4,19 +4,19 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_controller_core::age::age;
-use hearth_controller_core::conditions::{self, DEGRADED, PLANNED, PROGRESSING, READY};
+use hearth_controller_core::conditions::{self, PROGRESSING};
 use hearth_controller_core::decide::decide;
 use hearth_controller_core::decision::Decision;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::observed::Turn;
 use hearth_controller_core::observed::{Observed, Settings};
-use hearth_controller_core::validate::serves;
-use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus};
+use hearth_controller_core::status::{self, loses_ready, undecided};
+use hearth_controller_core::validate::{left_to_others, serves};
+use hearth_crds::InferenceDeployment;
 use jiff::Timestamp;
 use kube::ResourceExt;
 
-use crate::apply::report::{self, Reporting};
+use crate::apply::report::Reporting;
 use crate::apply::{Applier, Subject};
 use crate::cluster::cache::{CacheNotifier, Unreadable};
 use crate::cluster::dereference::{Dereferencer, UncachedState};
@@ -26,9 +26,6 @@ use crate::services::authority::Authority;
 use crate::services::cluster_cache::ClusterCache;
 use crate::services::measure::Measures;
 use crate::telemetry::Telemetry;
-
-/// Time for which a deployment that this operator does not serve is left to another operator.
-const LEFT_TO_OTHERS: Duration = Duration::from_secs(20);
 
 /// Reconciles deployments.
 pub(crate) struct Reconciler {
@@ -121,7 +118,7 @@ impl Reconciler {
             // The garbage collector removes its dependents.
             return Ok(Some(None));
         }
-        if let Some(wait) = self.is_left_to_others(&deployment) {
+        if let Some(wait) = left_to_others(&self.settings, &deployment, Timestamp::now()) {
             return Ok(Some(wait));
         }
         if let Some(wait) = self.leave_to_newer(&deployment).await? {
@@ -173,12 +170,18 @@ impl Reconciler {
         // Report first what the writes are about to end: clients that read Ready must not find the service gone, even
         // if this process is killed in between.
         let current = observed.deployment.status.as_ref();
-        let is_told_first = loses_ready(current, &decision.status);
-        if is_told_first {
+        let mut told_first = Ok(false);
+        if loses_ready(current, &decision.status) {
             let metadata = &observed.deployment.metadata;
-            self.reporting
-                .status(metadata, current, &decision.status)
-                .await?;
+            let told = self.reporting.status(metadata, current, &decision.status);
+            told_first = match told.await {
+                // The decision was made from something old.
+                Err(failure @ (Failure::Conflict(_) | Failure::NotFound(_))) => {
+                    return Err(Failed::again(failure, again.0));
+                }
+                // A status that cannot be written must not keep the service from being healed.
+                told => told.map(|_| true),
+            };
         }
 
         // Apply.
@@ -186,8 +189,9 @@ impl Reconciler {
 
         // Report.
         let outcome = applied.and(uncertified.map_or(Ok(()), Err));
-        let reported = self.report(&observed, decision, outcome, is_told_first, now);
-        let reported = reported.await.map(|()| again.0);
+        let is_told = matches!(told_first, Ok(true));
+        let reported = self.report(&observed, decision, outcome, is_told, now);
+        let reported = reported.await.and(told_first).map(|_| again.0);
         reported.map_err(|failure| Failed::again(failure, again.0))
     }
 
@@ -282,14 +286,7 @@ impl Reconciler {
         let deployment = &observed.deployment;
         let told = is_told.then(|| decision.status.clone());
         let current = told.as_ref().or(deployment.status.as_ref());
-        let is_true = |name: &str, value: &str| {
-            let conditions = &decision.status.conditions;
-            conditions
-                .iter()
-                .any(|c| c.type_ == name && c.status == value)
-        };
-        let waits = !deployment.spec.suspend
-            && (!is_true(PLANNED, "True") || is_true(DEGRADED, "True") || decision.waits_for_turn);
+        let waits = status::waits(&decision, deployment.spec.suspend);
         let key = Key::new(
             &deployment.namespace().unwrap_or_default(),
             &deployment.name_any(),
@@ -306,8 +303,9 @@ impl Reconciler {
             }
             Err(failure) if failure.needs_a_person() => {
                 let generation = deployment.metadata.generation;
+                let why = failure.to_string();
                 let status =
-                    report::with_refusal(decision.status, current, generation, &failure, now);
+                    undecided::with_refusal(decision.status, current, generation, &why, now);
                 self.reporting
                     .status(&deployment.metadata, current, &status)
                     .await?;
@@ -326,26 +324,6 @@ impl Reconciler {
         self.reporting
             .refuse(metadata, &unreadable.reason, Timestamp::now())
             .await
-    }
-
-    /// Several operators may share a cluster, each with its own namespaces. `Some` to leave it alone, with the next
-    /// delay.
-    fn is_left_to_others(&self, deployment: &InferenceDeployment) -> Option<Option<Duration>> {
-        let namespace = deployment.namespace().unwrap_or_default();
-        if serves(&self.settings, &namespace) {
-            return None;
-        }
-        // The operator that reconciled it serves it, or has already reported that none does.
-        if deployment
-            .status
-            .as_ref()
-            .is_some_and(|s| s.observed_generation.is_some())
-        {
-            return Some(None);
-        }
-        let created = deployment.metadata.creation_timestamp.as_ref()?;
-        let age = age(created.0, Timestamp::now());
-        (age < LEFT_TO_OTHERS).then(|| Some(LEFT_TO_OTHERS - age))
     }
 
     fn failed(&self, key: &Key, failure: &Failure) -> Duration {
@@ -431,15 +409,6 @@ impl EarliestRequeue {
         // Never immediately: what is due now was just done.
         self.after(Some(wait.max(Duration::from_secs(1))));
     }
-}
-
-/// Whether a deployment that is Ready will no longer be once the decision is applied.
-fn loses_ready(
-    current: Option<&InferenceDeploymentStatus>,
-    decided: &InferenceDeploymentStatus,
-) -> bool {
-    let is_ready = |status| conditions::of(status, READY).is_some_and(|c| c.status == "True");
-    is_ready(current) && !is_ready(Some(decided))
 }
 
 /// Logs the turn's holder, which must not appear in the status: others than the holder's users can read it.

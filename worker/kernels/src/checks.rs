@@ -315,6 +315,22 @@ pub fn span(
     )
 }
 
+/// Checks that attention's output has a row for each query.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn attention_out(
+    layout: &KvLayout,
+    q: Shape,
+    out: Shape,
+    spec: AttentionSpec,
+) -> Result<(), KernelError> {
+    let want = (q.0, spec.heads * layout.v_dim);
+    ensure(out == want, "attention", || {
+        format!("output {} for {}", shape(out), shape(want))
+    })
+}
+
 /// Checks queries, and that no row belongs to two spans.
 ///
 /// # Errors

@@ -54,6 +54,12 @@ pub trait DeviceOps: Send + Sync + 'static {
     /// from a buffer of `bytes` bytes, GB/s: the yardstick for decode.
     fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError>;
 
+    /// Products (multiplications with an addition) that an operation may take, so that a pass can be ended soon between two
+    /// of them; `None` if operations are queued rather than computed when they are called.
+    fn longest_operation_products(&self) -> Option<u64> {
+        None
+    }
+
     /// Ends a forward pass: launches all work that the device has deferred.
     fn finish(&self) -> Result<(), KernelError> {
         Ok(())
@@ -217,6 +223,16 @@ pub trait AttentionOps: KvOps {
         spans: &[Span],
         spec: AttentionSpec,
     ) -> Result<Self::Tensor, KernelError>;
+    /// Same as [`AttentionOps::attention`], into the spans' rows of `out` `[rows, heads * v_dim]`; its other rows stay.
+    fn attention_rows(
+        &self,
+        out: &mut Self::Tensor,
+        q: &Self::Tensor,
+        kv: &Self::Kv,
+        layer: usize,
+        spans: &[Span],
+        spec: AttentionSpec,
+    ) -> Result<(), KernelError>;
 }
 
 /// Choice of experts.

@@ -7,7 +7,8 @@ mod common;
 use common::*;
 use hearth_kernels::ops::*;
 use hearth_kernels::{
-    AttentionSpec, BlockId, CpuBackend, CpuKv, Isa, KvDType, KvLayout, MlaHeads, Span, reference,
+    AttentionSpec, BlockId, CpuBackend, CpuKv, CpuTensor, Isa, KvDType, KvLayout, MlaHeads, Span,
+    reference,
 };
 
 const GQA: KvLayout = KvLayout {
@@ -236,6 +237,36 @@ fn attention_gives_the_same_bits_whatever_the_chunks_the_blocks_and_the_neighbou
     }
 }
 
+/// Runs attention of some rows by themselves, into a tensor that others have written; `want` is that of all.
+fn rows_by_themselves(
+    backend: &CpuBackend,
+    kv: &CpuKv,
+    q: &CpuTensor,
+    sequence: &Sequence,
+    spans: &[Span],
+    want: &[f32],
+) {
+    let rows = backend.shape(q).0;
+    let width = want.len() / rows;
+    let mut got = upload(backend, rows, &vec![7.0; want.len()]);
+    for part in [&spans[..1], &spans[1..]] {
+        backend
+            .attention_rows(&mut got, q, kv, 1, part, sequence.spec())
+            .unwrap();
+    }
+    let got = backend.download(&got).unwrap();
+    for (row, (got, want)) in got.chunks(width).zip(want.chunks(width)).enumerate() {
+        let of_row = |span: &Span| (span.first_row..span.first_row + span.rows).contains(&row);
+        match spans.iter().any(of_row) {
+            true => assert_same_bits(got, want, "rows by themselves"),
+            false => assert!(got.iter().all(|&v| v == 7.0), "nobody's row"),
+        }
+    }
+    let mut narrow = backend.zeros(rows, width - 1).unwrap();
+    let refused = backend.attention_rows(&mut narrow, q, kv, 1, spans, sequence.spec());
+    assert!(refused.is_err());
+}
+
 /// Two copies of the sequence at different positions in one batch, the second span first, with a row between them
 /// that belongs to neither.
 fn batch_of_spans(backend: &CpuBackend, sequence: &Sequence, whole: &[f32]) {
@@ -295,6 +326,7 @@ fn batch_of_spans(backend: &CpuBackend, sequence: &Sequence, whole: &[f32]) {
         );
     }
     assert!(out[5 * width..6 * width].iter().all(|&v| v == 0.0));
+    rows_by_themselves(backend, &kv, &q, sequence, &spans, &out);
 }
 
 #[test]

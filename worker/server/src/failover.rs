@@ -261,7 +261,7 @@ impl Progress {
                 tokens = self.tokens.len(),
                 ?before,
                 after = ?pin,
-                "the stream goes on with other numerics: later tokens may differ"
+                "the stream continues with other numerics: later tokens may differ"
             );
             observer.changed_numerics();
         }

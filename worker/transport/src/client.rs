@@ -17,8 +17,8 @@ use tonic::{
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::{
-    CONNECTION_WINDOW_BYTES, Endpoint, MAX_MESSAGE_BYTES, RpcError, STREAM_WINDOW_BYTES, Tls,
-    TransportError,
+    CONNECTION_WINDOW_BYTES, Endpoint, MAX_AGENT_MESSAGE_BYTES, MAX_MESSAGE_BYTES, RpcError,
+    STREAM_WINDOW_BYTES, Tls, TransportError,
     v1::{
         agent_client::AgentClient, control_client::ControlClient, decode_client::DecodeClient,
         prefill_client::PrefillClient,
@@ -140,8 +140,8 @@ impl Worker {
     /// Its agent service.
     pub fn agent(&self) -> AgentClient<Channel> {
         AgentClient::new(self.channel.clone())
-            .max_decoding_message_size(MAX_MESSAGE_BYTES)
-            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+            .max_decoding_message_size(MAX_AGENT_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_AGENT_MESSAGE_BYTES)
     }
 
     /// Its health service (`grpc.health.v1`).

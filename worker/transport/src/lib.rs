@@ -50,6 +50,9 @@ pub mod v1 {
 /// Largest message that either end accepts: a piece of KV is far smaller, but the logits of a prefill may not be.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
+/// Largest message that an agent's caller accepts: it asks the agents of all nodes, any of which may be compromised.
+pub const MAX_AGENT_MESSAGE_BYTES: usize = 1 << 20;
+
 /// Bytes in flight on one stream until the receiver has read some.
 pub const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 

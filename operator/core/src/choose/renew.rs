@@ -8,11 +8,13 @@ use std::sync::Arc;
 
 use hearth_crds::{InferenceDeploymentSpec, InferencePlan, PlanInputs};
 
+use super::choice::{PlanChoice, refuse};
+use super::existing::nodes_of;
+use super::new_plan::{Refusal, made, next_generation};
+use super::refusals::{self, Refusals};
 use crate::build::{BuildContext, deployment_of_plan, kept_spec, plan_object};
 use crate::candidates::is_down;
 use crate::cause::Cause;
-use crate::choose::refusals::{self, Refusals};
-use crate::choose::{Choice, Refusal, made, next_generation, nodes_of, refuse};
 use crate::model::builtin;
 use crate::model::{Model, model_of_plan};
 use crate::observed::Observed;
@@ -37,7 +39,7 @@ pub(crate) fn image_of<'a>(observed: &'a Observed, plan: &'a InferencePlan) -> &
 
 /// Replaces the target with the same plan for the operator's worker image, if it has a different one. Serving
 /// deployments do so in turn, and not at all if the image has failed before.
-pub(crate) fn renew(observed: &Observed, choice: &mut Choice) {
+pub(crate) fn renew(observed: &Observed, choice: &mut PlanChoice) {
     let image = &observed.settings.worker_image;
     let Some(target) = choice.target.clone() else {
         return;

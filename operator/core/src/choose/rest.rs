@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use hearth_crds::InferencePlan;
 
-use super::{Choice, in_force, is_made_for, is_of_source};
+use super::choice::PlanChoice;
+use super::existing::{in_force, is_of_source};
+use super::new_plan::is_made_for;
 use crate::build::rank_holding;
 use crate::candidates::rooms;
 use crate::conditions;
@@ -14,8 +16,8 @@ use crate::model::model_of_plan;
 use crate::observed::{Holding, Observed, PodRole, PodView};
 
 /// The plan in force, and nothing new.
-pub(crate) fn keep(observed: &Observed) -> Choice {
-    Choice {
+pub(crate) fn keep(observed: &Observed) -> PlanChoice {
+    PlanChoice {
         target: in_force(observed),
         is_new: false,
         plan_statuses: Vec::new(),

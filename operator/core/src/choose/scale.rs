@@ -10,7 +10,7 @@ use hearth_crds::{
     InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts, PlanRank, PlanRole,
 };
 
-use super::inputs;
+use super::new_plan::inputs;
 use crate::build::deployment_of_plan;
 use crate::candidates::Candidates;
 use crate::model::model_of_plan;

@@ -9,26 +9,39 @@ use std::sync::Arc;
 use hearth_crds::{GivenUpPlan, InferenceDeployment, InferenceDeploymentSpec, InferencePlan};
 use kube_core::ResourceExt;
 
-use super::refusals;
-use super::scale::{but_for_numbers, in_place};
-use super::{Choice, in_force, is_same_work, made, refuse, renew};
+use super::choice::{PlanChoice, refuse};
+use super::existing::{in_force, is_same_work};
+use super::new_plan::made;
+use super::scale::{but_for_numbers, in_place, rollout_of};
+use super::{refusals, renew};
 use crate::build::{deployment_of_plan, model_key};
 use crate::candidates::Candidates;
 use crate::model::model_of_plan;
 use crate::observed::Observed;
 use crate::plan_record::{failure, has_failed, instead_of, spec_of_plan};
 
-/// The plan that was given up for the current spec, if only numbers of workers have changed since.
+/// The plan that was given up for the current spec, if another number of workers has been asked for since its rollout began,
+/// or if the plan in force already runs instead of it.
 pub(super) fn given_up(observed: &Observed) -> Option<GivenUpPlan> {
     let (newest, deployment) = (observed.plans.last()?, &observed.deployment);
     let before = spec_of_plan(newest)?;
     if let Some(given_up) = instead_of(newest) {
         return is_of(given_up, &deployment.spec).then(|| given_up.clone());
     }
-    let is_same = has_failed(newest)
-        && numbers(&before) != numbers(&deployment.spec)
-        && is_same_but_for_numbers(newest, &before, deployment);
-    (is_same && in_force(observed)?.name_any() != newest.name_any()).then(|| GivenUpPlan {
+    if !has_failed(newest) || !is_same_but_for_numbers(newest, &before, deployment) {
+        return None;
+    }
+    let in_force = in_force(observed).filter(|it| it.name_any() != newest.name_any())?;
+    let serving = spec_of_plan(&in_force)?;
+    let now = numbers(&deployment.spec);
+    let rolled_out = rollout_of(observed, newest);
+    let mut begun = rolled_out.iter().filter_map(|plan| spec_of_plan(plan));
+    // Of a number that came with what was given up nobody knows whether it is to blame.
+    let came_later = numbers(&before) != now || begun.any(|spec| numbers(&spec) != now);
+    // Nothing else was new: it was given up for its number.
+    let is_of_number = numbers(&before) == now && wish(&serving) == wish(&before);
+    let is_due = numbers(&serving) != now && came_later && !is_of_number;
+    is_due.then(|| GivenUpPlan {
         generation: newest.spec.generation,
         digest: wish(&deployment.spec),
         worker_image: newest.spec.worker_image.clone(),
@@ -37,13 +50,15 @@ pub(super) fn given_up(observed: &Observed) -> Option<GivenUpPlan> {
 }
 
 /// Chooses the plan in force with the spec's numbers of workers.
-pub(super) fn choose(observed: &Observed, choice: &mut Choice, given_up: GivenUpPlan) {
+pub(super) fn choose(observed: &Observed, choice: &mut PlanChoice, given_up: GivenUpPlan) {
     let now = &observed.deployment.spec;
     let has_numbers = |plan: &Arc<InferencePlan>| {
         spec_of_plan(plan).is_some_and(|spec| numbers(&spec) == numbers(now))
     };
-    // A plan that was given up for its numbers is not tried again with the same ones.
-    if observed.plans.last().is_some_and(has_numbers) {
+    // One that was given up for its numbers is not tried again with the same ones.
+    let is_tried =
+        |newest: &Arc<InferencePlan>| instead_of(newest).is_some() && has_numbers(newest);
+    if observed.plans.last().is_some_and(is_tried) {
         return;
     }
     let Some(base) = choice.target.clone().filter(|base| !has_numbers(base)) else {

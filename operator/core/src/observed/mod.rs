@@ -55,6 +55,8 @@ pub struct Observed {
     pub claim_modes: Vec<String>,
     /// Whether it may change to another worker image now.
     pub turn: Turn,
+    /// Time at which it may at the latest, if it may not now; nothing else wakes it then.
+    pub turn_comes_at: Option<Timestamp>,
     /// Pods of its plan that the API server forbids.
     pub forbidden: Option<Forbidden>,
     /// State of the model behind a URL as the agents report it, by node; empty for other sources.

@@ -19,7 +19,8 @@
 //!   there are deleted when the target serves, or when the node has been away for long; on a node that has left the
 //!   cluster, at once.
 //! - A gateway that is kept continues with the extras that it routes to until the target's workers are ready (Surge)
-//!   or the extras must make room (old down first). No Pod is deleted while a gateway that will stay routes to it.
+//!   or the extras must make room (old down first). No Pod is deleted while a gateway that will stay routes to it, except
+//!   that old workers make room for a gateway of the target that has no other place.
 //! - An extra worker is deleted at once while it is not ready if its plan differs from the target only in numbers of
 //!   workers.
 

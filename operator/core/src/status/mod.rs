@@ -3,6 +3,7 @@
 mod format;
 mod placements;
 mod rest;
+pub mod undecided;
 
 use std::sync::Arc;
 
@@ -18,12 +19,13 @@ use self::format::{
 use crate::build::role_selector;
 use crate::candidates::is_down;
 use crate::cause::{Cause, cause, lost_readiness, not_allowed};
-use crate::choose::Choice;
+use crate::choose::PlanChoice;
 use crate::choose::stand_in::is_of;
 use crate::conditions::{
     self, DECODE_READY, DEGRADED, EXACT_FAILOVER, GATEWAY_READY, INVALID_SPEC, MODEL_READY, PLACED,
     PLANNED, PREFILL_READY, PROGRESSING, READY, RESUMING, ROLLED_BACK, Verdict,
 };
+use crate::decision::Decision;
 use crate::model::fetched::{Download, percent};
 use crate::model::{ModelState, ModelStep};
 use crate::observed::forbidden::is_quota;
@@ -31,6 +33,25 @@ use crate::observed::{Observed, PodRole, PodView};
 use crate::plan_record::{failure, has_failed, has_served, instead_of};
 use crate::rollout::{Mode, Progress, Want};
 use crate::routes::reachable;
+
+/// Whether a deployment that is Ready will no longer be once a decision with the status `decided` is applied.
+pub fn loses_ready(
+    current: Option<&InferenceDeploymentStatus>,
+    decided: &InferenceDeploymentStatus,
+) -> bool {
+    let is_ready =
+        |status| conditions::of(status, READY).is_some_and(|ready| ready.status == "True");
+    is_ready(current) && !is_ready(Some(decided))
+}
+
+/// Whether a deployment waits for something that others change: the room on nodes, or its turn with a worker image.
+pub fn waits(decision: &Decision, is_suspended: bool) -> bool {
+    let has = |type_: &str, value: &str| {
+        let condition = conditions::of(Some(&decision.status), type_);
+        condition.is_some_and(|condition| condition.status == value)
+    };
+    !is_suspended && (!has(PLANNED, "True") || has(DEGRADED, "True") || decision.waits_for_turn)
+}
 
 /// Everything that a status reports.
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +61,7 @@ pub(crate) struct StatusInput<'a> {
     pub(crate) invalid: &'a [FieldError],
     /// `None` if the spec is invalid.
     pub(crate) model: Option<&'a ModelStep>,
-    pub(crate) choice: &'a Choice,
+    pub(crate) choice: &'a PlanChoice,
     /// The target's Pods; empty without a target.
     pub(crate) wants: &'a [Want],
     pub(crate) progress: Option<Progress>,

@@ -141,6 +141,7 @@ pub fn observed(deployment: InferenceDeployment) -> Observed {
         },
         claim_modes: Vec::new(),
         turn: Turn::Free,
+        turn_comes_at: None,
         forbidden: None,
         fetches: BTreeMap::new(),
         measured: None,

@@ -1,15 +1,24 @@
 //! Numbers of workers: who changes them, within which bounds, and what an autoscaler is told.
 
 use crate::conditions::{PLANNED, READY};
+use crate::decide::decide;
 use crate::decision::ScalerStep;
 use crate::observed::{ContainerView, PodRole};
 use crate::tests::fake_cluster::FakeCluster;
 
 use hearth_crds::{InferencePoolScalerStatus, PlanRole};
+use kube_core::ResourceExt;
 
 fn count(cluster: &FakeCluster, role: PlanRole) -> usize {
     let pods = cluster.observed.pods.iter();
     pods.filter(|pod| pod.role == PodRole::Rank(role)).count()
+}
+
+/// A spec with that many decode workers of that batch, whose plans are given up after a minute without progress.
+fn decoders(replicas: u32, max_batch: u32) -> String {
+    format!(
+        "decode: {{replicas: {replicas}, maxBatch: {max_batch}}}\nrollout: {{progressDeadline: 1m}}\n"
+    )
 }
 
 #[test]
@@ -309,15 +318,10 @@ fn workers_that_load_are_progress_whatever_number_is_asked_for_meanwhile() {
 
 #[test]
 fn after_a_rollback_the_number_is_that_of_what_serves_and_nothing_is_tried_again() {
-    let spec = |replicas: u32, max_batch: u32| {
-        format!(
-            "decode: {{replicas: {replicas}, maxBatch: {max_batch}}}\nrollout: {{progressDeadline: 1m}}\n"
-        )
-    };
-    let mut cluster = FakeCluster::new(&spec(1, 6));
+    let mut cluster = FakeCluster::new(&decoders(1, 6));
     cluster.settle();
     cluster.broken_from = 2;
-    cluster.change(&spec(1, 3));
+    cluster.change(&decoders(1, 3));
     go_on(&mut cluster, 65);
     cluster.settle();
     assert_eq!(cluster.says(PLANNED), ("False", "RolledBack"));
@@ -328,7 +332,7 @@ fn after_a_rollback_the_number_is_that_of_what_serves_and_nothing_is_tried_again
     // What serves can grow and shrink meanwhile.
     cluster.broken_from = u64::MAX;
     for (replicas, plan) in [(3, 3), (2, 4), (2, 4)] {
-        cluster.change(&spec(replicas, 3));
+        cluster.change(&decoders(replicas, 3));
         cluster.settle();
         assert_eq!(generation(&cluster), plan, "{replicas}");
         assert_eq!(count(&cluster, PlanRole::Decode), replicas as usize);
@@ -344,7 +348,7 @@ fn after_a_rollback_the_number_is_that_of_what_serves_and_nothing_is_tried_again
         assert!(ranks.iter().all(|rank| rank.max_batch != 3));
     }
     // Any other change of the spec is tried again.
-    cluster.change(&spec(2, 4));
+    cluster.change(&decoders(2, 4));
     cluster.settle();
     assert_eq!(cluster.says(PLANNED), ("True", "Planned"));
     let ranks = cluster.observed.plans.last().unwrap().spec.ranks.clone();
@@ -352,18 +356,36 @@ fn after_a_rollback_the_number_is_that_of_what_serves_and_nothing_is_tried_again
 }
 
 #[test]
-fn a_number_that_does_not_come_up_after_a_rollback_is_given_up_once() {
-    let spec = |replicas: u32, max_batch: u32| {
-        format!(
-            "decode: {{replicas: {replicas}, maxBatch: {max_batch}}}\nrollout: {{progressDeadline: 1m}}\n"
-        )
-    };
-    let mut cluster = FakeCluster::new(&spec(1, 6));
+fn a_number_that_was_asked_for_during_a_rollout_outlasts_its_end() {
+    let mut cluster = FakeCluster::new(&decoders(1, 6));
     cluster.settle();
     cluster.broken_from = 2;
-    cluster.change(&spec(1, 3));
+    cluster.change(&decoders(1, 3));
+    go_on(&mut cluster, 20);
+    cluster.change(&decoders(2, 3));
+    go_on(&mut cluster, 45);
+    assert_eq!(cluster.says(PLANNED), ("False", "RolledBack"));
+    cluster.broken_from = u64::MAX;
+    cluster.settle();
+    assert_eq!(count(&cluster, PlanRole::Decode), 2);
+    assert_eq!(cluster.says(PLANNED), ("False", "RolledBack"));
+    let newest = cluster.observed.plans.last().unwrap();
+    assert_eq!(
+        cluster.status().plan.clone().unwrap().name,
+        newest.name_any()
+    );
+    assert!(newest.spec.ranks.iter().all(|rank| rank.max_batch != 3));
+    assert!(decide(&cluster.observed).create_plan.is_none());
+}
+
+#[test]
+fn a_number_that_does_not_come_up_after_a_rollback_is_given_up_once() {
+    let mut cluster = FakeCluster::new(&decoders(1, 6));
+    cluster.settle();
+    cluster.broken_from = 2;
+    cluster.change(&decoders(1, 3));
     go_on(&mut cluster, 65);
-    cluster.change(&spec(2, 3));
+    cluster.change(&decoders(2, 3));
     go_on(&mut cluster, 200);
     cluster.settle();
     assert_eq!(cluster.status().plan.clone().unwrap().generation, 1);

@@ -153,7 +153,11 @@ fn an_image_comes_in_turn() {
     assert_eq!(identities(&cluster), before);
     assert_eq!(cluster.says(PROGRESSING), ("True", "WaitingForTurn"));
     assert_eq!(cluster.says(READY), ("True", "Serving"));
-    assert!(decide(&cluster.observed).waits_for_turn);
+    let half_an_hour = Duration::from_secs(1800);
+    cluster.observed.turn_comes_at = Some(cluster.observed.now + half_an_hour);
+    let decision = decide(&cluster.observed);
+    assert!(decision.waits_for_turn);
+    assert_eq!(decision.requeue_after, Some(half_an_hour));
     // Another spec does not wait, and takes the image that is known to serve.
     cluster.change("decode: {maxBatch: 3}\n");
     cluster.settle();

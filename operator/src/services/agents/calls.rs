@@ -10,7 +10,7 @@ use hearth_transport::v1::{CertifyRequest, IdentifyRequest};
 use hearth_transport::{ClientOptions, Clients, Endpoint, RpcErrorKind, Tls, Worker};
 use jiff::Timestamp;
 
-use super::{Agent, AgentDirectory, Agents, identity, timed};
+use super::{Agent, AgentDirectory, Agents, identity};
 use crate::services::authority::AuthorityError;
 
 /// Message about an agent that lacks the call by which it proves its identity.
@@ -51,7 +51,7 @@ impl<G: AgentDirectory> Agents<G> {
                     self.certify(agent).await?
                 }
             };
-            match work(worker.agent()).await {
+            match self.in_time(work(worker.agent())).await {
                 Ok(answer) => return Ok(answer.into_inner()),
                 Err(status) => {
                     let error = worker.error(&status);
@@ -62,6 +62,20 @@ impl<G: AgentDirectory> Agents<G> {
                 }
             }
         }
+    }
+
+    /// Limits a call from its beginning to the end of its answer: gRPC's own deadline ends with the answer's first byte,
+    /// and a compromised agent may leave it at that.
+    async fn in_time<T>(
+        &self,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<Response<T>, Status> {
+        let limit = self.call_timeout;
+        let answer = tokio::time::timeout(limit, call).await;
+        answer.unwrap_or_else(|_| {
+            let message = format!("no answer within {} s", limit.as_secs_f64());
+            Err(Status::deadline_exceeded(message))
+        })
     }
 
     /// Returns the connection to an agent whose certificate is current.
@@ -85,12 +99,16 @@ impl<G: AgentDirectory> Agents<G> {
         let node = agent.node();
         let tls = self.authority.operator(now).await.map_err(words)?;
         let mut worker = connection(&tls, &agent_tls_name(node), &agent.endpoint)?;
-        let mut told = worker.agent().identify(timed(IdentifyRequest {})).await;
+        let identify = |worker: &Worker| {
+            let mut stub = worker.agent();
+            self.in_time(async move { stub.identify(IdentifyRequest {}).await })
+        };
+        let mut told = identify(&worker).await;
         if let Err(status) = &told
             && worker.error(status).kind() == RpcErrorKind::Gone
         {
             worker = connection(&tls, AGENT_TLS_NAME, &agent.endpoint)?;
-            told = worker.agent().identify(timed(IdentifyRequest {})).await;
+            told = identify(&worker).await;
         }
         let failed = |status: Status| match status.code() {
             Code::Unimplemented => OLD_AGENT.to_owned(),
@@ -104,7 +122,8 @@ impl<G: AgentDirectory> Agents<G> {
             node: node.to_owned(),
             certificate: certificate.certificate,
         };
-        let taken = worker.agent().certify(timed(request)).await;
+        let mut stub = worker.agent();
+        let taken = self.in_time(stub.certify(request)).await;
         taken.map_err(failed)?;
         tracing::info!(node, "the node's agent has a certificate of its own");
         let worker = connection(&tls, &agent_tls_name(node), &agent.endpoint)?;

@@ -21,6 +21,7 @@ use std::time::Duration;
 use calls::Certified;
 use fetches::{Fetches, Poll, view_of};
 use futures::StreamExt;
+use futures::stream::FuturesUnordered;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::names::{
     APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGER, WORKER_PORT,
@@ -29,7 +30,6 @@ use hearth_controller_core::names::{
 use hearth_controller_core::observed::{AgentEndpoint, FetchView, Settings};
 use hearth_crds::{API_VERSION, HttpSource, NodeProfile, NodeProfileSpec, NodeProfileStatus};
 use hearth_transport::Endpoint;
-use hearth_transport::tonic::Request;
 use hearth_transport::v1::{ModelRequest, ProfileRequest, RetainRequest};
 use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -37,6 +37,7 @@ use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use profile::due_profile;
 use serde_json::json;
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::services::authority::Authority;
@@ -49,10 +50,12 @@ const FIRST_PROFILE_EVERY: Duration = Duration::from_secs(2);
 const FETCH_EVERY: Duration = Duration::from_secs(2);
 /// Interval at which the API server is asked for the Service ranges.
 const SERVICES_EVERY: Duration = Duration::from_secs(30);
-/// Timeout of a call: an agent answers immediately and does long work in the background.
+/// Time limit of a call: an agent answers immediately and does long work in the background.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of concurrent calls.
+/// Maximum number of nodes that are called at the same time.
 const CONCURRENCY: usize = 16;
+/// Failures after which a node without a profile is asked half as often.
+const FAILURES_BEFORE_DOUBLING: u32 = 8;
 
 /// The agents' view of the operator's cache.
 pub(crate) trait AgentDirectory: Send + Sync + 'static {
@@ -86,6 +89,8 @@ pub(crate) struct Agents<G> {
     directory: Arc<G>,
     /// Port that agents listen on.
     port: u16,
+    call_timeout: Duration,
+    slots: Semaphore,
     fetches: Mutex<Fetches>,
     /// Agents that were issued a certificate, by node.
     certified: Mutex<BTreeMap<String, Certified>>,
@@ -122,6 +127,8 @@ impl<G: AgentDirectory> Agents<G> {
             authority,
             directory,
             port: WORKER_PORT,
+            call_timeout: CALL_TIMEOUT,
+            slots: Semaphore::new(CONCURRENCY),
             fetches: Mutex::default(),
             certified: Mutex::default(),
             ranges: settings.cluster_ranges.clone(),
@@ -166,13 +173,24 @@ impl<G: AgentDirectory> Agents<G> {
     }
 
     async fn keep_profiles(&self) {
-        let mut asked: BTreeMap<String, Instant> = BTreeMap::new();
+        let mut asked: BTreeMap<String, Asked> = BTreeMap::new();
         let mut complaints = Complaints::default();
         let (mut outside, mut looked) = (BTreeSet::new(), None);
         let mut ticks = tokio::time::interval(FIRST_PROFILE_EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut running = FuturesUnordered::new();
         loop {
-            ticks.tick().await;
+            tokio::select! {
+                _ = ticks.tick() => {}
+                Some(heard) = running.next() => {
+                    let (node, outcome): (String, Result<(), String>) = heard;
+                    if let Some(asked) = asked.get_mut(&node) {
+                        asked.heard(&outcome);
+                    }
+                    complaints.hear(&node, outcome);
+                    continue;
+                }
+            }
             let agents = self.agents();
             asked.retain(|node, _| agents.iter().any(|agent| agent.node() == *node));
             let now = Instant::now();
@@ -180,54 +198,68 @@ impl<G: AgentDirectory> Agents<G> {
                 looked = Some(now);
                 self.look_outside(&agents, &mut outside);
             }
-            let due = |agent: &Agent| {
+            for agent in agents {
                 let is_known = self.directory.profile(agent.node()).is_some();
-                let last = asked.get(agent.node()).filter(|_| is_known);
-                last.is_none_or(|last| now.duration_since(*last) >= PROFILE_EVERY)
-            };
-            let due: Vec<Agent> = agents.into_iter().filter(|agent| due(agent)).collect();
-            asked.extend(due.iter().map(|agent| (agent.node().to_owned(), now)));
-            let asks = due.into_iter().map(|agent| async move {
-                let outcome = self.refresh_profile(&agent).await;
-                if outcome.is_ok() {
-                    self.retain(&agent).await;
+                let asked = asked.entry(agent.node().to_owned()).or_default();
+                if asked.is_due(is_known, now) {
+                    asked.begin(now);
+                    running.push(self.ask_profile(agent));
                 }
-                (agent.place.node, outcome)
-            });
-            for (node, outcome) in at_a_time(asks).await {
-                complaints.hear(&node, outcome);
             }
         }
     }
 
+    async fn ask_profile(&self, agent: Agent) -> (String, Result<(), String>) {
+        let _slot = self.slots.acquire().await;
+        let outcome = self.refresh_profile(&agent).await;
+        if outcome.is_ok() {
+            self.retain(&agent).await;
+        }
+        (agent.place.node, outcome)
+    }
+
+    /// Polls each node's models one after the other, and the nodes side by side: one that hangs delays no other.
     async fn keep_models(&self) {
         let mut ticks = tokio::time::interval(FETCH_EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut busy = BTreeSet::new();
+        let mut running = FuturesUnordered::new();
         loop {
-            ticks.tick().await;
-            let due = self.lock().due(Instant::now());
-            if due.is_empty() {
-                continue;
+            tokio::select! {
+                _ = ticks.tick() => {}
+                Some(heard) = running.next() => {
+                    let node: String = heard;
+                    busy.remove(&node);
+                    continue;
+                }
+            }
+            let mut polls: BTreeMap<String, Vec<Poll>> = BTreeMap::new();
+            for poll in self.lock().due(Instant::now()) {
+                polls.entry(poll.node.clone()).or_default().push(poll);
             }
             let agents = self.agents();
-            let asks = due.into_iter().map(|poll| {
-                let agent = agents.iter().find(|agent| agent.node() == poll.node);
-                let agent = agent.cloned();
-                async move {
-                    let view = match &agent {
-                        Some(agent) => self.ask_model(agent, &poll).await,
-                        None => {
-                            FetchView::Unknown(format!("node {} has no running agent", poll.node))
-                        }
-                    };
-                    let woken = self.lock().learn(&poll, view, Instant::now());
-                    woken
-                        .iter()
-                        .for_each(|deployment| self.directory.wake(deployment));
+            for (node, polls) in polls {
+                if busy.insert(node.clone()) {
+                    let agent = agents.iter().find(|agent| agent.node() == node);
+                    running.push(self.ask_models(node, agent.cloned(), polls));
                 }
-            });
-            at_a_time(asks).await;
+            }
         }
+    }
+
+    async fn ask_models(&self, node: String, agent: Option<Agent>, polls: Vec<Poll>) -> String {
+        let _slot = self.slots.acquire().await;
+        for poll in polls {
+            let view = match &agent {
+                Some(agent) => self.ask_model(agent, &poll).await,
+                None => FetchView::Unknown(format!("node {node} has no running agent")),
+            };
+            let woken = self.lock().learn(&poll, view, Instant::now());
+            woken
+                .iter()
+                .for_each(|deployment| self.directory.wake(deployment));
+        }
+        node
     }
 
     /// Warns of agents outside of the known ranges: agents are Pods, so fetches from other Pods would not be blocked
@@ -261,7 +293,7 @@ impl<G: AgentDirectory> Agents<G> {
         };
         let answer = self
             .call(agent, |mut stub| async move {
-                stub.profile(timed(ProfileRequest {})).await
+                stub.profile(ProfileRequest {}).await
             })
             .await?;
         let measured: NodeProfileStatus =
@@ -323,7 +355,7 @@ impl<G: AgentDirectory> Agents<G> {
             keys: keys.into_iter().collect(),
         };
         let called = self.call(agent, |mut stub| {
-            let request = timed(request.clone());
+            let request = request.clone();
             async move { stub.retain(request).await }
         });
         match called.await {
@@ -384,7 +416,7 @@ impl<G: AgentDirectory> Agents<G> {
             cluster_ranges: self.cluster_ranges(),
         };
         let called = self.call(agent, |mut stub| {
-            let request = timed(request.clone());
+            let request = request.clone();
             async move { stub.model(request).await }
         });
         match called.await {
@@ -401,12 +433,40 @@ impl<G: AgentDirectory> Agents<G> {
     }
 }
 
-/// Runs futures with limited concurrency.
-async fn at_a_time<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
-    futures::stream::iter(futures)
-        .buffer_unordered(CONCURRENCY)
-        .collect()
-        .await
+/// When an agent was asked for its profile, and with which success.
+#[derive(Default)]
+struct Asked {
+    last: Option<Instant>,
+    is_running: bool,
+    /// Consecutive failures.
+    failures: u32,
+}
+
+impl Asked {
+    /// A node that was never measured is asked often, but not forever: its profile may be one that the API server rejects.
+    fn is_due(&self, is_known: bool, now: Instant) -> bool {
+        let every = match is_known {
+            true => PROFILE_EVERY,
+            false => {
+                let patience = self.failures / FAILURES_BEFORE_DOUBLING;
+                PROFILE_EVERY.min(FIRST_PROFILE_EVERY * 2_u32.saturating_pow(patience))
+            }
+        };
+        let is_time = |last: Instant| now.duration_since(last) >= every;
+        !self.is_running && self.last.is_none_or(is_time)
+    }
+
+    fn begin(&mut self, now: Instant) {
+        (self.last, self.is_running) = (Some(now), true);
+    }
+
+    fn heard(&mut self, outcome: &Result<(), String>) {
+        self.is_running = false;
+        self.failures = match outcome {
+            Ok(()) => 0,
+            Err(_) => self.failures.saturating_add(1),
+        };
+    }
 }
 
 /// Problems with nodes' agents, logged once and not on every call.
@@ -429,12 +489,6 @@ impl Complaints {
             }
         }
     }
-}
-
-fn timed<T>(message: T) -> Request<T> {
-    let mut request = Request::new(message);
-    request.set_timeout(CALL_TIMEOUT);
-    request
 }
 
 fn profile_object(node: &str, node_uid: String) -> NodeProfile {

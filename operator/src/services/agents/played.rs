@@ -1,5 +1,6 @@
 //! A fake agent for tests.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use hearth_crds::{MemoryProfile, NodeProfileStatus};
@@ -26,6 +27,8 @@ pub(super) struct Played {
     /// TLS identity that it presents, and the nodes for which it was issued certificates.
     pub(super) tls: Mutex<Option<Tls>>,
     pub(super) certified: Mutex<Vec<String>>,
+    /// Whether it begins its answers to `Model` and does not end them.
+    pub(super) is_stuck: AtomicBool,
 }
 
 impl Default for Played {
@@ -39,6 +42,7 @@ impl Default for Played {
             retained: Mutex::default(),
             tls: Mutex::default(),
             certified: Mutex::default(),
+            is_stuck: AtomicBool::default(),
         }
     }
 }

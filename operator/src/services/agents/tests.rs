@@ -1,21 +1,32 @@
 //! The operator's side against a fake agent, over mutual TLS with the authority's own certificates,
 //! and with a fake API server.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 
+use axum::body::Body;
+use axum::extract::{self, State};
+use axum::{middleware, response};
+use bytes::Bytes;
 use hearth_crds::SecretRef;
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::v1::agent_server::AgentServer;
 use hearth_transport::v1::{ModelResponse, ModelState};
 use hearth_transport::{ClientOptions, Clients, Listener, ServerOptions, Tls, TlsNames, serve};
+use http::HeaderValue;
+use http::header::CONTENT_TYPE;
 use jiff::Timestamp;
 use rcgen::KeyPair;
 use serde_json::json;
+use tokio::task::JoinHandle;
 
 use super::played::{Played, Service};
 use super::*;
 use crate::services::authority::AGENT_SECRET;
 use crate::services::authority::fake::{FakeApi, settings};
+
+mod limits;
 
 /// Token of the Pod `uid-a` on node `a`.
 pub(super) const TOKEN: &str = "of a";
@@ -92,6 +103,7 @@ struct Fixture {
     directory: Arc<Paper>,
     played: Arc<Played>,
     agents: Arc<Agents<Paper>>,
+    running: JoinHandle<()>,
 }
 
 impl Fixture {
@@ -114,14 +126,29 @@ impl Fixture {
         let mut agents = Agents::new(client, authority, directory.clone(), &ranged());
         agents.port = address.port();
         let agents = Arc::new(agents);
-        let running = agents.clone();
-        tokio::spawn(async move { running.run().await });
         Self {
+            running: run(&agents),
             directory,
             played,
             agents,
         }
     }
+
+    /// Starts the operator anew, with another time limit for calls.
+    fn restart(&mut self, call_timeout: Duration) {
+        self.running.abort();
+        let authority = Arc::clone(&self.agents.authority);
+        let client = self.directory.api.client();
+        let mut agents = Agents::new(client, authority, self.directory.clone(), &ranged());
+        (agents.port, agents.call_timeout) = (self.agents.port, call_timeout);
+        self.agents = Arc::new(agents);
+        self.running = run(&self.agents);
+    }
+}
+
+fn run(agents: &Arc<Agents<Paper>>) -> JoinHandle<()> {
+    let agents = Arc::clone(agents);
+    tokio::spawn(async move { agents.run().await })
 }
 
 fn ranged() -> Settings {
@@ -143,10 +170,28 @@ fn serve_agent(api: &FakeApi, played: Arc<Played>) -> SocketAddr {
             tls: Some(tls),
             ..ServerOptions::default()
         };
-        let routes = Routes::new(AgentServer::new(Service(played)));
+        let routes = Routes::new(AgentServer::new(Service(Arc::clone(&played))));
+        let stuck = middleware::from_fn_with_state(played, stuck);
+        let routes = Routes::from(routes.into_axum_router().layer(stuck));
         serve(listener, routes, &options, std::future::pending()).await
     });
     address
+}
+
+/// Begins answers to `Model` and does not end them while the agent is stuck.
+async fn stuck(
+    State(played): State<Arc<Played>>,
+    request: extract::Request,
+    next: middleware::Next,
+) -> response::Response {
+    if !played.is_stuck.load(Ordering::Relaxed) || !request.uri().path().ends_with("/Model") {
+        return next.run(request).await;
+    }
+    let never = futures::stream::pending::<Result<Bytes, Infallible>>();
+    let mut response = response::Response::new(Body::from_stream(never));
+    let kind = HeaderValue::from_static("application/grpc");
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
 }
 
 async fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
@@ -401,7 +446,7 @@ async fn each_agent_is_given_a_certificate_of_its_node_and_trusted_by_that_alone
     let agent = first.agents().remove(0);
     let profile = |agents: Agents<Paper>, agent: Agent| async move {
         let called = agents.call(&agent, |mut stub| async move {
-            stub.profile(timed(ProfileRequest {})).await
+            stub.profile(ProfileRequest {}).await
         });
         called.await
     };
@@ -426,7 +471,7 @@ async fn who_has_the_first_certificate_and_another_node_s_token_gets_nothing() {
         *fixture.played.models.lock().expect("models") = vec![ModelResponse::default()];
         let agent = fixture.agents.agents().remove(0);
         let called = fixture.agents.call(&agent, |mut stub| async move {
-            stub.profile(timed(ProfileRequest {})).await
+            stub.profile(ProfileRequest {}).await
         });
         let error = called.await.expect_err("an impostor");
         assert!(
@@ -497,7 +542,7 @@ async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
         endpoint: address.to_string().parse().expect("endpoint"),
     };
     let called = fixture.agents.call(&agent, |mut stub| async move {
-        stub.profile(timed(ProfileRequest {})).await
+        stub.profile(ProfileRequest {}).await
     });
     assert!(called.await.is_ok());
     assert_eq!(*played.certified.lock().expect("certified"), ["a"]);

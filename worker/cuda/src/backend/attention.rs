@@ -29,18 +29,33 @@ impl AttentionOps for CudaBackend {
         spans: &[Span],
         spec: AttentionSpec,
     ) -> Result<CudaTensor, KernelError> {
-        let layout = kv.layout;
-        checks::attention(&layout, kv.blocks, q.shape(), layer, spans, spec)?;
         let covered: usize = spans.iter().map(|span| span.rows).sum();
-        let cols = spec.heads * layout.v_dim;
+        let cols = spec.heads * kv.layout.v_dim;
         // Rows that belong to no sequence attend to nothing.
-        let out = if covered < q.rows {
+        let mut out = if covered < q.rows {
             self.zeros(q.rows, cols)?
         } else {
             self.tensor(q.rows, cols)?
         };
-        if covered == 0 {
-            return Ok(out);
+        self.attention_rows(&mut out, q, kv, layer, spans, spec)?;
+        Ok(out)
+    }
+
+    fn attention_rows(
+        &self,
+        out: &mut CudaTensor,
+        q: &CudaTensor,
+        kv: &CudaKv,
+        layer: usize,
+        spans: &[Span],
+        spec: AttentionSpec,
+    ) -> Result<(), KernelError> {
+        let layout = kv.layout;
+        checks::attention(&layout, kv.blocks, q.shape(), layer, spans, spec)?;
+        checks::attention_out(&layout, q.shape(), out.shape(), spec)?;
+        super::elementwise::changed(out);
+        if spans.iter().all(|span| span.rows == 0) {
+            return Ok(());
         }
         let step = Step {
             q,
@@ -48,13 +63,12 @@ impl AttentionOps for CudaBackend {
             layer,
             spans,
             spec,
-            out: &out,
+            out,
         };
         match flash_dims(&layout) {
-            Some(dims) => self.flash(&step, dims)?,
-            None => self.any(&step)?,
+            Some(dims) => self.flash(&step, dims),
+            None => self.any(&step),
         }
-        Ok(out)
     }
 }
 

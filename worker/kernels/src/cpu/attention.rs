@@ -29,15 +29,30 @@ impl AttentionOps for CpuBackend {
         spans: &[Span],
         spec: AttentionSpec,
     ) -> Result<CpuTensor, KernelError> {
-        let layout = kv.layout();
-        let AttentionSpec { heads, scale } = spec;
-        let shape = (q.rows(), q.cols());
-        checks::attention(&layout, kv.blocks(), shape, layer, spans, spec)?;
-        let mut out = self.tensor(q.rows(), heads * layout.v_dim);
+        let mut out = self.tensor(q.rows(), spec.heads * kv.layout().v_dim);
         if spans.iter().map(|s| s.rows).sum::<usize>() < q.rows() {
             // Rows that belong to no sequence attend to nothing.
             out.as_mut_slice().fill(0.0);
         }
+        self.attention_rows(&mut out, q, kv, layer, spans, spec)?;
+        Ok(out)
+    }
+
+    fn attention_rows(
+        &self,
+        out: &mut CpuTensor,
+        q: &CpuTensor,
+        kv: &CpuKv,
+        layer: usize,
+        spans: &[Span],
+        spec: AttentionSpec,
+    ) -> Result<(), KernelError> {
+        let layout = kv.layout();
+        let AttentionSpec { heads, scale } = spec;
+        let shape = (q.rows(), q.cols());
+        checks::attention(&layout, kv.blocks(), shape, layer, spans, spec)?;
+        let out_shape = (out.rows(), out.cols());
+        checks::attention_out(&layout, shape, out_shape, spec)?;
         let tiles = tiles(spans, layout.kv_heads, heads / layout.kv_heads);
         let shared = SharedMatrix::new(out.as_mut_slice(), heads * layout.v_dim);
         self.pool.run(tiles.len(), |piece| {
@@ -73,7 +88,7 @@ impl AttentionOps for CpuBackend {
                 out.copy_from_slice(result);
             }
         });
-        Ok(out)
+        Ok(())
     }
 }
 

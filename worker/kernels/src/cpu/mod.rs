@@ -164,6 +164,15 @@ impl DeviceOps for CpuBackend {
         format!("cpu {}", self.isa().name())
     }
 
+    /// About 50 ms of each thread.
+    fn longest_operation_products(&self) -> Option<u64> {
+        let of_thread = match self.isa() {
+            Isa::Scalar => 1 << 26,
+            _ => 1 << 31,
+        };
+        Some(of_thread * self.pool.threads() as u64)
+    }
+
     fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError> {
         crate::read_bandwidth_gbps(self.threads(), bytes)
     }

@@ -4,7 +4,7 @@ use hearth_formats::{AttentionConfig, ModelConfig};
 use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, RopeLayout, RopeTable};
 
 use super::rope::rope_table;
-use super::{Pass, layer_name};
+use super::{Pass, attend, layer_name};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
 /// Intermediates, by name: `q` `[rows, heads * dim]`, `k` and `v` `[rows, kv_heads * dim]` as projected,
@@ -114,9 +114,7 @@ impl Gqa {
             scale: 1.0 / (self.head_dim as f32).sqrt(),
         };
         // heads [rows, heads * dim]
-        let heads = pass
-            .backend
-            .attention(&q, pass.kv, pass.layer, pass.spans, spec)?;
+        let heads = attend(pass, &q, spec)?;
         pass.show("attn_heads", &heads);
         pass.check_cancelled()?;
         // out [rows, hidden]

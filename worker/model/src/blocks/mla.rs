@@ -8,7 +8,7 @@ use hearth_formats::{AttentionConfig, ModelConfig};
 use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, MlaHeads, RopeLayout, RopeTable};
 
 use super::rope::{rope_table, yarn_softmax_factor};
-use super::{Pass, layer_name};
+use super::{Pass, attend, layer_name};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
 /// Epsilon of the latents' norms: DeepSeek-V3's code leaves it at its default, regardless of `rms_norm_eps`.
@@ -123,7 +123,7 @@ impl Mla {
         };
         let backend = pass.backend;
         // latent [rows, heads * rank]
-        let latent = backend.attention(&query, pass.kv, pass.layer, pass.spans, spec)?;
+        let latent = attend(pass, &query, spec)?;
         pass.show("attn_latent", &latent);
         pass.check_cancelled()?;
         // heads [rows, heads * v]

@@ -1,0 +1,38 @@
+//! The choice that this module makes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_crds::InferencePlan;
+
+use super::new_plan::{Refusal, lacks_nodes};
+use crate::cause::Cause;
+use crate::observed::Observed;
+use crate::plan_record::PlanStatusChange;
+
+/// The plan to run, and the obstacles to a better one.
+#[derive(Clone, Debug)]
+pub(crate) struct PlanChoice {
+    /// The plan to run.
+    pub(crate) target: Option<Arc<InferencePlan>>,
+    /// Whether it does not exist yet.
+    pub(crate) is_new: bool,
+    /// Status changes of existing plans.
+    pub(crate) plan_statuses: Vec<PlanStatusChange>,
+    /// Reason why there is no plan for the current spec.
+    pub(crate) refusal: Option<Cause>,
+    /// Whether the planner found no place for the ranks on the nodes that have the model.
+    pub(crate) wants_nodes: bool,
+    /// Trouble with the target that no other plan can resolve.
+    pub(crate) trouble: Option<Cause>,
+    /// Time after which to reconsider the target even if nothing is reported.
+    pub(crate) look_again: Option<Duration>,
+    /// Reason why it does not change to the operator's worker image yet.
+    pub(crate) held: Option<Cause>,
+}
+
+/// Keeps the target, because no plan can be made for what the spec asks.
+pub(crate) fn refuse(choice: &mut PlanChoice, observed: &Observed, refusal: &Refusal) {
+    choice.refusal = Some(refusal.cause());
+    choice.wants_nodes = lacks_nodes(&refusal.error) && !observed.nodes.is_empty();
+}

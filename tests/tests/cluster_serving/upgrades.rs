@@ -64,8 +64,7 @@ pub(super) fn of_operator_and_workers(cluster: &Cluster, images: &Images) {
         }
     }
     for name in DEPLOYMENTS {
-        let spec = json!({"rollout": {"progressDeadline": "30s"}});
-        cluster.apply(&deployment(name, spec).to_string());
+        cluster.apply(&deployment(name, json!({})).to_string());
     }
     for name in DEPLOYMENTS {
         wait_until_settled(cluster, name);
@@ -163,6 +162,11 @@ fn a_revert_in_the_middle_is_one(cluster: &Cluster) {
 }
 
 fn an_image_that_is_not_there_stops_at_the_first(cluster: &Cluster, worker: &str) {
+    for name in DEPLOYMENTS {
+        let rollout = json!({"rollout": {"progressDeadline": "30s"}});
+        patch(cluster, name, &rollout);
+        wait_until_settled(cluster, name);
+    }
     release::upgrade(cluster, "image.workerTag=absent,agent.enabled=false");
     let is = |name: &str, kind: &str, reason: &str| said(&infd(cluster, name), kind).0 == reason;
     let tried = wait_until(

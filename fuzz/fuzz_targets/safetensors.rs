@@ -17,7 +17,7 @@ fuzz_target!(|data: &[u8]| {
         match shape[..] {
             [rows, cols] => {
                 if let Ok(matrix) = checkpoint.matrix(name, rows, cols) {
-                    assert_eq!(matrix.size_bytes(), rows * cols * matrix.dtype().size_bytes());
+                    assert_eq!(matrix.size_bytes(), rows * matrix.row_bytes());
                 }
             }
             [len] => {

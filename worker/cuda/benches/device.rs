@@ -92,7 +92,7 @@ fn values(n: usize) -> Vec<f32> {
 }
 
 fn weight(gpu: &CudaBackend, dtype: DType, rows: usize, cols: usize, salt: usize) -> CudaWeight {
-    let bytes: Vec<u8> = (0..rows * cols * dtype.size_bytes())
+    let bytes: Vec<u8> = (0..rows * dtype.row_bytes(cols))
         // No NaN in FP8, no large exponent in BF16.
         .map(|i| ((i * 31 + salt * 7 + i / 251) % 112) as u8 & 0xbf)
         .collect();
@@ -130,7 +130,7 @@ fn decode_rows(gpu: &CudaBackend, read_gbps: f64) {
                             .unwrap(),
                     )
                 });
-                let gbps = (rows * cols * dtype.size_bytes()) as f64 / time / 1e9;
+                let gbps = (rows * dtype.row_bytes(cols)) as f64 / time / 1e9;
                 println!(
                     "decode {:8} [{rows}, {cols}] batch {batch}: {:.1} us, {gbps:.0} GB/s, {:.2} of reading",
                     dtype.name(),

@@ -27,11 +27,11 @@ pub struct TensorPlan {
 impl TensorPlan {
     /// Length in bytes; `None` on overflow.
     pub fn size_bytes(&self) -> Option<u64> {
-        self.shape
-            .iter()
-            .try_fold(self.dtype.size_bytes() as u64, |n, &d| {
-                n.checked_mul(d as u64)
-            })
+        // A scalar is a row of one element.
+        let (&cols, rows) = self.shape.split_last().unwrap_or((&1, &[]));
+        let row_bytes = self.dtype.format().checked_row_bytes(cols)? as u64;
+        rows.iter()
+            .try_fold(row_bytes, |n, &d| n.checked_mul(d as u64))
     }
 }
 

@@ -39,7 +39,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             for (rows, cols) in [(2048, 7168), (7168, 2048)] {
                 for tokens in [1, 2, 4, 8, 64, 512] {
                     let result = measure(&backend, &data, dtype, rows, cols, tokens)?;
-                    let gflops = result.gbps / dtype.size_bytes() as f64 * 2.0 * tokens as f64;
+                    let gflops = result.gbps * cols as f64 / dtype.row_bytes(cols) as f64
+                        * 2.0
+                        * tokens as f64;
                     println!(
                         "  {:8} [{rows}, {cols}] x {tokens:3}: {:9.0} µs  {:6.1} GB/s ({:.2} of reading)  {gflops:6.0} GFLOP/s ({:.2} of peak)",
                         dtype.name(),
@@ -103,7 +105,7 @@ fn measure(
     cols: usize,
     tokens: usize,
 ) -> Result<Measured, Box<dyn std::error::Error>> {
-    let bytes = rows * cols * dtype.size_bytes();
+    let bytes = rows * dtype.row_bytes(cols);
     let count = if tokens > 16 { 4 } else { WEIGHT_BYTES / bytes };
     let scales = (dtype == DType::F8E4m3).then(|| BlockScales {
         values: vec![0.01; rows.div_ceil(128) * cols.div_ceil(128)].into(),

@@ -24,12 +24,23 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes per element.
-    pub const fn size_bytes(self) -> usize {
+    /// Layout of stored rows of this type: the one place that knows it.
+    pub const fn format(self) -> StorageFormat {
         match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-            Self::F8E4m3 => 1,
+            Self::F32 => StorageFormat::plain(4),
+            Self::F16 | Self::Bf16 => StorageFormat::plain(2),
+            Self::F8E4m3 => StorageFormat {
+                scales_apart: true,
+                ..StorageFormat::plain(1)
+            },
+        }
+    }
+
+    /// Bytes of a stored row of `cols` elements, without scales that are apart; `usize::MAX` on overflow.
+    pub const fn row_bytes(self, cols: usize) -> usize {
+        match self.format().checked_row_bytes(cols) {
+            Some(bytes) => bytes,
+            None => usize::MAX,
         }
     }
 
@@ -44,7 +55,35 @@ impl DType {
     }
 }
 
-/// The `weight_scale_inv` of an FP8 matrix: `w[r][c] = fp8[r][c] * values[r / 128][c / 128]`.
+/// Layout of a stored row: blocks of equal size, one after the other, the last one filled up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StorageFormat {
+    /// Elements of one block; 1 if elements are stored one by one.
+    pub block_elements: usize,
+    /// Bytes of one block, including scales that lie in the block itself.
+    pub block_bytes: usize,
+    /// Whether a matrix has scales outside its rows ([`BlockScales`]).
+    pub scales_apart: bool,
+}
+
+impl StorageFormat {
+    /// Elements of `bytes` bytes, one by one and without scales.
+    const fn plain(bytes: usize) -> Self {
+        Self {
+            block_elements: 1,
+            block_bytes: bytes,
+            scales_apart: false,
+        }
+    }
+
+    /// Bytes of a row of `cols` elements, without scales that are apart; `None` on overflow.
+    pub const fn checked_row_bytes(self, cols: usize) -> Option<usize> {
+        cols.div_ceil(self.block_elements)
+            .checked_mul(self.block_bytes)
+    }
+}
+
+/// Scales of an FP8 matrix, one for each 128×128 block: `w[r][c] = fp8[r][c] * values[r / 128][c / 128]`.
 ///
 /// The last block of a row or column may be partial: DeepSeek's own `kv_a_proj_with_mqa` has 576 rows.
 #[derive(Clone, Debug)]
@@ -81,9 +120,7 @@ impl HostMatrix {
         cols: usize,
         scales: Option<BlockScales>,
     ) -> Result<Self, KernelError> {
-        let expected = rows
-            .checked_mul(cols)
-            .and_then(|n| n.checked_mul(dtype.size_bytes()));
+        let expected = rows.checked_mul(dtype.row_bytes(cols));
         if expected != Some(data.len()) {
             return Err(KernelError::Shape {
                 op: "weight",
@@ -94,13 +131,13 @@ impl HostMatrix {
                 ),
             });
         }
-        let scales_fit = match (&scales, dtype) {
-            (Some(s), DType::F8E4m3) => {
+        let scales_fit = match (&scales, dtype.format().scales_apart) {
+            (Some(s), true) => {
                 s.blocks_per_row == cols.div_ceil(SCALE_BLOCK)
                     && s.values.len() == rows.div_ceil(SCALE_BLOCK) * s.blocks_per_row
             }
-            (None, DType::F8E4m3) | (Some(_), _) => false,
-            (None, _) => true,
+            (None, true) | (Some(_), false) => false,
+            (None, false) => true,
         };
         if !scales_fit {
             return Err(KernelError::Shape {
@@ -133,7 +170,7 @@ impl HostMatrix {
                 detail: format!("rows {first}+{rows} of {}", self.rows),
             });
         }
-        let row_bytes = self.cols * self.dtype.size_bytes();
+        let row_bytes = self.row_bytes();
         Ok(Self {
             data: self
                 .data
@@ -162,6 +199,11 @@ impl HostMatrix {
     /// Number of columns (inputs of a linear layer).
     pub fn cols(&self) -> usize {
         self.cols
+    }
+
+    /// Bytes of one row, from its first byte to that of the next.
+    pub fn row_bytes(&self) -> usize {
+        self.dtype.row_bytes(self.cols)
     }
 
     /// Index of this matrix's row 0 in the matrix that the scales belong to.
@@ -205,5 +247,81 @@ impl Marks {
 
     fn set(&self, row: usize) {
         self.0[row / 64].fetch_or(1 << (row % 64), Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [DType; 4] = [DType::F32, DType::F16, DType::Bf16, DType::F8E4m3];
+
+    #[test]
+    fn a_row_of_single_elements_takes_their_bytes() {
+        for (dtype, element_bytes) in ALL.into_iter().zip([4, 2, 2, 1]) {
+            for cols in [0, 1, 2, 127, 128, 129, 7168] {
+                assert_eq!(dtype.row_bytes(cols), cols * element_bytes, "{dtype:?}");
+            }
+            assert_eq!(dtype.format().scales_apart, dtype == DType::F8E4m3);
+        }
+    }
+
+    #[test]
+    fn a_block_that_a_row_begins_is_stored_whole() {
+        // 32 elements of 4 bits and one f16 scale.
+        let blocks = StorageFormat {
+            block_elements: 32,
+            block_bytes: 18,
+            scales_apart: false,
+        };
+        for (cols, bytes) in [(0, 0), (1, 18), (31, 18), (32, 18), (33, 36), (64, 36)] {
+            assert_eq!(blocks.checked_row_bytes(cols), Some(bytes), "{cols}");
+        }
+        let most = usize::MAX.div_ceil(32) * 18;
+        assert_eq!(blocks.checked_row_bytes(usize::MAX), Some(most));
+    }
+
+    #[test]
+    fn a_row_that_overflows_saturates_and_fits_no_bytes() {
+        assert_eq!(DType::F32.format().checked_row_bytes(usize::MAX / 2), None);
+        assert_eq!(DType::F32.row_bytes(usize::MAX / 2), usize::MAX);
+        assert_eq!(DType::F32.row_bytes(usize::MAX / 4), usize::MAX - 3);
+        assert_eq!(DType::F8E4m3.row_bytes(usize::MAX), usize::MAX);
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            for rows in [1, 2, usize::MAX] {
+                let data = Bytes::from_static(&[0; 8]);
+                assert!(HostMatrix::new(data, dtype, rows, usize::MAX, None).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn a_matrix_is_cut_by_its_rows() {
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            let (rows, cols) = (3, 5);
+            let data: Vec<u8> = (0..rows * dtype.row_bytes(cols)).map(|b| b as u8).collect();
+            let matrix = HostMatrix::new(data.clone().into(), dtype, rows, cols, None).unwrap();
+            assert_eq!(matrix.row_bytes() * rows, matrix.size_bytes());
+            let last = matrix.row_slice(2, 1).unwrap();
+            assert_eq!(last.data()[..], data[2 * matrix.row_bytes()..]);
+            let short = data[1..].to_vec();
+            assert!(HostMatrix::new(short.into(), dtype, rows, cols, None).is_err());
+        }
+    }
+
+    #[test]
+    fn scales_that_are_apart_are_given_and_no_others() {
+        for dtype in ALL {
+            let scales = BlockScales {
+                values: vec![1.0; 2 * 3].into(),
+                blocks_per_row: 3,
+            };
+            let with = |scales| {
+                let data = vec![0; 130 * dtype.row_bytes(300)];
+                HostMatrix::new(data.into(), dtype, 130, 300, scales).is_ok()
+            };
+            assert_eq!(with(Some(scales)), dtype.format().scales_apart);
+            assert_eq!(with(None), !dtype.format().scales_apart);
+        }
     }
 }

@@ -27,7 +27,7 @@ pub use arch::Isa;
 pub use convert::quantize_fp8_block;
 pub use cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor};
 pub use error::KernelError;
-pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
+pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK, StorageFormat};
 pub use kv::{BlockId, KvDType, KvLayout};
 pub use ops::Backend;
 pub use params::{

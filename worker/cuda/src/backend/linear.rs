@@ -256,7 +256,7 @@ impl CudaBackend {
             (_, DType::F32) => 32,
             _ => 64,
         };
-        let stage = cols * (TILE_OUTPUTS * dtype.size_bytes() + terms * TILE_ROWS * term_bytes);
+        let stage = TILE_OUTPUTS * dtype.row_bytes(cols) + TILE_ROWS * terms * cols * term_bytes;
         let stages = ((96 << 10) / stage).min(4);
         (stages * stage) as u32
     }

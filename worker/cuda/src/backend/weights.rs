@@ -23,13 +23,13 @@ impl MemoryOps for CudaBackend {
     fn weight(&self, matrix: &HostMatrix) -> Result<CudaWeight, KernelError> {
         let (rows, cols, dtype) = (matrix.rows(), matrix.cols(), matrix.dtype());
         let ld = cols.next_multiple_of(PADDED_COLS);
-        let size = dtype.size_bytes();
-        let data = self.buffer(rows * ld * size, "weights")?;
+        let pitch_bytes = dtype.row_bytes(ld);
+        let data = self.buffer(rows * pitch_bytes, "weights")?;
         let to = Pitched {
             address: data.address(),
             rows,
-            row_bytes: cols * size,
-            pitch_bytes: ld * size,
+            row_bytes: matrix.row_bytes(),
+            pitch_bytes,
         };
         self.send(matrix.data(), to)?;
         let mut scale_cols = 0;

@@ -44,6 +44,31 @@ fn what_is_written_in_pieces_is_read_whole() {
 }
 
 #[test]
+fn a_plan_knows_its_size() {
+    let size = |dtype, shape: &[usize]| {
+        let plan = TensorPlan {
+            dtype,
+            ..plan("a", shape)
+        };
+        plan.size_bytes()
+    };
+    for (dtype, bytes) in [
+        (DType::F32, 4),
+        (DType::F16, 2),
+        (DType::Bf16, 2),
+        (DType::F8E4m3, 1),
+    ] {
+        assert_eq!(size(dtype, &[]), Some(bytes));
+        assert_eq!(size(dtype, &[7]), Some(7 * bytes));
+        assert_eq!(size(dtype, &[2, 3, 5]), Some(30 * bytes));
+        assert_eq!(size(dtype, &[3, 0]), Some(0));
+        assert_eq!(size(dtype, &[usize::MAX, 5]), None);
+    }
+    assert_eq!(size(DType::F32, &[usize::MAX]), None);
+    assert_eq!(size(DType::F8E4m3, &[usize::MAX]), Some(u64::MAX));
+}
+
+#[test]
 fn wrong_lengths_and_names_are_refused_and_leave_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let mut writer = CheckpointWriter::create(dir.path(), &[plan("a", &[1])], 100).unwrap();

@@ -197,7 +197,7 @@ impl CpuBackend {
 
 /// Cost of one weight row, in bytes read or their equivalent in time.
 pub(super) fn row_cost(w: &HostMatrix, tokens: usize) -> usize {
-    w.cols() * w.dtype().size_bytes() * tokens.div_ceil(FREE_TOKENS)
+    w.row_bytes() * tokens.div_ceil(FREE_TOKENS)
 }
 
 fn check_mla(

@@ -6,19 +6,14 @@ use crate::{DType, HostMatrix, SCALE_BLOCK};
 /// Writes row `row` of `matrix` to `out` `[cols]`. An FP8 element is `code * scale`, rounded once to f32; the
 /// scale's block follows from the row's position in the matrix that the scales belong to.
 pub fn dequant_row(matrix: &HostMatrix, row: usize, out: &mut [f32]) {
-    let cols = matrix.cols();
-    let size_bytes = matrix.dtype().size_bytes();
-    let start = row * cols * size_bytes;
-    let bytes = &matrix.data()[start..start + cols * size_bytes];
-    for (c, value) in out[..cols].iter_mut().enumerate() {
-        let at = c * size_bytes;
+    let row_bytes = matrix.row_bytes();
+    let bytes = &matrix.data()[row * row_bytes..(row + 1) * row_bytes];
+    for (c, value) in out[..matrix.cols()].iter_mut().enumerate() {
         *value = match matrix.dtype() {
-            DType::F32 => {
-                f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-            }
-            DType::F16 => f16_to_f32(u16::from_le_bytes([bytes[at], bytes[at + 1]])),
-            DType::Bf16 => bf16_to_f32(u16::from_le_bytes([bytes[at], bytes[at + 1]])),
-            DType::F8E4m3 => e4m3_to_f32(bytes[at]) * scale(matrix, row, c),
+            DType::F32 => f32::from_le_bytes(bytes.as_chunks().0[c]),
+            DType::F16 => f16_to_f32(u16::from_le_bytes(bytes.as_chunks().0[c])),
+            DType::Bf16 => bf16_to_f32(u16::from_le_bytes(bytes.as_chunks().0[c])),
+            DType::F8E4m3 => e4m3_to_f32(bytes[c]) * scale(matrix, row, c),
         };
     }
 }

@@ -110,7 +110,7 @@ unsafe fn unpack_scaled<S: Simd, D: DecodeInOrder<S>>(
     out: &mut [f32],
 ) {
     let cols = task.kv_b.cols();
-    let row_bytes = cols * D::BYTES;
+    let row_bytes = task.kv_b.row_bytes();
     let bytes = &task.kv_b.data()[row * row_bytes..(row + 1) * row_bytes];
     let scale_row = (task.kv_b.first_row() + row) / BLOCK;
     for (vector, out) in out.chunks_exact_mut(S::LANES).enumerate() {

@@ -102,7 +102,7 @@ pub(crate) unsafe fn linear<S: Simd, D: Decode<S>, const M: usize, const N: usiz
     let near = tokens * x.cols <= NEAR_ELEMENTS;
     let weights = Weights {
         matrix,
-        row_bytes: matrix.cols() * D::BYTES,
+        row_bytes: matrix.row_bytes(),
         prefetch_bytes: if near {
             tuning.prefetch_bytes
         } else {

@@ -13,6 +13,7 @@ fuzz_target!(|data: &[u8]| {
     let total_bytes = checkpoint.bytes_of(|_| true);
     assert_eq!(total_bytes, checkpoint.total_bytes());
     for name in checkpoint.names() {
+        assert!(checkpoint.stored_bytes(name).is_ok_and(|bytes| bytes <= total_bytes));
         let shape = checkpoint.tensor_info(name).map(|info| info.shape.to_vec()).unwrap_or_default();
         match shape[..] {
             [rows, cols] => {

@@ -17,6 +17,10 @@ use crate::error::without_bom;
 use crate::file::{MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_file};
 use crate::safetensors::{Entry, Header, StoredType, StrictMap};
 
+mod parts;
+
+pub(crate) use parts::{matrix_of_scales, scales_name};
+
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 const GIVE_A_CHECKPOINT: &str =
@@ -211,16 +215,16 @@ impl Checkpoint {
         Ok(self.slice(located))
     }
 
-    /// Returns the matrix `[rows, cols]` of that name, backed by the mapped bytes. An FP8 matrix takes its scales from
-    /// `{name}_scale_inv`, F32 or BF16, `[ceil(rows / 128), ceil(cols / 128)]`.
+    /// Returns the matrix `[rows, cols]` of that name, backed by the mapped bytes. The scales of an FP8 matrix are a
+    /// tensor of their own, F32, F16 or BF16, `[ceil(rows / 128), ceil(cols / 128)]`.
     ///
     /// # Errors
     /// [`FormatError::Missing`] (tensor or scales), [`FormatError::Tensor`] (wrong type or shape).
     pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<HostMatrix, FormatError> {
         let (located, dtype) = self.find_matrix(name, rows, cols)?;
-        let scales = match dtype {
-            DType::F8E4m3 => Some(self.scales(name, rows, cols)?),
-            _ => None,
+        let scales = match dtype.format().scales_apart {
+            true => Some(self.scales(name, rows, cols)?),
+            false => None,
         };
         HostMatrix::new(self.slice(located), dtype, rows, cols, scales)
             .map_err(|e| self.mismatch(name, located, format!("cannot be used: {e}")))
@@ -242,9 +246,9 @@ impl Checkpoint {
     /// Same as [`Checkpoint::matrix`], except for invalid scale values.
     pub fn check_matrix(&self, name: &str, rows: usize, cols: usize) -> Result<(), FormatError> {
         let (_, dtype) = self.find_matrix(name, rows, cols)?;
-        match dtype {
-            DType::F8E4m3 => self.find_scales(name, rows, cols).map(drop),
-            _ => Ok(()),
+        match dtype.format().scales_apart {
+            true => self.find_scales(name, rows, cols).map(drop),
+            false => Ok(()),
         }
     }
 
@@ -315,7 +319,7 @@ impl Checkpoint {
         rows: usize,
         cols: usize,
     ) -> Result<(String, &Located), FormatError> {
-        let name = format!("{weight}_scale_inv");
+        let name = scales_name(weight);
         let Some(located) = self.inner.tensors.get(&name) else {
             return Err(FormatError::Missing {
                 what: format!("tensor {name}"),

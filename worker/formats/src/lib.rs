@@ -4,6 +4,9 @@
 //! offset lies within the file, every shape matches its bytes, every dimension is bounded, so later layers
 //! may trust sizes. Weights are handed out as slices of the mapped file, never copied or altered.
 //!
+//! **Invariant:** only this crate knows how the scales of a matrix are named. Others ask [`Checkpoint::parts`],
+//! [`Checkpoint::stored_bytes`] and [`Checkpoint::unused`].
+//!
 //! **Invariant:** no input causes a panic. Each error names the file or field, the value, and the remedy.
 
 mod chat_template;

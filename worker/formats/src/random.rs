@@ -9,6 +9,7 @@ use hearth_kernels::{DType, SCALE_BLOCK};
 use serde_json::{Map, Value, json};
 
 use crate::FormatError;
+use crate::checkpoint::{matrix_of_scales, scales_name};
 use crate::writer::{CheckpointWriter, TensorPlan};
 
 /// Description of the checkpoint to write.
@@ -120,7 +121,7 @@ const FP8_STD: f32 = 64.0;
 fn plan((name, shape): &(String, Vec<usize>), fp8: bool) -> Vec<TensorPlan> {
     let dtype = match TensorKind::of(name).dtype(fp8) {
         // Scales belong to matrices; an FP8 vector does not exist.
-        DType::F8E4m3 if shape.len() != 2 => DType::Bf16,
+        dtype if dtype.format().scales_apart && shape.len() != 2 => DType::Bf16,
         dtype => dtype,
     };
     let weight = TensorPlan {
@@ -128,8 +129,8 @@ fn plan((name, shape): &(String, Vec<usize>), fp8: bool) -> Vec<TensorPlan> {
         dtype,
         shape: shape.clone(),
     };
-    let scales = (dtype == DType::F8E4m3).then(|| TensorPlan {
-        name: format!("{name}_scale_inv"),
+    let scales = dtype.format().scales_apart.then(|| TensorPlan {
+        name: scales_name(name),
         dtype: DType::F32,
         shape: shape.iter().map(|d| d.div_ceil(SCALE_BLOCK)).collect(),
     });
@@ -182,7 +183,7 @@ enum Fill {
 
 impl Fill {
     fn of(plan: &TensorPlan) -> Self {
-        let scales = plan.name.ends_with("_scale_inv");
+        let scales = matrix_of_scales(&plan.name).is_some();
         match (plan.dtype, TensorKind::of(&plan.name)) {
             (DType::F8E4m3, _) => Self::Fp8,
             (DType::F32, _) if scales => {

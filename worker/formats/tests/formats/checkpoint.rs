@@ -301,6 +301,81 @@ fn faults_of_scales_are_told() {
     assert!(text.contains("holds the scale NaN"), "{text}");
 }
 
+/// An FP8 matrix with scales, a BF16 matrix without, and scales that belong to no matrix.
+fn mixed() -> Checkpoint {
+    in_memory(&[
+        ("a", "F8_E4M3", &[130, 300], vec![0x38; 130 * 300]),
+        ("a_scale_inv", "F32", &[2, 3], f32_bytes(&[1.0; 6])),
+        ("b", "BF16", &[1, 2], bf16_bytes(&[3.0, 4.0])),
+        ("c_scale_inv", "F32", &[1, 1], f32_bytes(&[1.0])),
+    ])
+}
+
+#[test]
+fn a_name_tells_what_is_stored_under_it() {
+    let checkpoint = mixed();
+    let [data, scales] = checkpoint.parts("a").unwrap()[..] else {
+        panic!("data and scales")
+    };
+    assert_eq!((data.dtype.name, data.size_bytes), ("F8_E4M3", 39_000));
+    assert_eq!((scales.shape, scales.size_bytes), (&[2, 3][..], 24));
+    let range = scales.offset as usize..(scales.offset + scales.size_bytes) as usize;
+    assert_eq!(
+        checkpoint.files()[scales.file].data[range],
+        f32_bytes(&[1.0; 6])
+    );
+    let [data] = checkpoint.parts("b").unwrap()[..] else {
+        panic!("data alone")
+    };
+    assert_eq!(data.offset, checkpoint.tensor_info("b").unwrap().offset);
+    assert_eq!(checkpoint.stored_bytes("a").unwrap(), 39_024);
+    assert_eq!(checkpoint.stored_bytes("b").unwrap(), 4);
+}
+
+#[test]
+fn parts_may_lie_in_different_files() {
+    let dir = folder();
+    let codes = ("w", "F8_E4M3", &[1, 2][..], vec![0x38; 2]);
+    write(dir.path(), FIRST, safetensors(&[codes]));
+    let scales = ("w_scale_inv", "F32", &[1, 1][..], f32_bytes(&[1.0]));
+    write(dir.path(), SECOND, safetensors(&[scales]));
+    write(
+        dir.path(),
+        "model.safetensors.index.json",
+        index(&[("w", FIRST), ("w_scale_inv", SECOND)]),
+    );
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let parts = checkpoint.parts("w").unwrap();
+    let files: Vec<usize> = parts.iter().map(|part| part.file).collect();
+    assert_eq!(files, [0, 1]);
+    assert_eq!(checkpoint.stored_bytes("w").unwrap(), 6);
+}
+
+#[test]
+fn a_missing_name_has_no_parts_even_if_scales_are_left() {
+    let checkpoint = mixed();
+    for name in ["c", "d"] {
+        let text = checkpoint.parts(name).unwrap_err().to_string();
+        let told = format!("tensor {name} is missing: config.json implies it");
+        assert!(text.starts_with(&told), "{text}");
+        let same = checkpoint.stored_bytes(name).unwrap_err().to_string();
+        assert_eq!(same, text);
+    }
+}
+
+#[test]
+fn scales_are_used_where_their_matrix_is() {
+    let checkpoint = mixed();
+    let unused = |used: &[&str]| -> Vec<String> {
+        let used = used.iter().copied().collect();
+        checkpoint.unused(&used).map(str::to_owned).collect()
+    };
+    assert_eq!(unused(&["a", "b"]), ["c_scale_inv"]);
+    assert_eq!(unused(&["b", "c"]), ["a", "a_scale_inv"]);
+    assert_eq!(unused(&["a", "b", "c"]), [""; 0]);
+    assert_eq!(unused(&[]), ["a", "a_scale_inv", "b", "c_scale_inv"]);
+}
+
 #[test]
 fn a_truncated_shard_is_named() {
     let dir = sharded();

@@ -109,14 +109,9 @@ pub struct ModuleSpec {
 impl ModuleSpec {
     /// Size of the module in a checkpoint in bytes, including scales; missing tensors count as 0.
     pub fn stored_bytes(&self, checkpoint: &Checkpoint) -> u64 {
-        let size = |name: &str| {
-            checkpoint
-                .tensor_info(name)
-                .map_or(0, |info| info.size_bytes)
-        };
-        self.tensors
-            .iter()
-            .map(|t| size(&t.name) + size(&format!("{}_scale_inv", t.name)))
+        let tensors = self.tensors.iter();
+        tensors
+            .filter_map(|tensor| checkpoint.stored_bytes(&tensor.name).ok())
             .sum()
     }
 }

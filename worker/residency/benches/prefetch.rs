@@ -116,8 +116,9 @@ fn run(directory: &Path, way: &str) -> f64 {
 /// Reads one byte of each page, as arithmetic would; returns the module's size in bytes.
 fn touch(spec: &ModuleSpec, checkpoint: &Checkpoint) -> u64 {
     let tensors = spec.tensors.iter();
-    let tensors = tensors.filter_map(|tensor| checkpoint.tensor_info(&tensor.name));
-    tensors
+    let parts = tensors.filter_map(|tensor| checkpoint.parts(&tensor.name).ok());
+    parts
+        .flatten()
         .map(|info| {
             let (first, size) = (info.offset as usize, info.size_bytes as usize);
             let bytes = &checkpoint.files()[info.file].data[first..first + size];

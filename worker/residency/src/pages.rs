@@ -21,13 +21,12 @@ pub(crate) fn regions(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Vec<Bytes> 
     let mut ranges: Vec<(usize, Range<usize>)> = spec
         .tensors
         .iter()
-        .flat_map(|tensor| [tensor.name.clone(), format!("{}_scale_inv", tensor.name)])
-        .filter_map(|name| {
-            checkpoint
-                .tensor_info(&name)
-                .map(|i| (i.file, i.offset, i.size_bytes))
+        .filter_map(|tensor| checkpoint.parts(&tensor.name).ok())
+        .flatten()
+        .map(|part| {
+            let range = part.offset as usize..(part.offset + part.size_bytes) as usize;
+            (part.file, range)
         })
-        .map(|(file, offset, size)| (file, offset as usize..(offset + size) as usize))
         .collect();
     ranges.sort_by_key(|(file, range)| (*file, range.start));
     let mut joined: Vec<(usize, Range<usize>)> = Vec::new();

@@ -78,8 +78,7 @@ impl<B: Backend> Store<B> {
 fn note_unused(checkpoint: &Checkpoint, specs: &[ModuleSpec]) {
     let tensors = specs.iter().flat_map(|spec| &spec.tensors);
     let used: HashSet<&str> = tensors.map(|tensor| tensor.name.as_str()).collect();
-    let is_unused = |name: &&str| !used.contains(name.strip_suffix("_scale_inv").unwrap_or(name));
-    let mut unused = checkpoint.names().filter(is_unused);
+    let mut unused = checkpoint.unused(&used);
     if let Some(first) = unused.next() {
         let count = 1 + unused.count();
         tracing::info!(

@@ -187,7 +187,7 @@ impl Parameters {
     }
 }
 
-/// Size of a module as stored, including scales; adds to the sums by element type.
+/// Size of a module as stored, including scales; adds its tensors, without scales, to the sums by element type.
 fn module_bytes(
     module: &ModuleSpec,
     checkpoint: &Checkpoint,
@@ -202,14 +202,10 @@ fn module_bytes(
             }
             TensorShape::Vector { len } => checkpoint.check_vector(&tensor.name, len)?,
         }
-        let Some(info) = checkpoint.tensor_info(&tensor.name) else {
-            continue;
-        };
-        *stored.entry(info.dtype.name).or_default() += info.size_bytes;
-        sum += info.size_bytes;
-        sum += checkpoint
-            .tensor_info(&format!("{}_scale_inv", tensor.name))
-            .map_or(0, |scale| scale.size_bytes);
+        if let Some(info) = checkpoint.tensor_info(&tensor.name) {
+            *stored.entry(info.dtype.name).or_default() += info.size_bytes;
+        }
+        sum += checkpoint.stored_bytes(&tensor.name)?;
     }
     Ok(sum)
 }

@@ -197,9 +197,8 @@ fn experts(activations: Activations) {
         let x = tensor(&gpu, tokens, hidden);
         let logits = tensor(&gpu, tokens, count);
         let chosen = gpu.route(&logits, None, spec).unwrap();
-        let mut out = gpu.zeros(tokens, hidden).unwrap();
         let time = seconds(&gpu, |_| {
-            gpu.banked_experts(&mut out, &x, &chosen, &bank).unwrap()
+            drop(gpu.banked_experts(&x, &chosen, &bank).unwrap());
         });
         let tflops = 6.0 * (tokens * top_k * hidden * inter) as f64 / time / 1e12;
         println!(
@@ -325,6 +324,7 @@ fn first_use(gpu: &CudaBackend) {
     ];
     let bank = gpu.expert_bank(&list).unwrap().unwrap();
     let norm = gpu.vector(&[1.0; 256]).unwrap();
+    gpu.begin_pass(2).unwrap();
     let x = gpu.embed(&table, &[1, 2]).unwrap();
     let x = gpu.rms_norm(&x, &norm, 1e-6).unwrap();
     let y = gpu.linear(&x, &w, None).unwrap();
@@ -355,8 +355,8 @@ fn first_use(gpu: &CudaBackend) {
     let chosen = gpu
         .route(&gpu.columns(&y, 1, 0, 2).unwrap(), None, spec)
         .unwrap();
-    let mut out = gpu.silu_mul(&y, &y).unwrap();
-    gpu.banked_experts(&mut out, &x, &chosen, &bank).unwrap();
+    drop(gpu.silu_mul(&y, &y).unwrap());
+    let mut out = gpu.banked_experts(&x, &chosen, &bank).unwrap();
     gpu.add_assign(&mut out, &y).unwrap();
     gpu.download(&out).unwrap();
 }

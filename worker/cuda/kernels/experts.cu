@@ -117,19 +117,3 @@ extern "C" __global__ void experts_down_tiled(
     for (int i = 0; i < 8; ++i)
         store_slots(d, total[i / 4][i % 4], tile, output + warp_output() + i / 4 * 16, warp_token() + i % 4 * 8, hidden);
 }
-
-// out[token] += the token's slots times their weights, in the order of its choices; a negative position is a slot that
-// has no row here. Any one-dimensional grid.
-extern "C" __global__ void experts_combine(
-    float* out, const float* d, const int* positions, const float* weights, int tokens, int per_token, int hidden) {
-    long long count = (long long)tokens * hidden;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (long long)gridDim.x * blockDim.x) {
-        long long slot = i / hidden * per_token, column = i % hidden;
-        float sum = out[i];
-        for (int j = 0; j < per_token; ++j) {
-            int position = positions[slot + j];
-            if (position >= 0) sum = fmaf(weights[slot + j], d[(long long)position * hidden + column], sum);
-        }
-        out[i] = sum;
-    }
-}

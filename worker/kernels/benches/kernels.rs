@@ -145,7 +145,6 @@ fn experts(
             HostMatrix::new(part, DType::F8E4m3, rows, cols, Some(scales))
         };
         let x = backend.upload(1, hidden, &vec![0.5; hidden])?;
-        let mut out = backend.zeros(1, hidden)?;
         let mut seconds = Vec::new();
         for layer in 0..WEIGHT_BYTES / bytes / 24 {
             let mut weights = Vec::new();
@@ -159,7 +158,9 @@ fn experts(
             }
             let calls: Vec<_> = weights
                 .iter()
-                .map(|[gate, up, down]| ExpertCall {
+                .enumerate()
+                .map(|(expert, [gate, up, down])| ExpertCall {
+                    expert: expert as u32,
                     gate,
                     up,
                     down,
@@ -168,7 +169,9 @@ fn experts(
                 })
                 .collect();
             let begin = Clock::start(backend);
-            backend.experts(&mut out, &x, &calls)?;
+            let mut sum = backend.expert_sum(1, hidden, 8)?;
+            backend.experts(&mut sum, &x, &calls, true)?;
+            backend.expert_total(sum)?;
             seconds.push(begin.seconds());
         }
         seconds.sort_by(f64::total_cmp);

@@ -11,6 +11,7 @@ pub mod affinity;
 pub mod checks;
 pub mod convert;
 pub mod error;
+pub mod expert_sum;
 pub mod host;
 pub mod kv;
 pub mod ops;
@@ -25,7 +26,7 @@ mod cpu;
 
 pub use arch::Isa;
 pub use convert::quantize_fp8_block;
-pub use cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor};
+pub use cpu::{CpuBackend, CpuExpertSum, CpuKv, CpuOptions, CpuTensor};
 pub use error::KernelError;
 pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK, StorageFormat};
 pub use kv::{BlockId, KvDType, KvLayout};

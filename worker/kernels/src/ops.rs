@@ -19,7 +19,7 @@ pub trait Backend: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + Sampl
 
 impl<B: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + SampleOps> Backend for B {}
 
-/// A device: its threads, its description, and the end of a pass.
+/// A device: its threads, its description, and the begin and end of a pass.
 pub trait DeviceOps: Send + Sync + 'static {
     /// Called once by the thread that makes all later calls: a backend with threads
     /// of its own binds this one along with them.
@@ -58,6 +58,12 @@ pub trait DeviceOps: Send + Sync + 'static {
     /// of them; `None` if operations are queued rather than computed when they are called.
     fn longest_operation_products(&self) -> Option<u64> {
         None
+    }
+
+    /// Begins a forward pass of `rows` rows.
+    fn begin_pass(&self, rows: usize) -> Result<(), KernelError> {
+        let _ = rows;
+        Ok(())
     }
 
     /// Ends a forward pass: launches all work that the device has deferred.
@@ -256,28 +262,44 @@ pub trait ExpertOps: RouterOps {
     /// All routed experts of a layer, from which the device picks without asking the host.
     type ExpertBank: Send + Sync + 'static;
 
-    /// Adds each call's weighted expert output into `out` `[tokens, hidden]`, in the order of `calls`
-    /// (ascending expert index). Splitting `calls` over several invocations gives the same bits.
+    /// Sum of the outputs of a layer's experts, in the order of [`expert_sum`](crate::expert_sum).
+    type ExpertSum: Send + 'static;
+
+    /// Begins a sum `[tokens, hidden]` over the outputs of a layer's `experts` experts.
+    fn expert_sum(
+        &self,
+        tokens: usize,
+        hidden: usize,
+        experts: usize,
+    ) -> Result<Self::ExpertSum, KernelError>;
+    /// Adds each call's weighted expert output for `x` `[tokens, hidden]`. Experts ascend, also from one invocation to the
+    /// next; splitting calls over several invocations gives the same bits. `is_last`: no calls follow.
     fn experts(
         &self,
-        out: &mut Self::Tensor,
+        sum: &mut Self::ExpertSum,
         x: &Self::Tensor,
         calls: &[ExpertCall<'_, Self::Weight>],
+        is_last: bool,
     ) -> Result<(), KernelError>;
+    /// Returns the total `[tokens, hidden]` after the last call.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] if no invocation was the last.
+    fn expert_total(&self, sum: Self::ExpertSum) -> Result<Self::Tensor, KernelError>;
     /// All routed experts of a layer, by index, for [`ExpertOps::banked_experts`]; `None` if the device leaves the
     /// choice to the host, as the CPU does.
     fn expert_bank(
         &self,
         experts: &[ExpertWeights<'_, Self::Weight>],
     ) -> Result<Option<Self::ExpertBank>, KernelError>;
-    /// Runs the experts that each token chose: gives the same bits as [`ExpertOps::experts`].
+    /// Runs the experts that each token of `x` `[tokens, hidden]` chose → `[tokens, hidden]`: the same bits as
+    /// [`ExpertOps::experts`].
     fn banked_experts(
         &self,
-        out: &mut Self::Tensor,
         x: &Self::Tensor,
         chosen: &Self::Chosen,
         bank: &Self::ExpertBank,
-    ) -> Result<(), KernelError>;
+    ) -> Result<Self::Tensor, KernelError>;
 }
 
 /// Choice of tokens on the device.

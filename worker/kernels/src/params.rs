@@ -99,8 +99,11 @@ pub struct Routing {
 }
 
 /// One routed expert and the tokens that chose it: a SwiGLU feed-forward block
-/// `down(silu(gate x) * (up x))`, added into the output with a weight for each token.
+/// `down(silu(gate x) * (up x))`, added into the sum with a weight for each token.
 pub struct ExpertCall<'a, W> {
+    /// Index among the layer's experts; it decides where in the sum the output is added
+    /// ([`expert_sum`](crate::expert_sum)).
+    pub expert: u32,
     /// `[intermediate, hidden]`.
     pub gate: &'a W,
     /// `[intermediate, hidden]`.

@@ -221,11 +221,14 @@ impl Layer {
 
     fn run(&self, backend: &CpuBackend, parts: &[std::ops::Range<usize>]) -> Vec<f32> {
         let x = upload(backend, self.tokens, &self.x);
-        let mut out = backend.zeros(self.tokens, self.hidden).unwrap();
-        for part in parts {
+        let mut sum = backend
+            .expert_sum(self.tokens, self.hidden, self.experts.len())
+            .unwrap();
+        for (index, part) in parts.iter().enumerate() {
             let calls: Vec<_> = part
                 .clone()
                 .map(|e| ExpertCall {
+                    expert: e as u32,
                     gate: &self.experts[e][0],
                     up: &self.experts[e][1],
                     down: &self.experts[e][2],
@@ -233,9 +236,11 @@ impl Layer {
                     weights: &self.calls[e].1,
                 })
                 .collect();
-            backend.experts(&mut out, &x, &calls).unwrap();
+            let is_last = index + 1 == parts.len();
+            backend.experts(&mut sum, &x, &calls, is_last).unwrap();
         }
-        backend.download(&out).unwrap()
+        let total = backend.expert_total(sum).unwrap();
+        backend.download(&total).unwrap()
     }
 
     fn reference(&self) -> Vec<f32> {
@@ -319,9 +324,10 @@ fn expert_calls_that_do_not_fit_are_refused() {
     let layer = Layer::new(DType::F32, 8, 4, 2, 3);
     let backend = backend(Isa::Scalar, 1);
     let x = upload(&backend, 2, &layer.x);
-    let mut out = backend.zeros(2, 8).unwrap();
+    let mut sum = backend.expert_sum(2, 8, 5).unwrap();
     let [gate, up, down] = &layer.experts[0];
     let good = ExpertCall {
+        expert: 0,
         gate,
         up,
         down,
@@ -339,8 +345,11 @@ fn expert_calls_that_do_not_fit_are_refused() {
             weights: &[1.0],
             ..good
         },
+        ExpertCall { expert: 5, ..good },
     ] {
-        let error = backend.experts(&mut out, &x, &[bad]).err().unwrap();
+        let error = backend.experts(&mut sum, &x, &[bad], true).err().unwrap();
         assert!(error.to_string().starts_with("experts: "), "{error}");
     }
+    let error = backend.expert_total(sum).err().unwrap();
+    assert!(error.to_string().starts_with("experts: "), "{error}");
 }

@@ -16,48 +16,54 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Absolute position of each row.
-    pub(crate) fn positions(&self) -> Vec<u32> {
-        self.spans
-            .iter()
-            .flat_map(|span| (span.start..span.start + span.rows).map(|p| p as u32))
-            .collect()
-    }
-
-    /// Checks that the parts are consistent with each other and with the vocabulary.
-    pub(crate) fn check(&self, vocab_size: usize) -> Result<(), ModelError> {
+    /// Checks that the rows whose logits are wanted exist.
+    pub(crate) fn check_logit_rows(&self) -> Result<(), ModelError> {
         let rows = self.tokens.len();
-        let mut next_row = 0;
-        for span in &self.spans {
-            if span.first_row != next_row || span.rows == 0 {
-                return Err(ModelError::Batch(format!(
-                    "a span has rows {}+{} where row {next_row} comes next",
-                    span.first_row, span.rows
-                )));
-            }
-            if u32::try_from(span.start.saturating_add(span.rows)).is_err() {
-                return Err(ModelError::Batch(format!(
-                    "position {} is too large",
-                    span.start
-                )));
-            }
-            next_row += span.rows;
-        }
-        if next_row != rows || rows == 0 {
-            return Err(ModelError::Batch(format!(
-                "spans cover {next_row} rows, tokens are {rows}"
-            )));
-        }
-        if let Some(token) = self.tokens.iter().find(|&&t| t as usize >= vocab_size) {
-            return Err(ModelError::Batch(format!(
-                "token {token} is outside the vocabulary of {vocab_size}"
-            )));
-        }
-        if let Some(row) = self.logit_rows.iter().find(|&&r| r as usize >= rows) {
-            return Err(ModelError::Batch(format!(
+        match self.logit_rows.iter().find(|&&row| row as usize >= rows) {
+            None => Ok(()),
+            Some(row) => Err(ModelError::Batch(format!(
                 "logits are wanted of row {row} of {rows}"
+            ))),
+        }
+    }
+}
+
+/// Absolute position of each row.
+pub(crate) fn positions(spans: &[Span]) -> Vec<u32> {
+    spans
+        .iter()
+        .flat_map(|span| (span.start..span.start + span.rows).map(|p| p as u32))
+        .collect()
+}
+
+/// Checks that tokens and spans are consistent with each other and with the vocabulary.
+pub(crate) fn check(tokens: &[u32], spans: &[Span], vocab_size: usize) -> Result<(), ModelError> {
+    let rows = tokens.len();
+    let mut next_row = 0;
+    for span in spans {
+        if span.first_row != next_row || span.rows == 0 {
+            return Err(ModelError::Batch(format!(
+                "a span has rows {}+{} where row {next_row} comes next",
+                span.first_row, span.rows
             )));
         }
-        Ok(())
+        if u32::try_from(span.start.saturating_add(span.rows)).is_err() {
+            return Err(ModelError::Batch(format!(
+                "position {} is too large",
+                span.start
+            )));
+        }
+        next_row += span.rows;
     }
+    if next_row != rows || rows == 0 {
+        return Err(ModelError::Batch(format!(
+            "spans cover {next_row} rows, tokens are {rows}"
+        )));
+    }
+    if let Some(token) = tokens.iter().find(|&&t| t as usize >= vocab_size) {
+        return Err(ModelError::Batch(format!(
+            "token {token} is outside the vocabulary of {vocab_size}"
+        )));
+    }
+    Ok(())
 }

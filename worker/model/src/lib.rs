@@ -16,14 +16,18 @@ mod batch;
 mod blocks;
 mod decoder;
 mod error;
+mod experts;
+mod flight;
 mod model;
 mod module;
 mod observer;
 mod residency;
+mod steps;
 
 pub use batch::Batch;
 pub use blocks::rope::{rope_table, yarn_softmax_factor};
 pub use error::{ModelError, ResidencyError};
+pub use flight::Flight;
 pub use model::{Model, kv_layout, modules};
 pub use module::{ModuleId, ModuleSpec, ModuleWeights, TensorShape, TensorSpec};
 pub use observer::Observer;

@@ -6,8 +6,8 @@ use hearth_formats::ModelConfig;
 use hearth_kernels::{Backend, KvDType, KvLayout};
 
 use crate::arch;
-use crate::blocks::Pass;
-use crate::decoder::{Attention, Decoder, FeedForward};
+use crate::decoder::Decoder;
+use crate::experts::{Experts, LocalExperts};
 use crate::{Batch, ModelError, ModuleId, ModuleSpec, Observer, Residency};
 
 /// Lists all modules of a model in execution order, with the names and shapes of their tensors.
@@ -36,6 +36,7 @@ pub struct Model<B: Backend> {
     decoder: Decoder,
     backend: Arc<B>,
     residency: Arc<dyn Residency<B>>,
+    experts: Box<dyn Experts<B>>,
 }
 
 impl<B: Backend> Model<B> {
@@ -57,11 +58,13 @@ impl<B: Backend> Model<B> {
         residency: Arc<dyn Residency<B>>,
     ) -> Result<Self, ModelError> {
         let decoder = arch::describe(&config)?;
+        let experts = LocalExperts::new(Arc::clone(&backend), Arc::clone(&residency));
         Ok(Self {
             config,
             decoder,
             backend,
             residency,
+            experts: Box::new(experts),
         })
     }
 
@@ -115,151 +118,22 @@ impl<B: Backend> Model<B> {
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
-        batch.check(self.decoder.vocab)?;
-        let positions = batch.positions();
-        let layers = self.decoder.feed_forward.len();
-        let mut pass = Pass {
-            backend: &*self.backend,
-            residency: &*self.residency,
-            kv,
-            spans: &batch.spans,
-            positions: &positions,
-            observer,
-            layer: 0,
-            blocks_done: 0,
-            blocks: 2 * layers,
-        };
-        let mut stream = self.embed(&mut pass, &batch.tokens)?;
-        for layer in 0..layers {
-            pass.layer = layer;
-            pass.blocks_done = 2 * layer;
-            pass.check_cancelled()?;
-            self.attention(&mut pass, &mut stream)?;
-            pass.observer.layer_done(layer, pass.kv);
-            pass.blocks_done += 1;
-            pass.check_cancelled()?;
-            self.feed_forward(&mut pass, &mut stream)?;
+        batch.check_logit_rows()?;
+        let mut flight = self.begin(&batch.tokens, batch.spans.clone(), observer)?;
+        for layer in 0..self.decoder.feed_forward.len() {
+            self.attention(&mut flight, layer, kv, observer)?;
+            self.feed_forward(&mut flight, layer, observer)?;
         }
-        if batch.logit_rows.is_empty() {
-            self.backend.finish()?;
-            return Ok(None);
-        }
-        self.head(&mut pass, stream, &batch.logit_rows)
-            .map(Some)
-            .map_err(|e| e.within(ModuleId::Head))
+        self.end(flight, &batch.logit_rows, observer)
     }
 
-    fn embed(&self, pass: &mut Pass<'_, B>, tokens: &[u32]) -> Result<Stream<B>, ModelError> {
-        let embedding = pass.residency.acquire(ModuleId::Embedding)?;
-        let table = embedding.matrix("embedding")?;
-        // residual [rows, hidden]
-        let residual = pass
-            .backend
-            .embed(table, tokens)
-            .map_err(|e| ModelError::from(e).within(ModuleId::Embedding))?;
-        let observer = &mut pass.observer;
-        observer.tensor("embedding", None, pass.backend, &residual);
-        Ok(Stream {
-            residual,
-            delta: None,
-        })
+    /// The blocks.
+    pub(crate) fn decoder(&self) -> &Decoder {
+        &self.decoder
     }
 
-    fn attention(&self, pass: &mut Pass<'_, B>, stream: &mut Stream<B>) -> Result<(), ModelError> {
-        let id = ModuleId::Attention(pass.layer as u32);
-        let weights = pass.residency.acquire(id)?;
-        let mut run = |pass: &mut Pass<'_, B>| {
-            // x [rows, hidden]
-            let x = stream.norm(pass, weights.vector("norm")?, self.decoder.eps)?;
-            if pass.layer > 0 {
-                let before = Some(pass.layer - 1);
-                let observer = &mut pass.observer;
-                observer.tensor("layer_out", before, pass.backend, &stream.residual);
-            }
-            pass.show("attn_norm", &x);
-            // delta [rows, hidden]
-            let delta = match &self.decoder.attention {
-                Attention::Gqa(gqa) => gqa.forward(pass, &weights, &x)?,
-                Attention::Mla(mla) => mla.forward(pass, &weights, &x)?,
-            };
-            stream.delta = Some(delta);
-            Ok(())
-        };
-        run(pass).map_err(|e: ModelError| e.within(id))
-    }
-
-    fn feed_forward(
-        &self,
-        pass: &mut Pass<'_, B>,
-        stream: &mut Stream<B>,
-    ) -> Result<(), ModelError> {
-        let layer = pass.layer as u32;
-        let block = &self.decoder.feed_forward[pass.layer];
-        let id = match block {
-            FeedForward::Dense(_) => ModuleId::DenseFfn(layer),
-            FeedForward::Moe(_) => ModuleId::Router(layer),
-        };
-        let weights = pass.residency.acquire(id)?;
-        let run = |pass: &mut Pass<'_, B>| {
-            // x [rows, hidden]
-            let x = stream.norm(pass, weights.vector("norm")?, self.decoder.eps)?;
-            pass.show("ffn_norm", &x);
-            // delta [rows, hidden]
-            let delta = match block {
-                FeedForward::Dense(dense) => dense.forward(pass, &weights, &x)?,
-                FeedForward::Moe(moe) => moe.forward(pass, weights, &x)?,
-            };
-            pass.show("ffn_out", &delta);
-            stream.delta = Some(delta);
-            Ok(())
-        };
-        run(pass).map_err(|e: ModelError| e.within(id))
-    }
-
-    fn head(
-        &self,
-        pass: &mut Pass<'_, B>,
-        mut stream: Stream<B>,
-        logit_rows: &[u32],
-    ) -> Result<B::Tensor, ModelError> {
-        let backend = pass.backend;
-        let weights = pass.residency.acquire(ModuleId::Head)?;
-        if let Some(delta) = stream.delta.take() {
-            backend.add_assign(&mut stream.residual, &delta)?;
-        }
-        pass.show("layer_out", &stream.residual);
-        // last, x [logit rows, hidden]
-        let last = backend.rows(&stream.residual, logit_rows)?;
-        let x = backend.rms_norm(&last, weights.vector("norm")?, self.decoder.eps)?;
-        pass.observer.tensor("final_norm", None, backend, &x);
-        // logits [logit rows, vocab]
-        let logits = backend.linear(&x, weights.matrix("head")?, None)?;
-        pass.observer.tensor("logits", None, backend, &logits);
-        Ok(logits)
-    }
-}
-
-/// The residual stream between two blocks: a block's output is added when the next norm reads the sum.
-struct Stream<B: Backend> {
-    /// `[rows, hidden]`.
-    residual: B::Tensor,
-    /// `[rows, hidden]`, still to be added.
-    delta: Option<B::Tensor>,
-}
-
-impl<B: Backend> Stream<B> {
-    /// Adds the pending output and returns the norm of the sum, `[rows, hidden]`.
-    fn norm(
-        &mut self,
-        pass: &Pass<'_, B>,
-        weight: &B::Vector,
-        eps: f32,
-    ) -> Result<B::Tensor, ModelError> {
-        Ok(match self.delta.take() {
-            None => pass.backend.rms_norm(&self.residual, weight, eps)?,
-            Some(delta) => pass
-                .backend
-                .add_rms_norm(&mut self.residual, &delta, weight, eps)?,
-        })
+    /// The place where routed experts run.
+    pub(crate) fn experts(&self) -> &dyn Experts<B> {
+        &*self.experts
     }
 }

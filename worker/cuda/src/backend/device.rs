@@ -5,7 +5,7 @@ use std::time::Instant;
 use hearth_kernels::KernelError;
 use hearth_kernels::ops::DeviceOps;
 
-use super::{Activations, CudaBackend, Kernel};
+use super::{Activations, CudaBackend, Kernel, MOST_RECORDED_ROWS};
 use crate::compile::Variant;
 use crate::memory::{Pinned, Pitched};
 use crate::queue::{Args, Command};
@@ -67,6 +67,11 @@ impl DeviceOps for CudaBackend {
             }
         }
         Ok(bytes as f64 / best / 1e9)
+    }
+
+    fn begin_pass(&self, rows: usize) -> Result<(), KernelError> {
+        self.uploader.release()?;
+        self.queue.begin_step(rows <= MOST_RECORDED_ROWS)
     }
 
     fn finish(&self) -> Result<(), KernelError> {

@@ -6,7 +6,7 @@ use hearth_kernels::ops::ElementwiseOps;
 use hearth_kernels::{KernelError, RopeLayout, RopeTable, checks};
 
 use super::tensor::weight_type;
-use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, MOST_RECORDED_ROWS};
+use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
 use crate::compile::Variant;
 use crate::queue::Args;
 
@@ -18,12 +18,9 @@ const MOST_PAIRS: usize = 512;
 const WARP_NORM_COLS: usize = 256;
 
 impl ElementwiseOps for CudaBackend {
-    /// Begins a forward pass, as the first operation of each.
     fn embed(&self, table: &CudaWeight, tokens: &[u32]) -> Result<CudaTensor, KernelError> {
         let table = &*table.0;
         checks::embed(tokens, table.rows)?;
-        self.uploader.release()?;
-        self.queue.begin_step(tokens.len() <= MOST_RECORDED_ROWS)?;
         let y = self.tensor(tokens.len(), table.cols)?;
         let args = Args::new()
             .with(y.address())

@@ -2,12 +2,15 @@
 //!
 //! Slots (a token and one of its choices) are sorted by expert. The matrix kernels take tiles of slots of one expert,
 //! so that an expert's weights are loaded once for up to 64 of them, and tiles of one expert run together. Each
-//! token's outputs are then added in the order of its experts.
+//! token's outputs are then added in the order of [`expert_sum`](hearth_kernels::expert_sum), in registers; partial sums
+//! are in memory only between two invocations.
 
+use hearth_kernels::expert_sum::{ExpertOrder, LEAVES, PARTIAL_SUMS, leaf_of};
 use hearth_kernels::ops::ExpertOps;
 use hearth_kernels::{DType, ExpertCall, ExpertWeights, KernelError, checks};
 
-use super::linear::{DECODE_ROWS, TILE_ROWS};
+use super::host_order::{HostOrder, ListedCall, chunks, tile_rows};
+use super::linear::DECODE_ROWS;
 use super::tensor::{CudaChosen, ExpertArg, Terms, TileArg, WeightData};
 use super::{CudaBackend, CudaTensor, CudaWeight, Kernel};
 use crate::compile::Variant;
@@ -29,6 +32,35 @@ pub struct CudaBank {
     _weights: Vec<[CudaWeight; 3]>,
 }
 
+/// Sum of the outputs of a layer's experts.
+pub struct CudaExpertSum {
+    order: ExpertOrder,
+    tokens: usize,
+    hidden: usize,
+    /// `[PARTIAL_SUMS, tokens, hidden]`, once calls were added that were not the last.
+    partial: Option<Buffer>,
+    /// The leaf of the partial sums, if there are any.
+    begin: Option<usize>,
+    total: Option<CudaTensor>,
+}
+
+/// Destination of the outputs of a pass: the rows `first..first + tokens` of a sum.
+struct Destination {
+    /// The total; 0 if more calls follow.
+    out: u64,
+    /// The first partial sum; 0 if this pass is the first and the last.
+    partial: u64,
+    /// Elements from one partial sum to the next.
+    stride: usize,
+    first: usize,
+    tokens: usize,
+    /// Leaf of the partial sums that an earlier pass left.
+    begin: Option<usize>,
+    /// Leaf of the partial sums that this pass leaves; [`LEAVES`] if it gives the total.
+    end: usize,
+    experts: usize,
+}
+
 /// Properties that all experts of a pass share.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct ExpertShape {
@@ -41,6 +73,7 @@ struct ExpertShape {
 }
 
 /// Sorted slots on the device.
+#[derive(Default)]
 struct Slots {
     /// `[slots]`: row of the input.
     rows: u64,
@@ -48,6 +81,8 @@ struct Slots {
     positions: u64,
     /// `[tokens, per_token]`.
     weights: u64,
+    /// `[tokens, per_token]`: index of the expert, ascending for each token.
+    chosen: u64,
     tiles: u64,
     tile_count: u64,
     /// Upper bound of the number of tiles.
@@ -82,6 +117,7 @@ impl ExpertShape {
 
 impl ExpertOps for CudaBackend {
     type ExpertBank = CudaBank;
+    type ExpertSum = CudaExpertSum;
 
     fn expert_bank(
         &self,
@@ -104,7 +140,7 @@ impl ExpertOps for CudaBackend {
             std::slice::from_raw_parts(table.as_ptr().cast::<u8>(), size_of_val(&*table))
         };
         self.modules.prepare(
-            ["route", "moe_sort"]
+            ["route", "moe_sort", "experts_combine"]
                 .map(Variant::plain)
                 .into_iter()
                 .chain([shape.input, shape.output].map(|d| self.matrix_variant("experts", d))),
@@ -121,99 +157,169 @@ impl ExpertOps for CudaBackend {
 
     fn banked_experts(
         &self,
-        out: &mut CudaTensor,
         x: &CudaTensor,
         chosen: &CudaChosen,
         bank: &CudaBank,
-    ) -> Result<(), KernelError> {
+    ) -> Result<CudaTensor, KernelError> {
         let ExpertShape { hidden, inter, .. } = bank.shape;
         let matrices = [(inter, x.cols), (inter, x.cols), (hidden, inter)];
-        checks::expert(out.shape(), x.shape(), matrices)?;
+        checks::expert((x.rows, hidden), x.shape(), matrices)?;
         checks::ensure(chosen.tokens == x.rows, "experts", || {
             format!("choices of {} tokens for {}", chosen.tokens, x.rows)
         })?;
-        super::elementwise::changed(out);
+        let out = self.tensor(x.rows, hidden)?;
         let terms = self.terms(x, bank.shape.input)?;
-        let top_k = chosen.spec.top_k;
-        let chunk = (self.most_slots(bank.shape) / top_k).max(1);
+        let chunk = (self.most_slots(bank.shape) / chosen.spec.top_k).max(1);
         for first in (0..x.rows).step_by(chunk) {
-            let tokens = chunk.min(x.rows - first);
-            let slots = self.sort(chosen, bank.count, first, tokens)?;
-            self.run_slots(
-                out,
+            let destination = Destination {
+                out: out.address(),
+                partial: 0,
+                stride: 0,
                 first,
-                tokens,
+                tokens: chunk.min(x.rows - first),
+                begin: None,
+                end: LEAVES,
+                experts: bank.count,
+            };
+            let slots = self.sort(chosen, bank.count, first, destination.tokens)?;
+            self.run_slots(
+                &destination,
                 &terms,
                 bank.table.address(),
                 bank.shape,
                 &slots.0,
             )?;
         }
-        Ok(())
+        Ok(out)
+    }
+
+    fn expert_sum(
+        &self,
+        tokens: usize,
+        hidden: usize,
+        experts: usize,
+    ) -> Result<CudaExpertSum, KernelError> {
+        Ok(CudaExpertSum {
+            order: ExpertOrder::new(experts),
+            tokens,
+            hidden,
+            partial: None,
+            begin: None,
+            total: None,
+        })
     }
 
     fn experts(
         &self,
-        out: &mut CudaTensor,
+        sum: &mut CudaExpertSum,
         x: &CudaTensor,
         calls: &[ExpertCall<'_, CudaWeight>],
+        is_last: bool,
     ) -> Result<(), KernelError> {
         for call in calls {
             let matrices = [call.gate, call.up, call.down].map(|m| m.0.shape());
-            checks::expert(out.shape(), x.shape(), matrices)?;
+            checks::expert((sum.tokens, sum.hidden), x.shape(), matrices)?;
             checks::expert_rows(call.rows, call.weights.len(), x.rows)?;
         }
-        super::elementwise::changed(out);
         let mut rest: Vec<&ExpertCall<'_, CudaWeight>> =
             calls.iter().filter(|call| !call.rows.is_empty()).collect();
+        let mut groups = Vec::new();
         while let Some(first) = rest.first() {
             let shape = call_shape(first)?;
-            let most = self.most_slots(shape);
-            let (mut slots, mut count) = (0, 0);
+            let mut count = 0;
             for call in &rest {
-                slots += call.rows.len();
-                if count > 0 && (slots > most || call_shape(call)? != shape) {
+                if call_shape(call)? != shape {
                     break;
                 }
                 count += 1;
             }
             let later = rest.split_off(count);
-            self.run_alike(out, x, &rest, shape)?;
-            rest = later;
+            groups.push((shape, std::mem::replace(&mut rest, later)));
+        }
+        sum.order.take(calls, is_last)?;
+        let count = groups.len();
+        for (index, (shape, alike)) in groups.iter().enumerate() {
+            self.run_alike(sum, x, alike, *shape, is_last && index + 1 == count)?;
+        }
+        if is_last && groups.is_empty() {
+            let destination = self.destination(sum, LEAVES)?;
+            self.combine(&destination, 0, &Slots::default(), sum.hidden)?;
         }
         Ok(())
+    }
+
+    fn expert_total(&self, sum: CudaExpertSum) -> Result<CudaTensor, KernelError> {
+        sum.total.ok_or_else(|| KernelError::Shape {
+            op: "experts",
+            detail: "the total of a sum without its last calls".to_owned(),
+        })
     }
 }
 
 impl CudaBackend {
-    /// Runs calls of the same shape, sorted by the host.
+    /// Runs calls of the same shape, sorted by the host, as many tokens at once as the budget has room for.
     fn run_alike(
         &self,
-        out: &CudaTensor,
+        sum: &mut CudaExpertSum,
         x: &CudaTensor,
         calls: &[&ExpertCall<'_, CudaWeight>],
         shape: ExpertShape,
+        is_last: bool,
     ) -> Result<(), KernelError> {
+        let leaf =
+            |call: &&ExpertCall<'_, CudaWeight>| leaf_of(call.expert as usize, sum.order.experts());
+        let end = match calls.last() {
+            Some(call) if !is_last => leaf(call),
+            _ => LEAVES,
+        };
+        let mut destination = self.destination(sum, end)?;
         let table: Vec<ExpertArg> = calls
             .iter()
             .map(|call| expert_arg(&call.gate.0, &call.up.0, &call.down.0))
             .collect();
-        let total: usize = calls.iter().map(|call| call.rows.len()).sum();
-        let tile_rows = tile_rows(total, calls.len());
-        let order = HostOrder::new(calls, x.rows, tile_rows);
-        let slots = Slots {
-            rows: self.host(&order.rows)?,
-            positions: self.host(&order.positions)?,
-            weights: self.host(&order.weights)?,
-            tiles: self.host(&order.tiles)?,
-            tile_count: self.host(&[order.tiles.len() as i32])?,
-            most_tiles: order.tiles.len(),
-            slots: total,
-            per_token: order.per_token,
-            tile_rows,
-        };
+        let listed: Vec<ListedCall<'_>> = calls.iter().map(|call| ListedCall::of(call)).collect();
         let terms = self.terms(x, shape.input)?;
-        self.run_slots(out, 0, x.rows, &terms, self.host(&table)?, shape, &slots)
+        for tokens in chunks(&listed, x.rows, self.most_slots(shape)) {
+            destination.first = tokens.start;
+            destination.tokens = tokens.len();
+            let order = HostOrder::new(&listed, tokens);
+            let slots = Slots {
+                rows: self.host(&order.rows)?,
+                positions: self.host(&order.positions)?,
+                weights: self.host(&order.weights)?,
+                chosen: self.host(&order.chosen)?,
+                tiles: self.host(&order.tiles)?,
+                tile_count: self.host(&[order.tiles.len() as i32])?,
+                most_tiles: order.tiles.len(),
+                slots: order.rows.len(),
+                per_token: order.per_token,
+                tile_rows: order.tile_rows,
+            };
+            self.run_slots(&destination, &terms, self.host(&table)?, shape, &slots)?;
+        }
+        Ok(())
+    }
+
+    /// Prepares the memory of all rows of a sum for the next pass, which ends in leaf `end`.
+    fn destination(&self, sum: &mut CudaExpertSum, end: usize) -> Result<Destination, KernelError> {
+        let stride = sum.tokens * sum.hidden;
+        if end == LEAVES {
+            sum.total = Some(self.tensor(sum.tokens, sum.hidden)?);
+        } else if sum.partial.is_none() {
+            let bytes = PARTIAL_SUMS * stride * 4;
+            sum.partial = Some(self.buffer(bytes, "partial sums of experts")?);
+        }
+        let begin = sum.begin.replace(end);
+        Ok(Destination {
+            out: sum.total.as_ref().map_or(0, CudaTensor::address),
+            partial: sum.partial.as_ref().map_or(0, Buffer::address),
+            stride,
+            first: 0,
+            tokens: sum.tokens,
+            begin,
+            end,
+            experts: sum.order.experts(),
+        })
     }
 
     /// Sorts the choices of `tokens` tokens from `first` on the device;
@@ -253,6 +359,7 @@ impl CudaBackend {
             rows,
             positions,
             weights: chosen.weights.address() + offset,
+            chosen: chosen.experts.address() + offset,
             tiles: buffer.address(),
             tile_count,
             most_tiles,
@@ -263,13 +370,10 @@ impl CudaBackend {
         Ok((slots, buffer))
     }
 
-    /// Runs sorted slots of `tokens` tokens from `first`: gate and up, down, and the sum into `out`.
-    #[allow(clippy::too_many_arguments)] // the operands of one pass, each of another kind
+    /// Runs sorted slots: gate and up, down, and the sum.
     fn run_slots(
         &self,
-        out: &CudaTensor,
-        first: usize,
-        tokens: usize,
+        destination: &Destination,
         x: &Terms,
         table: u64,
         shape: ExpertShape,
@@ -278,11 +382,11 @@ impl CudaBackend {
         let ExpertShape { hidden, inter, .. } = shape;
         let is_decode = slots.tile_rows == DECODE_ROWS;
         let h = self.buffer(slots.slots * inter * 4, "experts' activations")?;
-        // Rows of the terms are counted from `first`.
+        // Rows of the slots are counted from the destination's first.
         let element_bytes = if x.scales.is_some() { 1 } else { 2 };
-        let values = x.values.address() + (first * x.padded * element_bytes) as u64;
+        let values = x.values.address() + (destination.first * x.padded * element_bytes) as u64;
         let scales = match &x.scales {
-            Some(scales) => scales.address() + (first * (x.padded / 128) * 4) as u64,
+            Some(scales) => scales.address() + (destination.first * (x.padded / 128) * 4) as u64,
             None => 0,
         };
         let args = Args::new()
@@ -317,16 +421,35 @@ impl CudaBackend {
         let grid = [hidden.div_ceil(128), slots.most_tiles, 1];
         self.grouped(names, is_decode, shape.output, grid, args)?;
 
+        self.combine(destination, d.address(), slots, hidden)
+    }
+
+    /// Adds the outputs `d` of slots to a sum.
+    fn combine(
+        &self,
+        destination: &Destination,
+        d: u64,
+        slots: &Slots,
+        hidden: usize,
+    ) -> Result<(), KernelError> {
+        let offset = (destination.first * hidden * 4) as u64;
+        let leaf = |leaf: Option<usize>| leaf.map_or(-1, |leaf| leaf as i32);
         let args = Args::new()
-            .with(out.address() + (first * hidden * 4) as u64)
-            .with(d.address())
+            .with(destination.out + offset)
+            .with(destination.partial + offset)
+            .with(d)
             .with(slots.positions)
+            .with(slots.chosen)
             .with(slots.weights)
-            .with(tokens as i32)
+            .with(destination.tokens as i32)
             .with(slots.per_token as i32)
-            .with(hidden as i32);
-        let variant = self.matrix_variant("experts", shape.output);
-        let blocks = (tokens * hidden).div_ceil(256).min(4096);
+            .with(hidden as i32)
+            .with(destination.experts as i32)
+            .with(leaf(destination.begin))
+            .with(leaf(Some(destination.end)))
+            .with(destination.stride as i64);
+        let variant = Variant::plain("experts_combine");
+        let blocks = (destination.tokens * hidden).div_ceil(256).min(4096);
         self.launch(
             Kernel::new(&variant, "experts_combine"),
             [blocks, 1, 1],
@@ -358,16 +481,6 @@ impl CudaBackend {
     }
 }
 
-/// Rows of a tile: those of the decode kernel, which is bound by the weights, for few tokens per expert; else those of
-/// the tiled one. The bits are the same.
-fn tile_rows(slots: usize, experts: usize) -> usize {
-    if slots <= experts * DECODE_ROWS {
-        DECODE_ROWS
-    } else {
-        TILE_ROWS
-    }
-}
-
 fn call_shape(call: &ExpertCall<'_, CudaWeight>) -> Result<ExpertShape, KernelError> {
     ExpertShape::of(&call.gate.0, &call.up.0, &call.down.0)
 }
@@ -377,89 +490,5 @@ fn expert_arg(gate: &WeightData, up: &WeightData, down: &WeightData) -> ExpertAr
         gate: gate.argument(),
         up: up.argument(),
         down: down.argument(),
-    }
-}
-
-/// Arrays as moe_sort.cu leaves them on the device, built from calls that are already in order.
-struct HostOrder {
-    rows: Vec<i32>,
-    positions: Vec<i32>,
-    weights: Vec<f32>,
-    tiles: Vec<TileArg>,
-    per_token: usize,
-}
-
-impl HostOrder {
-    fn new(calls: &[&ExpertCall<'_, CudaWeight>], tokens: usize, tile_rows: usize) -> Self {
-        let listed: Vec<(&[u32], &[f32])> = calls.iter().map(|c| (c.rows, c.weights)).collect();
-        Self::of(&listed, tokens, tile_rows)
-    }
-
-    /// `calls`: rows and weights of each expert.
-    fn of(calls: &[(&[u32], &[f32])], tokens: usize, tile_rows: usize) -> Self {
-        let mut of_token: Vec<Vec<(i32, f32)>> = vec![Vec::new(); tokens];
-        let (mut rows, mut tiles) = (Vec::new(), Vec::new());
-        for (expert, (call_rows, weights)) in calls.iter().enumerate() {
-            for first in (0..call_rows.len()).step_by(tile_rows) {
-                tiles.push(TileArg {
-                    expert: expert as i32,
-                    first: (rows.len() + first) as i32,
-                    count: tile_rows.min(call_rows.len() - first) as i32,
-                    reserved: 0,
-                });
-            }
-            for (&row, &weight) in call_rows.iter().zip(*weights) {
-                of_token[row as usize].push((rows.len() as i32, weight));
-                rows.push(row as i32);
-            }
-        }
-        let per_token = of_token.iter().map(Vec::len).max().unwrap_or(0);
-        let padded = |token: &Vec<(i32, f32)>| {
-            let rest = per_token - token.len();
-            let filler = std::iter::repeat_n((-1, 0.0), rest);
-            token.clone().into_iter().chain(filler).collect::<Vec<_>>()
-        };
-        let (positions, weights) = of_token.iter().flat_map(padded).unzip();
-        Self {
-            rows,
-            positions,
-            weights,
-            tiles,
-            per_token,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn calls_become_slots_tiles_and_places() {
-        let order = HostOrder::of(
-            &[(&[1, 2, 3], &[0.1, 0.2, 0.3]), (&[0, 2], &[0.4, 0.5])],
-            5,
-            2,
-        );
-        assert_eq!(order.rows, [1, 2, 3, 0, 2]);
-        assert_eq!(order.per_token, 2);
-        assert_eq!(order.positions, [3, -1, 0, -1, 1, 4, 2, -1, -1, -1]);
-        assert_eq!(
-            order.weights,
-            [0.4, 0.0, 0.1, 0.0, 0.2, 0.5, 0.3, 0.0, 0.0, 0.0]
-        );
-        let tile = |expert, first, count| TileArg {
-            expert,
-            first,
-            count,
-            reserved: 0,
-        };
-        assert_eq!(order.tiles, [tile(0, 0, 2), tile(0, 2, 1), tile(1, 3, 2)]);
-    }
-
-    #[test]
-    fn few_tokens_an_expert_take_the_decode_kernel() {
-        assert_eq!(tile_rows(64, 8), DECODE_ROWS);
-        assert_eq!(tile_rows(65, 8), TILE_ROWS);
     }
 }

@@ -4,6 +4,7 @@ mod attention;
 mod device;
 mod elementwise;
 mod experts;
+mod host_order;
 mod kv;
 mod linear;
 mod route;
@@ -23,7 +24,7 @@ use crate::memory::{Buffer, Memory, Uploader};
 use crate::queue::{Args, Argument, Command, Launch, Queue};
 
 pub use device::CopyRates;
-pub use experts::CudaBank;
+pub use experts::{CudaBank, CudaExpertSum};
 pub use kv::CudaKv;
 pub use tensor::CudaTensor;
 pub use tensor::{CudaChosen, CudaVector, CudaWeight};

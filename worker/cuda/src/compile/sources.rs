@@ -13,6 +13,10 @@ pub const SOURCES: &[(&str, &str)] = &[
     ("columns", include_str!("../../kernels/columns.cu")),
     ("embed", include_str!("../../kernels/embed.cu")),
     ("experts", include_str!("../../kernels/experts.cu")),
+    (
+        "experts_combine",
+        include_str!("../../kernels/experts_combine.cu"),
+    ),
     ("find_nan", include_str!("../../kernels/find_nan.cu")),
     (
         "gemm_fp8_sm90",
@@ -149,6 +153,7 @@ pub fn all_variants() -> Vec<Variant> {
         "add",
         "attention_any",
         "columns",
+        "experts_combine",
         "find_nan",
         "gemm_fp8_sm90",
         "moe_sort",

@@ -51,6 +51,7 @@ fn memory_that_waits_is_given_back_when_the_budget_asks_but_not_before_it_was_us
     let table = matrix(&[1.0, 2.0, 3.0, 4.0], 2, 2, DType::F32);
     let table = gpu.weight(&table).unwrap();
     // A step of few rows waits to be launched as a whole, while its buffers are dropped.
+    gpu.begin_pass(2).unwrap();
     let mut sum = gpu.embed(&table, &[1, 0]).unwrap();
     let delta = gpu.embed(&table, &[0, 1]).unwrap();
     gpu.add_assign(&mut sum, &delta).unwrap();
@@ -81,6 +82,7 @@ fn a_decode_step_asks_for_no_more_memory_than_the_one_before() {
         .unwrap();
     let mut used = Vec::new();
     for token in 0..4 {
+        gpu.begin_pass(1).unwrap();
         let x = gpu.embed(&table, &[token]).unwrap();
         let x = gpu.linear(&x, &weight, None).unwrap();
         gpu.download(&x).unwrap();

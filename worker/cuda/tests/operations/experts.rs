@@ -25,8 +25,6 @@ pub(crate) struct Layer {
     x: Vec<f32>,
     /// `[tokens, EXPERTS]`; every token chooses expert 1, and none chooses expert 3.
     logits: Vec<f32>,
-    /// Initial contents of the output, to which experts add.
-    before: Vec<f32>,
 }
 
 impl Layer {
@@ -62,7 +60,6 @@ impl Layer {
             tokens,
             x,
             logits,
-            before: rng.normals(tokens * hidden),
         }
     }
 
@@ -84,11 +81,12 @@ impl Layer {
     pub(crate) fn called(&self, gpu: &CudaBackend, goes: &[usize]) -> Vec<f32> {
         let calls = self.calls(gpu);
         let x = gpu.upload(self.tokens, self.hidden, &self.x).unwrap();
-        let mut out = gpu.upload(self.tokens, self.hidden, &self.before).unwrap();
+        let mut sum = gpu.expert_sum(self.tokens, self.hidden, EXPERTS).unwrap();
         let mut first = 0;
-        for &count in goes {
+        for (index, &count) in goes.iter().enumerate() {
             let calls: Vec<_> = (first..first + count)
                 .map(|e| ExpertCall {
+                    expert: e as u32,
                     gate: &self.weights[e][0],
                     up: &self.weights[e][1],
                     down: &self.weights[e][2],
@@ -96,10 +94,12 @@ impl Layer {
                     weights: &calls[e].1,
                 })
                 .collect();
-            gpu.experts(&mut out, &x, &calls).unwrap();
+            let is_last = index + 1 == goes.len();
+            gpu.experts(&mut sum, &x, &calls, is_last).unwrap();
             first += count;
         }
-        gpu.download(&out).unwrap()
+        let total = gpu.expert_total(sum).unwrap();
+        gpu.download(&total).unwrap()
     }
 
     /// Runs the experts of a bank.
@@ -113,14 +113,13 @@ impl Layer {
         let logits = gpu.upload(self.tokens, EXPERTS, &self.logits).unwrap();
         let chosen = gpu.route(&logits, None, SPEC).unwrap();
         let x = gpu.upload(self.tokens, self.hidden, &self.x).unwrap();
-        let mut out = gpu.upload(self.tokens, self.hidden, &self.before).unwrap();
-        gpu.banked_experts(&mut out, &x, &chosen, &bank).unwrap();
+        let out = gpu.banked_experts(&x, &chosen, &bank).unwrap();
         gpu.download(&out).unwrap()
     }
 
     /// The reference, with activations rounded as in the products.
     fn reference(&self, gpu: &Gpu) -> Vec<f32> {
-        let mut out = self.before.clone();
+        let mut out = vec![0.0; self.tokens * self.hidden];
         for ([gate, up, down], (rows, weights)) in self.host.iter().zip(self.calls(gpu)) {
             for (&row, weight) in rows.iter().zip(weights) {
                 let x = &self.x[row as usize * self.hidden..][..self.hidden];
@@ -148,7 +147,6 @@ impl Layer {
             tokens: 1,
             x: self.x[token * self.hidden..][..self.hidden].to_vec(),
             logits: self.logits[token * EXPERTS..][..EXPERTS].to_vec(),
-            before: self.before[token * self.hidden..][..self.hidden].to_vec(),
         }
     }
 }
@@ -257,22 +255,29 @@ fn experts_that_are_not_alike_have_no_bank_and_run_in_their_order() {
 }
 
 #[test]
-fn no_calls_and_calls_without_rows_leave_the_output_as_it_is() {
+fn no_calls_and_calls_without_rows_give_zeros() {
     let gpu = gpu(Activations::F32);
     let layer = Layer::new(&gpu, [DType::Bf16; 2], (70, 40), 3);
-    assert_same_bits(&layer.called(&gpu, &[]), &layer.before, "no calls");
+    let zeros = vec![0.0; 3 * 70];
+    assert_same_bits(&layer.called(&gpu, &[0]), &zeros, "no calls");
     let x = gpu.upload(3, 70, &layer.x).unwrap();
-    let mut out = gpu.upload(3, 70, &layer.before).unwrap();
     let [gate, up, down] = &layer.weights[0];
     let call = ExpertCall {
+        expert: 0,
         gate,
         up,
         down,
         rows: &[],
         weights: &[],
     };
-    gpu.experts(&mut out, &x, &[call]).unwrap();
-    assert_same_bits(&gpu.download(&out).unwrap(), &layer.before, "no rows");
+    let mut sum = gpu.expert_sum(3, 70, EXPERTS).unwrap();
+    gpu.experts(&mut sum, &x, &[call], false).unwrap();
+    gpu.experts(&mut sum, &x, &[], true).unwrap();
+    let total = gpu.expert_total(sum).unwrap();
+    assert_same_bits(&gpu.download(&total).unwrap(), &zeros, "no rows");
+    // No calls after some: the partial sums are the total.
+    let whole = layer.called(&gpu, &[EXPERTS]);
+    assert_same_bits(&layer.called(&gpu, &[2, 0, 3, 0]), &whole, "none last");
     let none = Layer::new(&gpu, [DType::Bf16; 2], (70, 40), 0);
     assert!(none.called(&gpu, &[EXPERTS]).is_empty() && none.banked(&gpu).is_empty());
 }

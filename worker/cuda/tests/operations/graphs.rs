@@ -57,6 +57,7 @@ impl<'a> Model<'a> {
     fn step(&mut self, rows: &[Row], layers: usize) -> Vec<f32> {
         let gpu = self.gpu;
         let ids: Vec<u32> = rows.iter().map(|row| row.0).collect();
+        gpu.begin_pass(ids.len()).unwrap();
         let mut residual = gpu.embed(&self.table, &ids).unwrap();
         let mut x = gpu.rms_norm(&residual, &self.norm, 1e-6).unwrap();
         for layer in 0..layers {
@@ -108,10 +109,7 @@ impl<'a> Model<'a> {
         let gpu = self.gpu;
         let logits = gpu.linear(x, &self.router, None).unwrap();
         let chosen = gpu.route(&logits, None, SIGMOID).unwrap();
-        let mut out = gpu.zeros(gpu.shape(x).0, HIDDEN).unwrap();
-        gpu.banked_experts(&mut out, x, &chosen, &self.bank)
-            .unwrap();
-        out
+        gpu.banked_experts(x, &chosen, &self.bank).unwrap()
     }
 }
 

@@ -93,8 +93,8 @@ fn products<B: Backend>(backend: &B, answers: &mut Answers) {
     answers.add(backend.mla_expand(&wide, &w, heads));
     answers.add(backend.mla_expand(&x, &w, MlaHeads { v: 2, ..heads }));
 
-    let mut out = backend.zeros(2, 4).unwrap();
     let good = ExpertCall {
+        expert: 0,
         gate: &w,
         up: &w,
         down: &down,
@@ -115,8 +115,10 @@ fn products<B: Backend>(backend: &B, answers: &mut Answers) {
             weights: &[1.0],
             ..good
         },
+        ExpertCall { expert: 1, ..good },
     ] {
-        answers.add(backend.experts(&mut out, &x, &[bad]));
+        let mut sum = backend.expert_sum(2, 4, 1).unwrap();
+        answers.add(backend.experts(&mut sum, &x, &[bad], true));
     }
 }
 
@@ -246,14 +248,16 @@ fn what_only_the_gpu_cannot_take_is_refused_by_name() {
     let load = |dtype| gpu.weight(&matrix(&[1.0; 4], 2, 2, dtype)).unwrap();
     let (gate, up) = (load(DType::F32), load(DType::Bf16));
     let call = ExpertCall {
+        expert: 0,
         gate: &gate,
         up: &up,
         down: &up,
         rows: &[0],
         weights: &[1.0],
     };
-    let (mut out, x) = (gpu.zeros(1, 2).unwrap(), gpu.zeros(1, 2).unwrap());
-    let error = text(gpu.experts(&mut out, &x, &[call]));
+    let x = gpu.zeros(1, 2).unwrap();
+    let mut sum = gpu.expert_sum(1, 2, 1).unwrap();
+    let error = text(gpu.experts(&mut sum, &x, &[call], true));
     assert!(
         error.starts_with("experts: gate is F32 and up BF16"),
         "{error}"

@@ -99,6 +99,7 @@ fn sanitizer_elementwise_and_routing() {
         let weight = gpu.vector(&rng.normals(cols)).unwrap();
         let embedding = random_matrix(&mut rng, 7, cols, DType::F8E4m3);
         let embedding = gpu.weight(&embedding).unwrap();
+        gpu.begin_pass(3).unwrap();
         let x = gpu.embed(&embedding, &[6, 0, 3]).unwrap();
         let mut y = gpu.rms_norm(&x, &weight, 1e-6).unwrap();
         gpu.rope(&mut y, 3, &[0, 5, 9], &table).unwrap();

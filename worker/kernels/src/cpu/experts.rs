@@ -2,7 +2,7 @@
 //!
 //! Stage one computes `silu(gate x) * (up x)` in segments of an expert's intermediate dimension and immediately packs
 //! the result for stage two. Stage two takes a segment of the output through all experts in the order of
-//! the calls, so sums have one order, and waits at each expert for that expert's own segments only. All
+//! the tree of sums, and waits at each expert for that expert's own segments only. All
 //! pieces are in one queue, stage one first: a waiting thread waits for work that another thread has started.
 
 use std::convert::Infallible;
@@ -10,13 +10,15 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::arch::{PackedRows, Packing, RowSet, packed_len};
-use crate::ops::ExpertOps;
+use crate::expert_sum::{ExpertOrder, PARTIAL_SUMS};
+use crate::ops::{ExpertOps, MemoryOps};
 use crate::thread_pool::Piece;
 use crate::{ExpertCall, ExpertWeights, HostMatrix, KernelError, Routing, SCALE_BLOCK, checks};
 
 use super::CpuBackend;
 use super::linear::{Packed, row_cost};
 use super::memory::{CpuTensor, PooledBuf, SharedMatrix};
+use super::sum_tree::{SumStep, SumTree};
 
 /// Intermediate elements in a stage-one segment: the unit of packing, so that each segment is packed independently.
 const SEGMENT: usize = SCALE_BLOCK;
@@ -37,18 +39,46 @@ struct Inner {
     row_len: usize,
 }
 
+/// Sum of the outputs of a layer's experts.
+pub struct CpuExpertSum {
+    order: ExpertOrder,
+    tree: SumTree,
+    /// The tree's matrices `[tokens, hidden]`; those that no call needed are absent.
+    sums: [Option<CpuTensor>; PARTIAL_SUMS],
+    tokens: usize,
+    hidden: usize,
+}
+
 impl ExpertOps for CpuBackend {
     type ExpertBank = Infallible;
+    type ExpertSum = CpuExpertSum;
+
+    fn expert_sum(
+        &self,
+        tokens: usize,
+        hidden: usize,
+        experts: usize,
+    ) -> Result<CpuExpertSum, KernelError> {
+        Ok(CpuExpertSum {
+            order: ExpertOrder::new(experts),
+            tree: SumTree::default(),
+            sums: [const { None }; PARTIAL_SUMS],
+            tokens,
+            hidden,
+        })
+    }
 
     fn experts(
         &self,
-        out: &mut CpuTensor,
+        sum: &mut CpuExpertSum,
         x: &CpuTensor,
         calls: &[ExpertCall<'_, HostMatrix>],
+        is_last: bool,
     ) -> Result<(), KernelError> {
         for call in calls {
-            check(out, x, call)?;
+            check((sum.tokens, sum.hidden), x, call)?;
         }
+        sum.order.take(calls, is_last)?;
         let mut inputs = [const { None }; Packing::COUNT];
         let mut first_piece = 0;
         let mut works = Vec::with_capacity(calls.len());
@@ -74,8 +104,23 @@ impl ExpertOps for CpuBackend {
             });
             first_piece += segments;
         }
-        self.run_stages(out, &inputs, &mut works, first_piece);
+        let experts = works.iter().map(|work| work.call.expert as usize);
+        let steps = sum.tree.steps(experts, sum.order.experts(), is_last);
+        for step in &steps {
+            if let SumStep::Zero { at } = step {
+                sum.sums[*at].get_or_insert_with(|| self.tensor(sum.tokens, sum.hidden));
+            }
+        }
+        self.run_stages(sum, &steps, &inputs, &mut works, first_piece);
         Ok(())
+    }
+
+    fn expert_total(&self, sum: CpuExpertSum) -> Result<CpuTensor, KernelError> {
+        checks::ensure(sum.order.is_complete(), "experts", || {
+            "the total of a sum without its last calls".to_owned()
+        })?;
+        let [total, ..] = sum.sums;
+        total.map_or_else(|| self.zeros(sum.tokens, sum.hidden), Ok)
     }
 
     /// Returns `None`: the host is the device and always knows the choice.
@@ -88,11 +133,10 @@ impl ExpertOps for CpuBackend {
 
     fn banked_experts(
         &self,
-        _out: &mut CpuTensor,
         _x: &CpuTensor,
         _chosen: &Routing,
         bank: &Infallible,
-    ) -> Result<(), KernelError> {
+    ) -> Result<CpuTensor, KernelError> {
         match *bank {}
     }
 }
@@ -100,80 +144,63 @@ impl ExpertOps for CpuBackend {
 impl CpuBackend {
     fn run_stages(
         &self,
-        out: &mut CpuTensor,
+        sum: &mut CpuExpertSum,
+        steps: &[SumStep],
         inputs: &[Option<Packed>; Packing::COUNT],
         works: &mut [Work<'_>],
         stage_one: usize,
     ) {
-        let hidden = out.cols();
+        let (tokens, hidden) = (sum.tokens, sum.hidden);
         let cost = works
             .iter()
             .map(|w| row_cost(w.call.down, w.call.rows.len()))
             .sum();
         let most_rows = works.iter().map(|w| w.call.rows.len()).max().unwrap_or(0);
         let split = self.split_weight_rows(hidden, cost, most_rows);
-        let shared_out = SharedMatrix::new(out.as_mut_slice(), hidden);
-        // The packed rows are written by stage one and read by stage two of the same run.
-        let mut inners = Vec::with_capacity(works.len());
-        let mut stages = Vec::with_capacity(works.len());
-        for work in works.iter_mut() {
-            let Work {
-                call,
-                inner,
-                first_piece,
-                segments,
-                finished,
-            } = work;
-            let elements = call.rows.len() * inner.row_len;
-            inners.push((
-                SharedMatrix::new(inner.buffer.f32s_mut(elements), inner.row_len),
-                inner.packing,
-            ));
-            stages.push((&**call, *first_piece, *segments, &*finished));
-        }
+        let sums = sum.sums.each_mut().map(|sum| {
+            let values = sum.as_mut().map_or(&mut [][..], CpuTensor::as_mut_slice);
+            SharedMatrix::new(values, hidden)
+        });
+        let stages: Vec<Stage<'_>> = works.iter_mut().map(Stage::new).collect();
         self.pool.run(stage_one + split.pieces(), |piece| {
             if piece.index < stage_one {
-                let at = stages.partition_point(|stage| stage.1 <= piece.index) - 1;
-                let (call, first_piece, _, finished) = stages[at];
-                let (inner, packing) = &inners[at];
-                let begin = (piece.index - first_piece) * SEGMENT;
-                let segment = begin..call.gate.rows().min(begin + SEGMENT);
-                self.gate_and_up(piece, call, inputs, segment, inner, *packing);
-                finished.fetch_add(1, Ordering::Release);
+                let at = stages.partition_point(|stage| stage.first_piece <= piece.index) - 1;
+                self.gate_and_up(piece, &stages[at], inputs);
                 return;
             }
             let columns = split.range(piece.index - stage_one);
-            for ((call, _, segments, finished), (inner, packing)) in stages.iter().zip(&inners) {
-                if !wait_for(finished, *segments, piece) {
-                    return;
+            for step in steps {
+                match *step {
+                    SumStep::Zero { at } => zero(&sums[at], tokens, &columns),
+                    SumStep::Join { from, into } => {
+                        join(&sums[from], &sums[into], tokens, &columns);
+                    }
+                    SumStep::Add { call, at } => {
+                        if !stages[call].wait(piece) {
+                            return;
+                        }
+                        self.down(piece, &stages[call], columns.clone(), &sums[at]);
+                    }
                 }
-                // SAFETY: all segments of this call are finished, which the counter's release and acquire
-                // published; they are no longer written.
-                let values = unsafe { inner.rows(0..call.rows.len()) };
-                let x = PackedRows {
-                    values,
-                    packing: *packing,
-                    cols: call.down.cols(),
-                    rows: RowSet::Range {
-                        first: 0,
-                        count: call.rows.len(),
-                    },
-                };
-                self.down(piece, call, &x, columns.clone(), &shared_out);
             }
         });
     }
 
-    /// Computes `silu(gate x) * (up x)` for a segment of intermediate elements, packed.
+    /// Computes a piece of stage one: `silu(gate x) * (up x)` for a segment of intermediate elements, packed.
     fn gate_and_up(
         &self,
         piece: Piece<'_>,
-        call: &ExpertCall<'_, HostMatrix>,
+        stage: &Stage<'_>,
         inputs: &[Option<Packed>; Packing::COUNT],
-        segment: Range<usize>,
-        inner: &SharedMatrix<'_, f32>,
-        packing: Packing,
     ) {
+        let Stage {
+            call,
+            inner,
+            packing,
+            ..
+        } = stage;
+        let begin = (piece.index - stage.first_piece) * SEGMENT;
+        let segment = begin..call.gate.rows().min(begin + SEGMENT);
         let tokens = call.rows.len();
         let mut scratch = self.scratch(piece.worker);
         let scratch = &mut *scratch;
@@ -201,25 +228,37 @@ impl CpuBackend {
             }
             // SAFETY: a piece writes its own segment of each row, and no one reads it before it is finished.
             let packed = unsafe { inner.part(t, packed_segment.clone()) };
-            self.kernels.pack(packing, row, packed);
+            self.kernels.pack(*packing, row, packed);
         }
+        stage.finished.fetch_add(1, Ordering::Release);
     }
 
-    /// Adds `weight * down(inner)` to the columns `columns` of the call's rows.
+    /// Adds `weight * down(inner)` to the columns `columns` of the call's rows; stage one of the call is finished.
     fn down(
         &self,
         piece: Piece<'_>,
-        call: &ExpertCall<'_, HostMatrix>,
-        x: &PackedRows<'_>,
+        stage: &Stage<'_>,
         columns: Range<usize>,
         out: &SharedMatrix<'_, f32>,
     ) {
-        let tokens = x.len();
+        let call = stage.call;
+        let tokens = call.rows.len();
+        let x = PackedRows {
+            // SAFETY: all segments of this call are finished, which the counter's release and acquire
+            // published; they are no longer written.
+            values: unsafe { stage.inner.rows(0..tokens) },
+            packing: stage.packing,
+            cols: call.down.cols(),
+            rows: RowSet::Range {
+                first: 0,
+                count: tokens,
+            },
+        };
         let mut scratch = self.scratch(piece.worker);
         let scratch = &mut *scratch;
         let tile = scratch.tile.f32s_mut(columns.len() * tokens);
         self.kernels
-            .linear(call.down, columns.clone(), x, &mut scratch.kernel, tile);
+            .linear(call.down, columns.clone(), &x, &mut scratch.kernel, tile);
         for (t, (&row, &weight)) in call.rows.iter().zip(call.weights).enumerate() {
             // SAFETY: stage-two pieces have disjoint ranges of columns.
             let out = unsafe { out.part(row as usize, columns.clone()) };
@@ -230,31 +269,89 @@ impl CpuBackend {
     }
 }
 
-/// Waits until a call's segments are finished; returns false if the run is aborted.
-fn wait_for(finished: &AtomicUsize, segments: usize, piece: Piece<'_>) -> bool {
-    let mut turns = 0u32;
-    while finished.load(Ordering::Acquire) < segments {
-        if piece.aborted() {
-            return false;
-        }
-        turns += 1;
-        if turns < 200 {
-            std::hint::spin_loop();
-        } else {
-            // The other thread may have lost its CPU to another process.
-            std::thread::yield_now();
+/// A call while its pieces run.
+struct Stage<'a> {
+    call: &'a ExpertCall<'a, HostMatrix>,
+    /// Packed intermediate activations, written by stage one and read by stage two of the same run.
+    inner: SharedMatrix<'a, f32>,
+    packing: Packing,
+    first_piece: usize,
+    segments: usize,
+    finished: &'a AtomicUsize,
+}
+
+impl<'a> Stage<'a> {
+    fn new(work: &'a mut Work<'_>) -> Self {
+        let Inner {
+            buffer,
+            packing,
+            row_len,
+        } = &mut work.inner;
+        let elements = work.call.rows.len() * *row_len;
+        Self {
+            call: work.call,
+            inner: SharedMatrix::new(buffer.f32s_mut(elements), *row_len),
+            packing: *packing,
+            first_piece: work.first_piece,
+            segments: work.segments,
+            finished: &work.finished,
         }
     }
-    true
+
+    /// Waits until stage one of the call is finished; returns false if the run is aborted.
+    fn wait(&self, piece: Piece<'_>) -> bool {
+        let mut turns = 0u32;
+        while self.finished.load(Ordering::Acquire) < self.segments {
+            if piece.aborted() {
+                return false;
+            }
+            turns += 1;
+            if turns < 200 {
+                std::hint::spin_loop();
+            } else {
+                // The other thread may have lost its CPU to another process.
+                std::thread::yield_now();
+            }
+        }
+        true
+    }
+}
+
+/// Sets columns of a matrix to zero.
+fn zero(sum: &SharedMatrix<'_, f32>, tokens: usize, columns: &Range<usize>) {
+    for row in 0..tokens {
+        // SAFETY: stage-two pieces have disjoint ranges of columns.
+        unsafe { sum.part(row, columns.clone()) }.fill(0.0);
+    }
+}
+
+/// Adds columns of one matrix to those of another one.
+fn join(
+    from: &SharedMatrix<'_, f32>,
+    into: &SharedMatrix<'_, f32>,
+    tokens: usize,
+    columns: &Range<usize>,
+) {
+    for row in 0..tokens {
+        // SAFETY: stage-two pieces have disjoint ranges of columns.
+        let (from, into) = unsafe {
+            (
+                from.part(row, columns.clone()),
+                into.part(row, columns.clone()),
+            )
+        };
+        for (into, from) in into.iter_mut().zip(&*from) {
+            *into += *from;
+        }
+    }
 }
 
 fn check(
-    out: &CpuTensor,
+    out: (usize, usize),
     x: &CpuTensor,
     call: &ExpertCall<'_, HostMatrix>,
 ) -> Result<(), KernelError> {
     let matrices = [call.gate, call.up, call.down].map(|m| (m.rows(), m.cols()));
-    let (out, input) = ((out.rows(), out.cols()), (x.rows(), x.cols()));
-    checks::expert(out, input, matrices)?;
+    checks::expert(out, (x.rows(), x.cols()), matrices)?;
     checks::expert_rows(call.rows, call.weights.len(), x.rows())
 }

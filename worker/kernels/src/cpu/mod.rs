@@ -14,7 +14,9 @@ mod kv;
 mod linear;
 pub(crate) mod memory;
 mod route;
+mod sum_tree;
 
+pub use experts::CpuExpertSum;
 pub use kv::CpuKv;
 pub use memory::CpuTensor;
 

@@ -95,6 +95,7 @@ impl Gqa {
     pub(crate) fn forward<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
+        kv: &mut B::Kv,
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
@@ -108,13 +109,13 @@ impl Gqa {
         pass.show("v", &v);
         pass.check_cancelled()?;
         pass.backend
-            .kv_append(pass.kv, pass.layer, &k, Some(&v), pass.spans)?;
+            .kv_append(kv, pass.layer, &k, Some(&v), &pass.place.spans)?;
         let spec = AttentionSpec {
             heads: self.heads,
             scale: 1.0 / (self.head_dim as f32).sqrt(),
         };
         // heads [rows, heads * dim]
-        let heads = attend(pass, &q, spec)?;
+        let heads = attend(pass, kv, &q, spec)?;
         pass.show("attn_heads", &heads);
         pass.check_cancelled()?;
         // out [rows, hidden]
@@ -145,7 +146,7 @@ impl Gqa {
             pass.show(names.norm, &projected);
         }
         let heads = backend.shape(&projected).1 / self.head_dim;
-        backend.rope(&mut projected, heads, pass.positions, &self.rope)?;
+        backend.rope(&mut projected, heads, &pass.place.positions, &self.rope)?;
         pass.show(names.rotated, &projected);
         Ok(projected)
     }

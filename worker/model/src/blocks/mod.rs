@@ -8,21 +8,17 @@ pub(crate) mod rope;
 
 use hearth_kernels::{AttentionSpec, Backend, Span};
 
+use crate::flight::Place;
 use crate::{ModelError, Observer, Residency};
 
-/// State of the running forward pass, as seen by a block.
+/// What a block sees of the pass that runs it.
 pub(crate) struct Pass<'a, B: Backend> {
     pub(crate) backend: &'a B,
     pub(crate) residency: &'a dyn Residency<B>,
-    pub(crate) kv: &'a mut B::Kv,
-    pub(crate) spans: &'a [Span],
-    /// `[rows]` absolute positions.
-    pub(crate) positions: &'a [u32],
+    pub(crate) place: &'a Place,
     pub(crate) observer: &'a mut dyn Observer<B>,
     /// Index of the running layer.
     pub(crate) layer: usize,
-    /// Number of blocks before the running one: a layer's attention and feed-forward count as one each.
-    pub(crate) blocks_done: usize,
     /// Total number of blocks.
     pub(crate) blocks: usize,
 }
@@ -30,7 +26,7 @@ pub(crate) struct Pass<'a, B: Backend> {
 impl<B: Backend> Pass<'_, B> {
     /// Ends the pass if its result is no longer wanted; called between long operations.
     pub(crate) fn check_cancelled(&mut self) -> Result<(), ModelError> {
-        match self.observer.goes_on(self.blocks_done, self.blocks) {
+        match self.observer.goes_on(self.place.blocks_done, self.blocks) {
             true => Ok(()),
             false => Err(ModelError::GivenUp),
         }
@@ -50,25 +46,26 @@ const LEAST_TILE_ROWS: usize = 64;
 /// pass can be ended between tiles of rows; the bits are the same.
 pub(crate) fn attend<B: Backend>(
     pass: &mut Pass<'_, B>,
+    kv: &B::Kv,
     q: &B::Tensor,
     spec: AttentionSpec,
 ) -> Result<B::Tensor, ModelError> {
     let backend = pass.backend;
-    let layout = backend.kv_layout(pass.kv);
+    let layout = backend.kv_layout(kv);
     let rows = backend.shape(q).0;
     let most_products = backend.longest_operation_products();
     let Some(most_products) = most_products.filter(|_| rows > LEAST_TILE_ROWS) else {
-        return Ok(backend.attention(q, pass.kv, pass.layer, pass.spans, spec)?);
+        return Ok(backend.attention(q, kv, pass.layer, &pass.place.spans, spec)?);
     };
     let of_pair = (spec.heads * (layout.k_dim + layout.v_dim)) as u64;
-    let tiles = tiles(pass.spans, most_products / of_pair.max(1));
+    let tiles = tiles(&pass.place.spans, most_products / of_pair.max(1));
     if tiles.len() <= 1 {
-        return Ok(backend.attention(q, pass.kv, pass.layer, pass.spans, spec)?);
+        return Ok(backend.attention(q, kv, pass.layer, &pass.place.spans, spec)?);
     }
     let mut out = backend.zeros(rows, spec.heads * layout.v_dim)?;
     for tile in tiles {
         pass.check_cancelled()?;
-        backend.attention_rows(&mut out, q, pass.kv, pass.layer, &tile, spec)?;
+        backend.attention_rows(&mut out, q, kv, pass.layer, &tile, spec)?;
     }
     Ok(out)
 }

@@ -1,0 +1,200 @@
+//! Order of slots when the host chose the experts.
+
+use std::ops::Range;
+
+use hearth_kernels::ExpertCall;
+
+use super::CudaWeight;
+use super::linear::{DECODE_ROWS, TILE_ROWS};
+use super::tensor::TileArg;
+
+/// An expert's index, and the tokens that chose it.
+#[derive(Clone, Copy)]
+pub(super) struct ListedCall<'a> {
+    expert: u32,
+    /// Ascending.
+    rows: &'a [u32],
+    weights: &'a [f32],
+}
+
+impl<'a> ListedCall<'a> {
+    pub(super) fn of(call: &ExpertCall<'a, CudaWeight>) -> Self {
+        Self {
+            expert: call.expert,
+            rows: call.rows,
+            weights: call.weights,
+        }
+    }
+
+    /// The part of the call that is in some rows.
+    fn within(self, rows: &Range<usize>) -> Self {
+        let [first, end] =
+            [rows.start, rows.end].map(|row| self.rows.partition_point(|&r| (r as usize) < row));
+        Self {
+            expert: self.expert,
+            rows: &self.rows[first..end],
+            weights: &self.weights[first..end],
+        }
+    }
+}
+
+/// Cuts tokens into ranges, in order, each of at most `most_slots` slots unless it is one token.
+pub(super) fn chunks(
+    calls: &[ListedCall<'_>],
+    tokens: usize,
+    most_slots: usize,
+) -> Vec<Range<usize>> {
+    let mut counts = vec![0; tokens];
+    for row in calls.iter().flat_map(|call| call.rows) {
+        counts[*row as usize] += 1;
+    }
+    let mut chunks = Vec::new();
+    let (mut first, mut slots) = (0, 0);
+    for (token, count) in counts.iter().enumerate() {
+        if token > first && slots + count > most_slots {
+            chunks.push(first..token);
+            (first, slots) = (token, 0);
+        }
+        slots += count;
+    }
+    if first < tokens {
+        chunks.push(first..tokens);
+    }
+    chunks
+}
+
+/// Rows of a tile: those of the decode kernel, which is bound by the weights, for few tokens per expert; else those of
+/// the tiled one. The bits are the same.
+pub(super) fn tile_rows(slots: usize, experts: usize) -> usize {
+    if slots <= experts * DECODE_ROWS {
+        DECODE_ROWS
+    } else {
+        TILE_ROWS
+    }
+}
+
+/// Arrays as moe_sort.cu leaves them on the device, built from calls that are already in order. Rows are counted from
+/// the first token.
+pub(super) struct HostOrder {
+    pub(super) rows: Vec<i32>,
+    pub(super) positions: Vec<i32>,
+    pub(super) weights: Vec<f32>,
+    pub(super) chosen: Vec<i32>,
+    pub(super) tiles: Vec<TileArg>,
+    pub(super) per_token: usize,
+    pub(super) tile_rows: usize,
+}
+
+impl HostOrder {
+    pub(super) fn new(calls: &[ListedCall<'_>], tokens: Range<usize>) -> Self {
+        let calls: Vec<ListedCall<'_>> = calls.iter().map(|call| call.within(&tokens)).collect();
+        let slots = calls.iter().map(|call| call.rows.len()).sum();
+        let used = calls.iter().filter(|call| !call.rows.is_empty()).count();
+        Self::tiled(&calls, tokens, tile_rows(slots, used))
+    }
+
+    fn tiled(calls: &[ListedCall<'_>], tokens: Range<usize>, tile_rows: usize) -> Self {
+        let mut of_token: Vec<Vec<(i32, f32, i32)>> = vec![Vec::new(); tokens.len()];
+        let (mut rows, mut tiles) = (Vec::new(), Vec::new());
+        for (index, call) in calls.iter().enumerate() {
+            for first in (0..call.rows.len()).step_by(tile_rows) {
+                tiles.push(TileArg {
+                    expert: index as i32,
+                    first: (rows.len() + first) as i32,
+                    count: tile_rows.min(call.rows.len() - first) as i32,
+                    reserved: 0,
+                });
+            }
+            for (&row, &weight) in call.rows.iter().zip(call.weights) {
+                let row = row as usize - tokens.start;
+                of_token[row].push((rows.len() as i32, weight, call.expert as i32));
+                rows.push(row as i32);
+            }
+        }
+        let per_token = of_token.iter().map(Vec::len).max().unwrap_or(0);
+        let (mut positions, mut weights, mut chosen) = (Vec::new(), Vec::new(), Vec::new());
+        for mut token in of_token {
+            // Fillers follow the token's slots, and have its last expert so that experts ascend.
+            let last = token.last().map_or(0, |slot| slot.2);
+            token.resize(per_token, (-1, 0.0, last));
+            for (position, weight, expert) in token {
+                positions.push(position);
+                weights.push(weight);
+                chosen.push(expert);
+            }
+        }
+        Self {
+            rows,
+            positions,
+            weights,
+            chosen,
+            tiles,
+            per_token,
+            tile_rows,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CALLS: [ListedCall<'static>; 2] = [
+        ListedCall {
+            expert: 4,
+            rows: &[1, 2, 3],
+            weights: &[0.1, 0.2, 0.3],
+        },
+        ListedCall {
+            expert: 7,
+            rows: &[0, 2],
+            weights: &[0.4, 0.5],
+        },
+    ];
+
+    fn tile(expert: i32, first: i32, count: i32) -> TileArg {
+        TileArg {
+            expert,
+            first,
+            count,
+            reserved: 0,
+        }
+    }
+
+    #[test]
+    fn calls_become_slots_tiles_and_places() {
+        let order = HostOrder::tiled(&CALLS, 0..5, 2);
+        assert_eq!(order.rows, [1, 2, 3, 0, 2]);
+        assert_eq!(order.per_token, 2);
+        assert_eq!(order.positions, [3, -1, 0, -1, 1, 4, 2, -1, -1, -1]);
+        assert_eq!(
+            order.weights,
+            [0.4, 0.0, 0.1, 0.0, 0.2, 0.5, 0.3, 0.0, 0.0, 0.0]
+        );
+        assert_eq!(order.chosen, [7, 7, 4, 4, 4, 7, 4, 4, 0, 0]);
+        assert_eq!(order.tiles, [tile(0, 0, 2), tile(0, 2, 1), tile(1, 3, 2)]);
+    }
+
+    #[test]
+    fn some_tokens_have_their_part_of_the_slots_counted_from_the_first() {
+        let order = HostOrder::new(&CALLS, 2..4);
+        assert_eq!(order.rows, [0, 1, 0]);
+        assert_eq!(order.positions, [0, 2, 1, -1]);
+        assert_eq!(order.chosen, [4, 7, 4, 4]);
+        assert_eq!(order.tiles, [tile(0, 0, 2), tile(1, 2, 1)]);
+    }
+
+    #[test]
+    fn chunks_hold_all_tokens_and_no_more_slots_than_allowed_unless_one_token_has_them() {
+        assert_eq!(chunks(&CALLS, 5, 2), [0..2, 2..3, 3..5]);
+        assert_eq!(chunks(&CALLS, 5, 1), [0..1, 1..2, 2..3, 3..5]);
+        assert_eq!(chunks(&CALLS, 5, 100), Vec::from([0..5]));
+        assert_eq!(chunks(&[], 0, 1), []);
+    }
+
+    #[test]
+    fn few_tokens_an_expert_take_the_decode_kernel() {
+        assert_eq!(tile_rows(64, 8), DECODE_ROWS);
+        assert_eq!(tile_rows(65, 8), TILE_ROWS);
+    }
+}

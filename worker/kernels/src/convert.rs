@@ -72,8 +72,8 @@ pub fn bf16_bytes(values: &[f32]) -> Vec<u8> {
 /// Quantises a row-major matrix `[rows, cols]` to E4M3 with one scale per 128×128 block, as
 /// DeepSeek-V3's checkpoints store it: `scale = amax / 448`, `code = round(value / scale)`.
 ///
-/// Returns the codes `[rows, cols]` and the scales `[ceil(rows / 128), ceil(cols / 128)]`. A block without a finite non-zero value has scale 1. If `values` is shorter than
-/// `rows * cols`, the missing elements are zero.
+/// Returns the codes `[rows, cols]` and the scales `[ceil(rows / 128), ceil(cols / 128)]`. A block without a finite
+/// non-zero value has scale 1. If `values` is shorter than `rows * cols`, the missing elements are zero.
 pub fn quantize_fp8_block(values: &[f32], rows: usize, cols: usize) -> (Vec<u8>, Vec<f32>) {
     let block_rows = rows.div_ceil(SCALE_BLOCK);
     let block_cols = cols.div_ceil(SCALE_BLOCK);

@@ -1,14 +1,16 @@
 //! Shared blocks and one file per architecture, generic over the backend.
 //!
 //! A model is a `Decoder`: a declarative description of blocks, built by one file per architecture under
-//! `arch`. [`Model`] runs any of them; [`modules`] lists their weights by module, the granularity at which a
-//! [`Residency`] policy brings weights to where they are used.
+//! `arch`. [`Model`] runs any of them, step by step over a [`Flight`] that may wait between two modules;
+//! [`Model::forward`] is the plain program of these steps. [`modules`] lists the weights by module, the granularity at
+//! which a [`Residency`] policy brings weights to where they are used.
 //!
 //! **Invariant**: no block knows where its weights are, how they are stored or which device runs them. Weights are
 //! obtained from [`Residency::acquire`], and all computation goes through [`hearth_kernels::Backend`].
 //!
 //! **Invariant**: a row's result is a function of its tokens, its positions and the weights. Nothing here depends on
-//! batch size or chunk boundaries; routed experts are summed in index order.
+//! batch size or chunk boundaries; the outputs of routed experts are added in the order of
+//! [`hearth_kernels::expert_sum`].
 #![forbid(unsafe_code)]
 
 mod arch;

@@ -188,7 +188,7 @@ mod tests {
     fn chunks_hold_all_tokens_and_no_more_slots_than_allowed_unless_one_token_has_them() {
         assert_eq!(chunks(&CALLS, 5, 2), [0..2, 2..3, 3..5]);
         assert_eq!(chunks(&CALLS, 5, 1), [0..1, 1..2, 2..3, 3..5]);
-        assert_eq!(chunks(&CALLS, 5, 100), Vec::from([0..5]));
+        assert!(matches!(&chunks(&CALLS, 5, 100)[..], [all] if *all == (0..5)));
         assert_eq!(chunks(&[], 0, 1), []);
     }
 

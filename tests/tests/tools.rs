@@ -63,8 +63,37 @@ fn logits_are_the_same_bits_in_chunks_and_on_other_thread_counts() {
         compute("three", &["--threads", "3", "--residency", "mmap-prefetch"]),
         whole
     );
+    assert_eq!(
+        compute("virtual", &["--device", "virtual:memory=64Mi"]),
+        whole
+    );
     let scalar = compute("scalar", &["--isa", "scalar"]);
     assert_eq!(scalar.0, whole.0);
+}
+
+#[test]
+fn a_virtual_device_holds_what_it_has_room_for() {
+    let bench = |device: &str| {
+        let mut command = worker();
+        command
+            .args(["bench", "--prefill", "16", "--decode", "4", "--json"])
+            .args(["--device", device, "--model"])
+            .arg(demo());
+        command
+    };
+    let report = json_of(&mut bench("virtual:memory=64Mi"));
+    let bytes = |name: &str| report[name].as_u64().expect("bytes");
+    assert_eq!(bytes("device_budget_bytes"), 64 << 20);
+    let peak = bytes("device_peak_bytes");
+    assert!(peak > bytes("weight_bytes_per_step"), "{report}");
+    ok(&mut bench(&format!("virtual:memory={peak}")));
+    let (code, _, stderr) = run(&mut bench(&format!("virtual:memory={}", peak / 2)));
+    assert_ne!(code, 0);
+    let budget = format!("budget {} bytes", peak / 2);
+    assert!(
+        stderr.contains(&budget) && stderr.contains("too little memory for"),
+        "{stderr}"
+    );
 }
 
 #[test]

@@ -4,8 +4,11 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hearth_kernels::{CpuOptions, Isa, KvDType};
+use hearth_virtual::VirtualOptions;
 
-use crate::device::{ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, KernelDirectories};
+use crate::device::{
+    ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, KernelDirectories, VirtualArg,
+};
 use crate::environment::Environment;
 use crate::{roles, tools};
 
@@ -113,7 +116,7 @@ impl ModelArgs {
 /// Which device computes, with which kernels, on how many threads.
 #[derive(Args, Clone)]
 pub(crate) struct ComputeArgs {
-    /// cpu, cuda (the first GPU), or cuda:UUID
+    /// cpu, cuda (the first GPU), cuda:UUID, or virtual:memory=8Gi (a device of that memory, computed by the CPU)
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub(crate) device: DeviceArg,
     /// Instruction set; auto takes the best that the CPU has
@@ -201,37 +204,44 @@ impl ComputeArgs {
         environment: &Environment,
     ) -> anyhow::Result<DeviceOptions> {
         self.refuse_idle_options()?;
+        let cpu = CpuOptions {
+            isa: self.isa.isa(),
+            threads: self.threads(),
+            numa_cpus: Vec::new(),
+        };
         Ok(match &self.device {
-            DeviceArg::Cpu => DeviceOptions::Cpu(CpuOptions {
-                isa: self.isa.isa(),
-                threads: self.threads(),
-                numa_cpus: Vec::new(),
-            }),
+            DeviceArg::Cpu => DeviceOptions::Cpu(cpu),
             DeviceArg::Cuda(uuid) => DeviceOptions::Gpu(self.gpu.options(
                 environment,
                 uuid.clone(),
                 self.device_memory,
             )),
+            DeviceArg::Virtual(VirtualArg { memory_bytes }) => {
+                DeviceOptions::Virtual(VirtualOptions {
+                    memory_bytes: *memory_bytes,
+                    cpu,
+                })
+            }
         })
     }
 
     /// What would be without effect is more likely a mistake than meant.
     fn refuse_idle_options(&self) -> anyhow::Result<()> {
-        let is_cpu = self.device == DeviceArg::Cpu;
+        let (here, is_gpu) = match self.device {
+            DeviceArg::Cpu => ("cpu", false),
+            DeviceArg::Cuda(_) => ("cuda", true),
+            DeviceArg::Virtual(_) => ("virtual", false),
+        };
         let given = [
-            ("--isa", !is_cpu && self.isa != IsaArg::Auto),
-            ("--threads", !is_cpu && self.threads.is_some()),
-            ("--device-memory", is_cpu && self.device_memory.is_some()),
+            ("--isa", is_gpu && self.isa != IsaArg::Auto),
+            ("--threads", is_gpu && self.threads.is_some()),
+            ("--device-memory", !is_gpu && self.device_memory.is_some()),
             (
                 "--activations",
-                is_cpu && self.gpu.activations != ActivationsArg::F32,
+                !is_gpu && self.gpu.activations != ActivationsArg::F32,
             ),
         ];
-        let [here, there] = if is_cpu {
-            ["cpu", "cuda"]
-        } else {
-            ["cuda", "cpu"]
-        };
+        let there = if is_gpu { "cpu" } else { "cuda" };
         match given.iter().find(|(_, is_idle)| *is_idle) {
             Some((option, _)) => anyhow::bail!(
                 "{option} has no effect with --device {here}\n  leave it out, or use --device {there}"

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use hearth_crds::MemoryQuantity;
 use hearth_kernels::{CpuBackend, CpuOptions};
+use hearth_virtual::{VirtualBackend, VirtualOptions};
 
 /// A device by name, as accepted by `--device`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -14,6 +16,15 @@ pub(crate) enum DeviceArg {
     Cpu,
     /// An NVIDIA GPU: the one with this UUID, or the first.
     Cuda(Option<String>),
+    /// A virtual device.
+    Virtual(VirtualArg),
+}
+
+/// Properties of a virtual device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct VirtualArg {
+    /// Bytes of its memory.
+    pub(crate) memory_bytes: u64,
 }
 
 impl FromStr for DeviceArg {
@@ -24,7 +35,44 @@ impl FromStr for DeviceArg {
             None if text == "cpu" => Ok(Self::Cpu),
             None if text == "cuda" => Ok(Self::Cuda(None)),
             Some(("cuda", uuid)) if !uuid.is_empty() => Ok(Self::Cuda(Some(uuid.to_owned()))),
-            _ => Err("write cpu, cuda, or cuda:UUID as `nvidia-smi -L` prints it".to_owned()),
+            Some(("virtual", properties)) => properties.parse().map(Self::Virtual),
+            None if text == "virtual" => "".parse().map(Self::Virtual),
+            _ => Err(
+                "write cpu, cuda, cuda:UUID as `nvidia-smi -L` prints it, or virtual:memory=8Gi"
+                    .to_owned(),
+            ),
+        }
+    }
+}
+
+impl FromStr for VirtualArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut memory_bytes = None;
+        for property in text.split(',').filter(|property| !property.is_empty()) {
+            let (name, value) = property.split_once('=').unwrap_or((property, ""));
+            match name {
+                "memory" if memory_bytes.is_some() => {
+                    return Err("memory is written twice: write it once".to_owned());
+                }
+                "memory" => {
+                    let quantity: MemoryQuantity = value
+                        .parse()
+                        .map_err(|error| format!("memory={value}: {error}"))?;
+                    memory_bytes = Some(quantity.bytes());
+                }
+                _ => {
+                    return Err(format!(
+                        "a virtual device has no property {name}: write virtual:memory=8Gi"
+                    ));
+                }
+            }
+        }
+        match memory_bytes {
+            Some(0) => Err("memory=0: give the virtual device some, as in memory=8Gi".to_owned()),
+            Some(memory_bytes) => Ok(Self { memory_bytes }),
+            None => Err("a virtual device needs memory: write virtual:memory=8Gi".to_owned()),
         }
     }
 }
@@ -73,15 +121,19 @@ pub(crate) enum DeviceOptions {
     Cpu(CpuOptions),
     /// A GPU.
     Gpu(GpuOptions),
+    /// A virtual device.
+    Virtual(VirtualOptions),
 }
 
 /// A value that belongs to one of the devices that this build supports.
-pub(crate) enum OnDevice<C, G> {
+pub(crate) enum OnDevice<C, G, V> {
     /// Value on the CPU.
     Cpu(C),
     /// Value on a GPU.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     Gpu(G),
+    /// Value on a virtual device.
+    Virtual(V),
 }
 
 /// The GPU backend of this build.
@@ -91,8 +143,8 @@ pub(crate) type GpuBackend = hearth_cuda::CudaBackend;
 #[cfg(not(feature = "cuda"))]
 pub(crate) type GpuBackend = CpuBackend;
 
-/// A backend of either kind.
-pub(crate) type AnyBackend = OnDevice<Arc<CpuBackend>, Arc<GpuBackend>>;
+/// A backend of any kind.
+pub(crate) type AnyBackend = OnDevice<Arc<CpuBackend>, Arc<GpuBackend>, Arc<VirtualBackend>>;
 
 /// Evaluates an expression with the value on the device, whichever device it is.
 macro_rules! on_device {
@@ -100,6 +152,7 @@ macro_rules! on_device {
         match $value {
             $crate::device::OnDevice::Cpu($name) => $body,
             $crate::device::OnDevice::Gpu($name) => $body,
+            $crate::device::OnDevice::Virtual($name) => $body,
         }
     };
 }
@@ -111,7 +164,7 @@ impl DeviceOptions {
         match self {
             Self::Cpu(options) => options.threads,
             // Weights are copied to the device, which loads the pages.
-            Self::Gpu(_) => 0,
+            Self::Gpu(_) | Self::Virtual(_) => 0,
         }
     }
 
@@ -123,6 +176,9 @@ impl DeviceOptions {
         match self {
             Self::Cpu(options) => Ok(OnDevice::Cpu(Arc::new(CpuBackend::new(options)?))),
             Self::Gpu(options) => open_gpu(options),
+            Self::Virtual(options) => {
+                Ok(OnDevice::Virtual(Arc::new(VirtualBackend::new(options)?)))
+            }
         }
     }
 }
@@ -182,8 +238,26 @@ mod tests {
             parse("cuda:GPU-1a"),
             Ok(DeviceArg::Cuda(Some("GPU-1a".to_owned())))
         );
-        for wrong in ["gpu", "cuda:", "cpu:0", ""] {
-            assert!(parse(wrong).unwrap_err().contains("cuda:UUID"), "{wrong}");
+        let memory_bytes = 3 << 29;
+        assert_eq!(
+            parse("virtual:memory=1.5Gi"),
+            Ok(DeviceArg::Virtual(VirtualArg { memory_bytes }))
+        );
+        for (wrong, says) in [
+            ("gpu", "cuda:UUID"),
+            ("cuda:", "cuda:UUID"),
+            ("cpu:0", "cuda:UUID"),
+            ("", "cuda:UUID"),
+            ("virtual", "needs memory"),
+            ("virtual:", "needs memory"),
+            ("virtual:memory", "memory="),
+            ("virtual:memory=many", "memory=many"),
+            ("virtual:memory=0", "memory=0"),
+            ("virtual:memory=1Gi,memory=2Gi", "twice"),
+            ("virtual:memory=1Gi,speed=2", "no property speed"),
+        ] {
+            let error = parse(wrong).unwrap_err();
+            assert!(error.contains(says), "{wrong}: {error}");
         }
     }
 }

@@ -10,6 +10,7 @@ use hearth_model::{Model, Residency, modules};
 use hearth_residency::{
     LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident, ResidentOptions,
 };
+use hearth_virtual::VirtualBackend;
 
 use crate::cli::{ModelArgs, ResidencyArg};
 use crate::device::{DeviceOptions, GpuBackend, OnDevice};
@@ -50,7 +51,8 @@ pub(crate) struct LoadedOn<B: Backend> {
 }
 
 /// A model on the requested device.
-pub(crate) type Loaded = OnDevice<LoadedOn<CpuBackend>, LoadedOn<GpuBackend>>;
+pub(crate) type Loaded =
+    OnDevice<LoadedOn<CpuBackend>, LoadedOn<GpuBackend>, LoadedOn<VirtualBackend>>;
 
 impl LoadOptions<'_> {
     /// Converts the tools' arguments to options, without pinning.
@@ -97,17 +99,24 @@ pub(crate) fn open(
         touch_threads,
         placing: options.placing,
     };
-    Ok(match options.device.open()? {
+    let policy = &options.residency;
+    let device = options.device.open()?;
+    if let (ResidencyPolicy::MmapPrefetch { .. }, OnDevice::Gpu(_) | OnDevice::Virtual(_)) =
+        (policy, &device)
+    {
+        anyhow::bail!(
+            "--residency mmap-prefetch applies to the CPU only: on a device of its own memory the weights stay there\n  use --residency resident, or --device cpu"
+        );
+    }
+    Ok(match device {
         OnDevice::Cpu(backend) => {
-            OnDevice::Cpu(files.open_on(backend, &options.residency, resident, progress)?)
+            OnDevice::Cpu(files.open_on(backend, policy, resident, progress)?)
         }
         OnDevice::Gpu(backend) => {
-            if let ResidencyPolicy::MmapPrefetch { .. } = options.residency {
-                anyhow::bail!(
-                    "--residency mmap-prefetch applies to the CPU only: on a GPU the weights stay in its memory\n  use --residency resident, or --device cpu"
-                );
-            }
-            OnDevice::Gpu(files.open_on(backend, &options.residency, resident, progress)?)
+            OnDevice::Gpu(files.open_on(backend, policy, resident, progress)?)
+        }
+        OnDevice::Virtual(backend) => {
+            OnDevice::Virtual(files.open_on(backend, policy, resident, progress)?)
         }
     })
 }

@@ -186,6 +186,25 @@ impl HostMatrix {
         &self.data
     }
 
+    /// Copies the elements to memory of their own.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    pub fn copied(&self) -> Result<Self, KernelError> {
+        let mut data = Vec::new();
+        data.try_reserve_exact(self.data.len())
+            .map_err(|_| KernelError::OutOfMemory {
+                device: "cpu".into(),
+                what: "a copy of weights".into(),
+                needed_bytes: self.data.len() as u64,
+            })?;
+        data.extend_from_slice(&self.data);
+        Ok(Self {
+            data: data.into(),
+            ..self.clone()
+        })
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype

@@ -19,6 +19,17 @@ pub trait Backend: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + Sampl
 
 impl<B: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + SampleOps> Backend for B {}
 
+/// Memory of a device that has its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Bytes in use: weights, KV and activations.
+    pub used_bytes: u64,
+    /// Largest number of bytes that were in use at once.
+    pub peak_bytes: u64,
+    /// Bytes that may be used.
+    pub budget_bytes: u64,
+}
+
 /// A device: its threads, its description, and the begin and end of a pass.
 pub trait DeviceOps: Send + Sync + 'static {
     /// Called once by the thread that makes all later calls: a backend with threads
@@ -57,6 +68,11 @@ pub trait DeviceOps: Send + Sync + 'static {
     /// Products (multiplications with an addition) that an operation may take, so that a pass can be ended soon between two
     /// of them; `None` if operations are queued rather than computed when they are called.
     fn longest_operation_products(&self) -> Option<u64> {
+        None
+    }
+
+    /// Memory of the device; `None` if it computes in the host's.
+    fn device_memory(&self) -> Option<DeviceMemory> {
         None
     }
 

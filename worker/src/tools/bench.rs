@@ -62,6 +62,11 @@ struct Report {
     /// `effective_gbps / read_bandwidth_gbps`.
     bandwidth_ratio: f64,
     peak_rss_bytes: u64,
+    /// Largest number of bytes of the device's own memory that were in use, and its budget; absent for the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device_peak_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device_budget_bytes: Option<u64>,
 }
 
 /// Measures and prints the results.
@@ -167,6 +172,7 @@ fn report<B: Backend>(
     sorted.sort_by(f64::total_cmp);
     let decode_step_ms = sorted[sorted.len() / 2];
     let effective_gbps = timings.bytes_per_step as f64 / decode_step_ms / 1e6;
+    let memory = loaded.model.backend().device_memory();
     Report {
         model: args.model.model.display().to_string(),
         device: loaded.model.backend().describe(),
@@ -183,6 +189,8 @@ fn report<B: Backend>(
         read_bandwidth_gbps: read_gbps,
         bandwidth_ratio: effective_gbps / read_gbps,
         peak_rss_bytes: peak_rss_bytes(),
+        device_peak_bytes: memory.map(|memory| memory.peak_bytes),
+        device_budget_bytes: memory.map(|memory| memory.budget_bytes),
     }
 }
 
@@ -195,11 +203,20 @@ fn peak_rss_bytes() -> u64 {
 }
 
 fn table(report: &Report) -> String {
+    let device = match (report.device_peak_bytes, report.device_budget_bytes) {
+        (Some(peak), Some(budget)) => format!(
+            "device   {:.1} MiB at most, of {:.1} MiB\n",
+            peak as f64 / (1 << 20) as f64,
+            budget as f64 / (1 << 20) as f64
+        ),
+        _ => String::new(),
+    };
     format!(
         "model    {}  on {}, KV {}\n\
          prefill  {} tokens in {:.1} ms: {:.1} tokens/s\n\
          decode   batch {}: {:.2} ms a step (median of {}), {:.1} tokens/s\n\
-         memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the device reads\n",
+         memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the device reads\n\
+         {device}",
         report.model,
         report.device,
         report.kv_dtype,

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use hearth_kernels::KernelError;
-use hearth_kernels::ops::DeviceOps;
+use hearth_kernels::ops::{DeviceMemory, DeviceOps};
 
 use super::{Activations, CudaBackend, Kernel, MOST_RECORDED_ROWS};
 use crate::compile::Variant;
@@ -67,6 +67,14 @@ impl DeviceOps for CudaBackend {
             }
         }
         Ok(bytes as f64 / best / 1e9)
+    }
+
+    fn device_memory(&self) -> Option<DeviceMemory> {
+        Some(DeviceMemory {
+            used_bytes: self.memory.used_bytes(),
+            peak_bytes: self.memory.peak_bytes(),
+            budget_bytes: self.memory.budget_bytes(),
+        })
     }
 
     fn begin_pass(&self, rows: usize) -> Result<(), KernelError> {

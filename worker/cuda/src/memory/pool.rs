@@ -30,6 +30,8 @@ pub(crate) struct Memory {
 struct State {
     /// Bytes allocated by the driver, including free buffers.
     held_bytes: u64,
+    /// Largest number of bytes that were allocated by the driver at once.
+    peak_bytes: u64,
     /// Free lists: reusable addresses, by size.
     free: BTreeMap<usize, Vec<CUdeviceptr>>,
     free_bytes: u64,
@@ -73,6 +75,11 @@ impl Memory {
     pub(crate) fn used_bytes(&self) -> u64 {
         let state = self.state();
         state.held_bytes - state.free_bytes
+    }
+
+    /// Largest number of bytes that were held at once, free ones included.
+    pub(crate) fn peak_bytes(&self) -> u64 {
+        self.state().peak_bytes
     }
 
     /// Bytes that can still be allocated.
@@ -155,7 +162,9 @@ impl Memory {
                 (other, _) => check("cuMemAllocAsync", other)?,
             }
         }
-        self.state().held_bytes += size as u64;
+        let mut state = self.state();
+        state.held_bytes += size as u64;
+        state.peak_bytes = state.peak_bytes.max(state.held_bytes);
         Ok(address)
     }
 

@@ -1,0 +1,117 @@
+//! Choice of experts, and their feed-forward blocks.
+
+use std::convert::Infallible;
+
+use hearth_kernels::expert_sum::PARTIAL_SUMS;
+use hearth_kernels::ops::{ExpertOps, RouterOps};
+use hearth_kernels::{
+    CpuExpertSum, ExpertCall, ExpertWeights, HostMatrix, KernelError, RouterSpec, Routing,
+};
+
+use crate::memory::Held;
+use crate::{VirtualBackend, VirtualTensor, VirtualVector, VirtualWeight};
+
+/// Sum of the outputs of a layer's experts.
+pub struct VirtualExpertSum {
+    sum: CpuExpertSum,
+    /// Memory of the total.
+    total: Held,
+    /// Memory of the other partial sums, once there may be some.
+    partial: Option<Held>,
+    matrix_bytes: usize,
+    is_begun: bool,
+}
+
+impl RouterOps for VirtualBackend {
+    type Chosen = Routing;
+
+    fn route(
+        &self,
+        logits: &VirtualTensor,
+        bias: Option<&VirtualVector>,
+        spec: RouterSpec,
+    ) -> Result<Routing, KernelError> {
+        let bias = bias.map(|bias| &bias.values);
+        self.cpu.route(&logits.values, bias, spec)
+    }
+
+    fn routing(&self, chosen: Routing) -> Result<Routing, KernelError> {
+        Ok(chosen)
+    }
+}
+
+impl ExpertOps for VirtualBackend {
+    type ExpertBank = Infallible;
+    type ExpertSum = VirtualExpertSum;
+
+    fn expert_sum(
+        &self,
+        tokens: usize,
+        hidden: usize,
+        experts: usize,
+    ) -> Result<VirtualExpertSum, KernelError> {
+        let matrix_bytes = tokens.saturating_mul(hidden).saturating_mul(4);
+        Ok(VirtualExpertSum {
+            sum: self.cpu.expert_sum(tokens, hidden, experts)?,
+            total: self.memory.take(matrix_bytes, "activations")?,
+            partial: None,
+            matrix_bytes,
+            is_begun: false,
+        })
+    }
+
+    fn experts(
+        &self,
+        sum: &mut VirtualExpertSum,
+        x: &VirtualTensor,
+        calls: &[ExpertCall<'_, VirtualWeight>],
+        is_last: bool,
+    ) -> Result<(), KernelError> {
+        let is_one = !sum.is_begun && calls.len() <= 1 && is_last;
+        sum.is_begun = true;
+        if sum.partial.is_none() && !is_one {
+            let bytes = (PARTIAL_SUMS - 1).saturating_mul(sum.matrix_bytes);
+            sum.partial = Some(self.memory.take(bytes, "partial sums of experts")?);
+        }
+        let calls: Vec<ExpertCall<'_, HostMatrix>> = calls.iter().map(on_host).collect();
+        let inner = |call: &ExpertCall<'_, HostMatrix>| call.rows.len() * call.gate.rows() * 4;
+        let inner_bytes = calls.iter().map(inner).sum();
+        let _inner = self.memory.take(inner_bytes, "experts' activations")?;
+        self.cpu.experts(&mut sum.sum, &x.values, &calls, is_last)
+    }
+
+    fn expert_total(&self, sum: VirtualExpertSum) -> Result<VirtualTensor, KernelError> {
+        Ok(VirtualTensor {
+            values: self.cpu.expert_total(sum.sum)?,
+            _held: sum.total,
+        })
+    }
+
+    /// Returns `None`: the host chooses, and runs what it chose.
+    fn expert_bank(
+        &self,
+        _experts: &[ExpertWeights<'_, VirtualWeight>],
+    ) -> Result<Option<Infallible>, KernelError> {
+        Ok(None)
+    }
+
+    fn banked_experts(
+        &self,
+        _x: &VirtualTensor,
+        _chosen: &Routing,
+        bank: &Infallible,
+    ) -> Result<VirtualTensor, KernelError> {
+        match *bank {}
+    }
+}
+
+fn on_host<'a>(call: &ExpertCall<'a, VirtualWeight>) -> ExpertCall<'a, HostMatrix> {
+    ExpertCall {
+        expert: call.expert,
+        gate: &call.gate.matrix,
+        up: &call.up.matrix,
+        down: &call.down.matrix,
+        rows: call.rows,
+        weights: call.weights,
+    }
+}

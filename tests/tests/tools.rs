@@ -63,31 +63,43 @@ fn logits_are_the_same_bits_in_chunks_and_on_other_thread_counts() {
         compute("three", &["--threads", "3", "--residency", "mmap-prefetch"]),
         whole
     );
-    assert_eq!(
-        compute("virtual", &["--device", "virtual:memory=64Mi"]),
-        whole
-    );
+    let device = ["--device", "virtual:memory=64Mi"];
+    assert_eq!(compute("virtual", &device), whole);
+    for slots in ["2", "5"] {
+        let ring = ["--residency", "stream-loading", "--ring-slots", slots];
+        let arguments = [&device[..], &ring, &["--chunk", "16"]].concat();
+        assert_eq!(compute(slots, &arguments), whole);
+    }
     let scalar = compute("scalar", &["--isa", "scalar"]);
     assert_eq!(scalar.0, whole.0);
 }
 
 #[test]
 fn a_virtual_device_holds_what_it_has_room_for() {
-    let bench = |device: &str| {
+    let bench_with = |device: &str, more: &[&str]| {
         let mut command = worker();
         command
             .args(["bench", "--prefill", "16", "--decode", "4", "--json"])
             .args(["--device", device, "--model"])
-            .arg(demo());
+            .arg(demo())
+            .args(more);
         command
     };
+    let bench = |device: &str| bench_with(device, &[]);
     let report = json_of(&mut bench("virtual:memory=64Mi"));
     let bytes = |name: &str| report[name].as_u64().expect("bytes");
     assert_eq!(bytes("device_budget_bytes"), 64 << 20);
     let peak = bytes("device_peak_bytes");
     assert!(peak > bytes("weight_bytes_per_step"), "{report}");
     ok(&mut bench(&format!("virtual:memory={peak}")));
-    let (code, _, stderr) = run(&mut bench(&format!("virtual:memory={}", peak / 2)));
+    // Half of it is too little for all weights at once, and enough for experts that are streamed.
+    let half = format!("virtual:memory={}", peak / 2);
+    let streamed = json_of(&mut bench_with(&half, &["--residency", "stream-loading"]));
+    assert!(
+        streamed["device_peak_bytes"].as_u64() <= Some(peak / 2),
+        "{streamed}"
+    );
+    let (code, _, stderr) = run(&mut bench(&half));
     assert_ne!(code, 0);
     let budget = format!("budget {} bytes", peak / 2);
     assert!(
@@ -257,10 +269,32 @@ fn profile_tells_of_this_machine() {
 #[test]
 fn wrong_calls_are_told_why() {
     let out = tempfile::tempdir().expect("directory");
-    let cases: [(&[&str], &str); 4] = [
+    let cases: [(&[&str], &str); 8] = [
         (
             &["logits", "--tokens", "99999999", "--out", "x.safetensors"],
             "vocabulary",
+        ),
+        (
+            &["bench", "--residency", "stream-loading"],
+            "no effect on the CPU",
+        ),
+        (
+            &["bench", "--ring-slots", "4"],
+            "no effect with --residency resident",
+        ),
+        (
+            &["bench", "--device", "virtual:memory=1Ki"],
+            "(budget 1024 bytes, 0 in use) has too little memory",
+        ),
+        (
+            &[
+                "bench",
+                "--device",
+                "virtual:memory=1Gi",
+                "--activations",
+                "bf16",
+            ],
+            "no effect with --device virtual",
         ),
         (
             &["generate", "--tokens", "1", "--max-tokens", "0"],

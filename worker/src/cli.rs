@@ -97,6 +97,9 @@ pub(crate) struct ModelArgs {
     /// How weights live in memory
     #[arg(long, value_enum, default_value = "resident")]
     pub(crate) residency: ResidencyArg,
+    /// Slots of the ring with --residency stream-loading (default: the experts of a layer, if half of the room has so many)
+    #[arg(long, value_name = "EXPERTS", value_parser = clap::value_parser!(u32).range(2..))]
+    pub(crate) ring_slots: Option<u32>,
     /// Bytes of weights in memory at a time with --residency mmap-prefetch (default: half of the weights)
     #[arg(long, value_name = "BYTES")]
     pub(crate) residency_budget: Option<u64>,
@@ -294,10 +297,23 @@ pub(crate) enum KvDTypeArg {
 }
 
 /// Residency policies by name.
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ResidencyArg {
     /// All weights stay in memory
     Resident,
     /// Weights are read ahead and dropped after use, within a budget
     MmapPrefetch,
+    /// On a virtual device: routed experts pass through a ring of slots in its memory, all else stays there
+    StreamLoading,
+}
+
+impl ResidencyArg {
+    /// The name that the option takes.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Resident => "resident",
+            Self::MmapPrefetch => "mmap-prefetch",
+            Self::StreamLoading => "stream-loading",
+        }
+    }
 }

@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
+use hearth_kernels::ops::LoadOps;
 use hearth_kernels::{Backend, CpuBackend, KvDType};
 use hearth_model::{Model, Residency, modules};
 use hearth_residency::{
     LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident, ResidentOptions,
+    StreamLoading, StreamLoadingOptions,
 };
 use hearth_virtual::VirtualBackend;
 
@@ -38,6 +40,11 @@ pub(crate) enum ResidencyPolicy {
         /// Bytes of weights in memory at a time; `None` means half of them.
         budget_bytes: Option<u64>,
     },
+    /// Routed experts pass through a ring of slots in the device's memory.
+    StreamLoading {
+        /// Number of slots; `None` leaves it to the memory that there is.
+        slots: Option<usize>,
+    },
 }
 
 /// A model on a device, with the data that the tools report about it.
@@ -61,14 +68,34 @@ impl LoadOptions<'_> {
     /// An error if options conflict.
     pub(crate) fn from_args(args: &ModelArgs, environment: &Environment) -> anyhow::Result<Self> {
         let residency = match args.residency {
-            ResidencyArg::Resident if args.residency_budget.is_some() => anyhow::bail!(
-                "--residency-budget has no effect with --residency resident\n  leave it out, or use --residency mmap-prefetch"
-            ),
             ResidencyArg::Resident => ResidencyPolicy::Resident,
             ResidencyArg::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
                 budget_bytes: args.residency_budget,
             },
+            ResidencyArg::StreamLoading => ResidencyPolicy::StreamLoading {
+                slots: args.ring_slots.map(|slots| slots as usize),
+            },
         };
+        let idle = [
+            (
+                "--residency-budget",
+                args.residency_budget.is_some(),
+                ResidencyArg::MmapPrefetch,
+            ),
+            (
+                "--ring-slots",
+                args.ring_slots.is_some(),
+                ResidencyArg::StreamLoading,
+            ),
+        ];
+        for (option, is_given, of) in idle {
+            if is_given && args.residency != of {
+                let [here, there] = [args.residency, of].map(ResidencyArg::name);
+                anyhow::bail!(
+                    "{option} has no effect with --residency {here}\n  leave it out, or use --residency {there}"
+                );
+            }
+        }
         Ok(Self {
             device: args.compute.device_options(environment)?,
             residency,
@@ -99,27 +126,43 @@ pub(crate) fn open(
         touch_threads,
         placing: options.placing,
     };
-    let policy = &options.residency;
-    let device = options.device.open()?;
-    if let (ResidencyPolicy::MmapPrefetch { .. }, OnDevice::Gpu(_) | OnDevice::Virtual(_)) =
-        (policy, &device)
-    {
-        anyhow::bail!(
-            "--residency mmap-prefetch applies to the CPU only: on a device of its own memory the weights stay there\n  use --residency resident, or --device cpu"
-        );
-    }
-    Ok(match device {
+    let policy = options.residency;
+    Ok(match options.device.open()? {
         OnDevice::Cpu(backend) => {
-            OnDevice::Cpu(files.open_on(backend, policy, resident, progress)?)
+            let residency = match policy {
+                ResidencyPolicy::Resident => files.resident(&backend, resident, progress)?,
+                ResidencyPolicy::MmapPrefetch { budget_bytes } => {
+                    files.prefetched(&backend, budget_bytes)?
+                }
+                ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
+                    "--residency stream-loading has no effect on the CPU, which computes where the weights are\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
+                ),
+            };
+            OnDevice::Cpu(files.model(backend, residency)?)
         }
         OnDevice::Gpu(backend) => {
-            OnDevice::Gpu(files.open_on(backend, policy, resident, progress)?)
+            let residency = match policy {
+                ResidencyPolicy::Resident => files.resident(&backend, resident, progress)?,
+                ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
+                ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
+                    "--residency stream-loading does not exist for GPUs yet\n  use --residency resident, or --device virtual:memory=8Gi to try it"
+                ),
+            };
+            OnDevice::Gpu(files.model(backend, residency)?)
         }
         OnDevice::Virtual(backend) => {
-            OnDevice::Virtual(files.open_on(backend, policy, resident, progress)?)
+            let residency = match policy {
+                ResidencyPolicy::Resident => files.resident(&backend, resident, progress)?,
+                ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
+                ResidencyPolicy::StreamLoading { slots } => files.streamed(&backend, slots)?,
+            };
+            OnDevice::Virtual(files.model(backend, residency)?)
         }
     })
 }
+
+/// Why a device with memory of its own does not prefetch.
+const CPU_ONLY: &str = "--residency mmap-prefetch applies to the CPU only: a device with memory of its own keeps the weights there\n  use --residency resident, or --device cpu";
 
 /// A model's files, opened and mapped.
 struct Files<'a> {
@@ -129,47 +172,62 @@ struct Files<'a> {
 }
 
 impl Files<'_> {
-    fn open_on<B: Backend>(
+    /// Keeps all weights in memory.
+    fn resident<B: Backend>(
+        &self,
+        backend: &Arc<B>,
+        options: ResidentOptions<'_>,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> anyhow::Result<Arc<dyn Residency<B>>> {
+        let (modules, backend) = (modules(&self.config)?, Arc::clone(backend));
+        let policy = Resident::open_with(&self.checkpoint, modules, backend, options, progress)?;
+        Ok(Arc::new(policy))
+    }
+
+    /// Reads weights ahead of use and drops them after it.
+    fn prefetched<B: Backend>(
+        &self,
+        backend: &Arc<B>,
+        budget_bytes: Option<u64>,
+    ) -> anyhow::Result<Arc<dyn Residency<B>>> {
+        let (modules, backend) = (modules(&self.config)?, Arc::clone(backend));
+        let options = MmapPrefetchOptions {
+            budget_bytes: budget_bytes.unwrap_or_else(|| self.checkpoint.total_bytes() / 2),
+            lookahead: PREFETCH_MODULES,
+            ..MmapPrefetchOptions::default()
+        };
+        let policy = MmapPrefetch::open(&self.checkpoint, modules, backend, options)?;
+        Ok(Arc::new(policy))
+    }
+
+    /// Lets routed experts pass through a ring of slots.
+    fn streamed<B: Backend + LoadOps>(
+        &self,
+        backend: &Arc<B>,
+        slots: Option<usize>,
+    ) -> anyhow::Result<Arc<dyn Residency<B>>> {
+        let (modules, backend) = (modules(&self.config)?, Arc::clone(backend));
+        let moe = self.config.moe.as_ref();
+        let options = StreamLoadingOptions {
+            slots,
+            experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
+        };
+        let policy = StreamLoading::open(&self.checkpoint, &modules, backend, options)?;
+        tracing::info!(slots = policy.slots(), "experts are streamed");
+        Ok(Arc::new(policy))
+    }
+
+    fn model<B: Backend>(
         self,
         backend: Arc<B>,
-        policy: &ResidencyPolicy,
-        resident: ResidentOptions<'_>,
-        progress: &mut dyn FnMut(LoadProgress),
+        residency: Arc<dyn Residency<B>>,
     ) -> anyhow::Result<LoadedOn<B>> {
-        let Self {
-            directory,
-            config,
-            checkpoint,
-        } = self;
-        let modules = modules(&config)?;
-        let residency: Arc<dyn Residency<B>> = match policy {
-            ResidencyPolicy::Resident => Arc::new(Resident::open_with(
-                &checkpoint,
-                modules,
-                Arc::clone(&backend),
-                resident,
-                progress,
-            )?),
-            ResidencyPolicy::MmapPrefetch { budget_bytes } => {
-                let budget_bytes = budget_bytes.unwrap_or_else(|| checkpoint.total_bytes() / 2);
-                Arc::new(MmapPrefetch::open(
-                    &checkpoint,
-                    modules,
-                    Arc::clone(&backend),
-                    MmapPrefetchOptions {
-                        budget_bytes,
-                        lookahead: PREFETCH_MODULES,
-                        ..MmapPrefetchOptions::default()
-                    },
-                )?)
-            }
-        };
-        let model = Model::new(config, backend, Arc::clone(&residency))
-            .with_context(|| format!("{} cannot be run", directory.display()))?;
+        let model = Model::new(self.config, backend, Arc::clone(&residency))
+            .with_context(|| format!("{} cannot be run", self.directory.display()))?;
         Ok(LoadedOn {
             model,
             residency,
-            checkpoint,
+            checkpoint: self.checkpoint,
         })
     }
 }

@@ -112,6 +112,38 @@ pub trait MemoryOps: DeviceOps {
     fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
 }
 
+/// Loading of weights into a device's memory while it computes.
+///
+/// A device has two orders of operations, each a lane: what it computes, which one thread queues, and copies, which another
+/// one may queue. A mark is a point in one of them.
+pub trait LoadOps: MemoryOps {
+    /// A point in the order of a lane: everything that was queued there before.
+    type Mark: Clone + Send + Sync + 'static;
+    /// Memory that weights are loaded into, again and again.
+    type Slot: Send + Sync + 'static;
+
+    /// Takes `count` slots of `bytes` bytes each out of the device's memory.
+    fn slots(&self, bytes: usize, count: usize) -> Result<Vec<Self::Slot>, KernelError>;
+    /// Bytes of a slot that a matrix takes, with its scales.
+    fn slot_bytes(&self, matrix: &HostMatrix) -> usize;
+    /// Lets copies into a slot that are queued from now on wait for `free`. Weights that were loaded into it before must
+    /// not be used by operations that are queued after that mark.
+    fn reuse(&self, slot: &Self::Slot, free: Option<&Self::Mark>) -> Result<(), KernelError>;
+    /// Queues the copy of a matrix to the byte `at` of a slot.
+    fn load(
+        &self,
+        matrix: &HostMatrix,
+        slot: &Self::Slot,
+        at: usize,
+    ) -> Result<Self::Weight, KernelError>;
+    /// Marks the copies that were queued so far.
+    fn copied(&self) -> Result<Self::Mark, KernelError>;
+    /// Marks the computation that was queued so far.
+    fn computed(&self) -> Result<Self::Mark, KernelError>;
+    /// Lets computation that is queued from now on wait for a mark.
+    fn after(&self, mark: &Self::Mark) -> Result<(), KernelError>;
+}
+
 /// Operations whose cost is dominated by touching their operands.
 pub trait ElementwiseOps: MemoryOps {
     /// Looks up rows of `table` `[vocab, hidden]` for `tokens` → `[tokens, hidden]`.

@@ -38,6 +38,11 @@ pub enum ResidencyError {
         /// The remedy, as shown to the user.
         remedy: &'static str,
     },
+    /// The policy streams routed experts, and the model has none.
+    #[error(
+        "the model has no routed experts to stream\n  use --residency resident: on a device, all of a dense model's weights stay there"
+    )]
+    Experts,
     /// The memory budget is smaller than what a single step must hold.
     #[error(
         "the weights' budget of {budget_bytes} bytes cannot hold {module} ({module_bytes} bytes)\n  raise the budget to at least {module_bytes} bytes"

@@ -160,6 +160,16 @@ impl<B: Backend> ModuleWeights<B> {
         })
     }
 
+    /// Combines matrices that a policy has loaded; `bytes`: the module's size as stored.
+    pub fn of_matrices(id: ModuleId, matrices: Vec<(&'static str, B::Weight)>, bytes: u64) -> Self {
+        Self {
+            id,
+            matrices,
+            vectors: Vec::new(),
+            bytes,
+        }
+    }
+
     /// Id of the module.
     pub fn id(&self) -> ModuleId {
         self.id

@@ -18,6 +18,9 @@ pub trait Residency<B: Backend>: Send + Sync {
     /// [`ResidencyError::Unknown`] for a module that the policy was not opened with, and errors of loading the module.
     fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError>;
 
+    /// Tells the policy that a pass of `rows` rows begins, from the first layer.
+    fn begin_pass(&self, _rows: usize) {}
+
     /// Tells the policy which modules will be acquired next, in order: the experts that a router has just chosen.
     fn announce(&self, _upcoming: &[ModuleId]) {}
 

@@ -26,6 +26,7 @@ impl<B: Backend> Model<B> {
         backend
             .begin_pass(tokens.len())
             .map_err(|e| ModelError::from(e).within(id))?;
+        self.residency().begin_pass(tokens.len());
         let embedding = self.residency().acquire(id)?;
         let table = embedding.matrix("embedding")?;
         // residual [rows, hidden]

@@ -7,6 +7,7 @@
 //! | --- | --- | --- |
 //! | [`Resident`] | all stay in memory from the start | models that fit |
 //! | [`MmapPrefetch`] | loaded before use and released after it, by advice to the kernel | models larger than memory |
+//! | [`StreamLoading`] | dense modules stay on the device; routed experts pass through a ring of slots there, copied while others compute | MoE models larger than the device |
 //!
 //! **Invariant**: a policy changes when bytes are in memory, never which bytes are read: every policy gives the same
 //! results.
@@ -17,9 +18,12 @@ mod holder;
 mod mmap_prefetch;
 mod pages;
 mod resident;
+mod ring;
 mod store;
+mod stream_loading;
 mod window;
 
 pub use holder::{Held, WeightFile};
 pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};
 pub use resident::{LoadProgress, Placing, Resident, ResidentOptions};
+pub use stream_loading::{StreamLoading, StreamLoadingOptions};

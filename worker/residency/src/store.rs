@@ -18,14 +18,13 @@ pub(crate) struct Store<B: Backend> {
 
 impl<B: Backend> Store<B> {
     /// Makes all modules usable; `loaded` is called after each with its size in bytes.
-    pub(crate) fn open(
+    pub(crate) fn open<'a>(
         checkpoint: &Checkpoint,
-        specs: &[ModuleSpec],
+        specs: impl IntoIterator<Item = &'a ModuleSpec>,
         backend: &B,
         mut loaded: impl FnMut(u64),
     ) -> Result<Self, ResidencyError> {
-        note_unused(checkpoint, specs);
-        let mut modules = HashMap::with_capacity(specs.len());
+        let mut modules = HashMap::new();
         let mut total_bytes = 0;
         for spec in specs {
             let weights = ModuleWeights::load(spec, checkpoint, backend)?;
@@ -75,7 +74,7 @@ impl<B: Backend> Store<B> {
 }
 
 /// Logs that a checkpoint holds more than the model needs: multi-token-prediction layers, or another model's tensors.
-fn note_unused(checkpoint: &Checkpoint, specs: &[ModuleSpec]) {
+pub(crate) fn note_unused(checkpoint: &Checkpoint, specs: &[ModuleSpec]) {
     let tensors = specs.iter().flat_map(|spec| &spec.tensors);
     let used: HashSet<&str> = tensors.map(|tensor| tensor.name.as_str()).collect();
     let mut unused = checkpoint.unused(&used);

@@ -8,7 +8,7 @@ use crate::{VirtualBackend, VirtualTensor, VirtualVector, VirtualWeight};
 impl ElementwiseOps for VirtualBackend {
     fn embed(&self, table: &VirtualWeight, tokens: &[u32]) -> Result<VirtualTensor, KernelError> {
         let shape = (tokens.len(), table.matrix.cols());
-        self.output(shape, |cpu| cpu.embed(&table.matrix, tokens))
+        self.output(shape, |cpu| cpu.embed(table.matrix()?, tokens))
     }
 
     fn rms_norm(

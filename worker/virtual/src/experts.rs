@@ -73,7 +73,8 @@ impl ExpertOps for VirtualBackend {
             let bytes = (PARTIAL_SUMS - 1).saturating_mul(sum.matrix_bytes);
             sum.partial = Some(self.memory.take(bytes, "partial sums of experts")?);
         }
-        let calls: Vec<ExpertCall<'_, HostMatrix>> = calls.iter().map(on_host).collect();
+        let calls = calls.iter().map(on_host);
+        let calls = calls.collect::<Result<Vec<_>, KernelError>>()?;
         let inner = |call: &ExpertCall<'_, HostMatrix>| call.rows.len() * call.gate.rows() * 4;
         let inner_bytes = calls.iter().map(inner).sum();
         let _inner = self.memory.take(inner_bytes, "experts' activations")?;
@@ -105,13 +106,15 @@ impl ExpertOps for VirtualBackend {
     }
 }
 
-fn on_host<'a>(call: &ExpertCall<'a, VirtualWeight>) -> ExpertCall<'a, HostMatrix> {
-    ExpertCall {
+fn on_host<'a>(
+    call: &ExpertCall<'a, VirtualWeight>,
+) -> Result<ExpertCall<'a, HostMatrix>, KernelError> {
+    Ok(ExpertCall {
         expert: call.expert,
-        gate: &call.gate.matrix,
-        up: &call.up.matrix,
-        down: &call.down.matrix,
+        gate: call.gate.matrix()?,
+        up: call.up.matrix()?,
+        down: call.down.matrix()?,
         rows: call.rows,
         weights: call.weights,
-    }
+    })
 }

@@ -13,8 +13,10 @@ mod elementwise;
 mod experts;
 mod linear;
 mod memory;
+mod slots;
 mod tensor;
 
 pub use device::{VirtualBackend, VirtualOptions};
 pub use experts::VirtualExpertSum;
+pub use slots::VirtualSlot;
 pub use tensor::{VirtualKv, VirtualTensor, VirtualVector, VirtualWeight};

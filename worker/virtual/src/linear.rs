@@ -14,7 +14,7 @@ impl LinearOps for VirtualBackend {
     ) -> Result<VirtualTensor, KernelError> {
         let shape = (self.shape(x).0, w.matrix.rows());
         let bias = bias.map(|bias| &bias.values);
-        self.output(shape, |cpu| cpu.linear(&x.values, &w.matrix, bias))
+        self.output(shape, |cpu| cpu.linear(&x.values, w.matrix()?, bias))
     }
 
     fn mla_absorb(
@@ -25,7 +25,7 @@ impl LinearOps for VirtualBackend {
     ) -> Result<VirtualTensor, KernelError> {
         let shape = (self.shape(q_nope).0, heads.heads * heads.rank);
         self.output(shape, |cpu| {
-            cpu.mla_absorb(&q_nope.values, &kv_b.matrix, heads)
+            cpu.mla_absorb(&q_nope.values, kv_b.matrix()?, heads)
         })
     }
 
@@ -37,7 +37,7 @@ impl LinearOps for VirtualBackend {
     ) -> Result<VirtualTensor, KernelError> {
         let shape = (self.shape(latent).0, heads.heads * heads.v);
         self.output(shape, |cpu| {
-            cpu.mla_expand(&latent.values, &kv_b.matrix, heads)
+            cpu.mla_expand(&latent.values, kv_b.matrix()?, heads)
         })
     }
 }

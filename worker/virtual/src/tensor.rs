@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use hearth_kernels::ops::MemoryOps;
+use hearth_kernels::ops::{LoadOps, MemoryOps};
 use hearth_kernels::{CpuBackend, CpuKv, CpuTensor, HostMatrix, KernelError};
 
 use crate::VirtualBackend;
 use crate::memory::Held;
+use crate::slots::Tenancy;
 
 /// f32 activations `[rows, cols]`.
 pub struct VirtualTensor {
@@ -18,7 +19,34 @@ pub struct VirtualTensor {
 #[derive(Clone)]
 pub struct VirtualWeight {
     pub(crate) matrix: HostMatrix,
-    pub(crate) _held: Arc<Held>,
+    pub(crate) place: Place,
+}
+
+/// Memory of a weight.
+#[derive(Clone)]
+pub(crate) enum Place {
+    /// Of its own.
+    Own { _held: Arc<Held> },
+    /// A slot, until that is used again.
+    Slot(Tenancy),
+}
+
+impl VirtualWeight {
+    /// The matrix, for an operation.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if its slot was used again: a GPU would read another weight there.
+    pub(crate) fn matrix(&self) -> Result<&HostMatrix, KernelError> {
+        if let Place::Slot(tenancy) = &self.place
+            && !tenancy.lasts()
+        {
+            return Err(KernelError::Device {
+                device: "virtual".to_owned(),
+                detail: "a weight was used after its slot was given to another one".to_owned(),
+            });
+        }
+        Ok(&self.matrix)
+    }
 }
 
 /// f32 parameters; clones share them.
@@ -57,11 +85,12 @@ impl MemoryOps for VirtualBackend {
 
     /// Copies the matrix, with its scales, to the device's memory.
     fn weight(&self, matrix: &HostMatrix) -> Result<VirtualWeight, KernelError> {
-        let scales = matrix.scales().map_or(0, |scales| scales.values.len() * 4);
-        let held = self.memory.take(matrix.size_bytes() + scales, "weights")?;
+        let held = self.memory.take(self.slot_bytes(matrix), "weights")?;
         Ok(VirtualWeight {
             matrix: matrix.copied()?,
-            _held: Arc::new(held),
+            place: Place::Own {
+                _held: Arc::new(held),
+            },
         })
     }
 

@@ -1,0 +1,271 @@
+//! The experts' ring: which expert is in which slot, which one is loaded next, and which are let go.
+//!
+//! Pure bookkeeping: slots are numbers, and what a loaded expert is belongs to the caller.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use hearth_model::ModuleId;
+
+/// A ring of slots for the experts of all layers. `T` is a loaded expert, `M` a mark in the device's order.
+pub(crate) struct Ring<T, M> {
+    /// Experts of each layer, in the order of the pass.
+    layers: Vec<Vec<ModuleId>>,
+    /// Slots that hold nothing, each with the mark after which it may be overwritten; the one that waited longest first.
+    free: VecDeque<(usize, Option<M>)>,
+    /// Experts to load, in order.
+    wanted: VecDeque<ModuleId>,
+    /// First layer whose experts were not wanted yet; none follow if the pass does not load ahead.
+    next_layer: usize,
+    /// The expert that is being copied, and whether it is still wanted.
+    loading: Option<(ModuleId, bool)>,
+    loaded: HashMap<ModuleId, Loaded<T>>,
+}
+
+struct Loaded<T> {
+    slot: usize,
+    expert: T,
+    guards: usize,
+}
+
+impl<T, M> Ring<T, M> {
+    pub(crate) fn new(layers: Vec<Vec<ModuleId>>, slots: usize) -> Self {
+        Self {
+            next_layer: layers.len(),
+            layers,
+            free: (0..slots).map(|slot| (slot, None)).collect(),
+            wanted: VecDeque::new(),
+            loading: None,
+            loaded: HashMap::new(),
+        }
+    }
+
+    /// Begins a pass; `ahead`: all experts of a layer are loaded before its router has spoken.
+    pub(crate) fn begin(&mut self, ahead: bool) {
+        self.wanted.clear();
+        self.let_go(|_| true);
+        self.next_layer = if ahead { 0 } else { self.layers.len() };
+    }
+
+    /// Wants these experts of a layer, in order, before all others, and none else of that layer.
+    pub(crate) fn announce(&mut self, chosen: &[ModuleId]) {
+        let Some(layer) = chosen.first().and_then(|id| self.layer_of(*id)) else {
+            return;
+        };
+        if self.next_layer <= layer {
+            self.next_layer = layer + 1;
+        }
+        let kept: HashSet<ModuleId> = chosen.iter().copied().collect();
+        let of_layer: HashSet<ModuleId> = self.layers[layer].iter().copied().collect();
+        self.wanted.retain(|id| !of_layer.contains(id));
+        self.let_go(|id| of_layer.contains(&id) && !kept.contains(&id));
+        for id in chosen.iter().rev() {
+            if !self.is_on_its_way(*id) {
+                self.wanted.push_front(*id);
+            }
+        }
+    }
+
+    /// Takes the next expert to load, and a slot for it with the mark to wait for.
+    pub(crate) fn next(&mut self) -> Option<(ModuleId, usize, Option<M>)> {
+        if self.wanted.is_empty()
+            && let Some(layer) = self.layers.get(self.next_layer)
+        {
+            self.wanted.extend(layer);
+            self.next_layer += 1;
+        }
+        if self.free.is_empty() {
+            return None;
+        }
+        let id = self.wanted.pop_front()?;
+        let (slot, mark) = self.free.pop_front()?;
+        self.loading = Some((id, true));
+        Some((id, slot, mark))
+    }
+
+    /// Enters the expert that was being copied; `None`: it could not be.
+    pub(crate) fn loaded(&mut self, slot: usize, expert: Option<T>) {
+        match (self.loading.take(), expert) {
+            (Some((id, true)), Some(expert)) => {
+                let loaded = Loaded {
+                    slot,
+                    expert,
+                    guards: 0,
+                };
+                self.loaded.insert(id, loaded);
+            }
+            _ => self.free.push_back((slot, None)),
+        }
+    }
+
+    /// Holds an expert if it is loaded. One that nobody announced is wanted next, and room is made for it.
+    pub(crate) fn hold(&mut self, id: ModuleId) -> Option<&T> {
+        if !self.loaded.contains_key(&id) {
+            if !self.is_on_its_way(id) && !self.wanted.contains(&id) {
+                self.wanted.clear();
+                self.next_layer = self.layers.len();
+                self.let_go(|_| true);
+                self.wanted.push_front(id);
+            }
+            return None;
+        }
+        let loaded = self.loaded.get_mut(&id)?;
+        loaded.guards += 1;
+        Some(&loaded.expert)
+    }
+
+    /// Ends one hold of an expert; the last one frees its slot behind `mark`. Returns whether it did.
+    pub(crate) fn release(&mut self, id: ModuleId, mark: Option<M>) -> bool {
+        let Some(loaded) = self.loaded.get_mut(&id) else {
+            return false;
+        };
+        loaded.guards = loaded.guards.saturating_sub(1);
+        if loaded.guards > 0 {
+            return false;
+        }
+        let slot = loaded.slot;
+        self.loaded.remove(&id);
+        self.free.push_back((slot, mark));
+        true
+    }
+
+    /// Number of these experts, counted from the first, that are loaded.
+    pub(crate) fn ready(&self, ids: &[ModuleId]) -> usize {
+        ids.iter()
+            .take_while(|id| self.loaded.contains_key(*id))
+            .count()
+    }
+
+    fn layer_of(&self, id: ModuleId) -> Option<usize> {
+        self.layers.iter().position(|layer| layer.contains(&id))
+    }
+
+    /// Whether an expert is loaded or being copied to stay.
+    fn is_on_its_way(&mut self, id: ModuleId) -> bool {
+        if let Some((loading, is_wanted)) = &mut self.loading
+            && *loading == id
+        {
+            *is_wanted = true;
+            return true;
+        }
+        self.loaded.contains_key(&id)
+    }
+
+    /// Frees the slots of experts that nobody holds, and gives up the one that is being copied.
+    fn let_go(&mut self, is_unwanted: impl Fn(ModuleId) -> bool) {
+        if let Some((id, is_wanted)) = &mut self.loading
+            && is_unwanted(*id)
+        {
+            *is_wanted = false;
+        }
+        let free = &mut self.free;
+        self.loaded.retain(|id, loaded| {
+            let stays = loaded.guards > 0 || !is_unwanted(*id);
+            if !stays {
+                // Nothing read it, and copies run in order.
+                free.push_back((loaded.slot, None));
+            }
+            stays
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(layer: u32, expert: u32) -> ModuleId {
+        ModuleId::Expert(layer, expert)
+    }
+
+    /// Two layers of four experts.
+    fn ring(slots: usize) -> Ring<u32, u32> {
+        let layer = |layer| (0..4).map(|expert| id(layer, expert)).collect();
+        Ring::new(vec![layer(1), layer(2)], slots)
+    }
+
+    /// Loads until the ring has no slot or nothing to load; returns what was loaded.
+    fn fill(ring: &mut Ring<u32, u32>) -> Vec<ModuleId> {
+        let mut loaded = Vec::new();
+        while let Some((id, slot, _)) = ring.next() {
+            ring.loaded(slot, Some(0));
+            loaded.push(id);
+        }
+        loaded
+    }
+
+    #[test]
+    fn a_pass_that_loads_ahead_takes_all_experts_in_order_while_slots_are_free() {
+        let mut ring = ring(3);
+        ring.begin(true);
+        assert_eq!(fill(&mut ring), [id(1, 0), id(1, 1), id(1, 2)]);
+        assert!(ring.hold(id(1, 0)).is_some());
+        assert_eq!(fill(&mut ring), []);
+        ring.release(id(1, 0), Some(7));
+        let (next, _, mark) = ring.next().expect("a slot");
+        assert_eq!((next, mark), (id(1, 3), Some(7)));
+    }
+
+    #[test]
+    fn unchosen_experts_are_let_go_and_never_loaded_once_the_router_has_spoken() {
+        let mut ring = ring(2);
+        ring.begin(true);
+        assert_eq!(fill(&mut ring), [id(1, 0), id(1, 1)]);
+        ring.announce(&[id(1, 1), id(1, 3)]);
+        // Expert 0 made room, 2 is skipped, and the next layer waits for a slot.
+        assert_eq!(fill(&mut ring), [id(1, 3)]);
+        assert_eq!(ring.ready(&[id(1, 1), id(1, 3)]), 2);
+        for expert in [1, 3] {
+            assert!(ring.hold(id(1, expert)).is_some());
+            ring.release(id(1, expert), None);
+        }
+        assert_eq!(fill(&mut ring), [id(2, 0), id(2, 1)]);
+    }
+
+    #[test]
+    fn a_copy_under_way_is_given_up_where_it_was_not_chosen() {
+        let mut ring = ring(2);
+        ring.begin(true);
+        let (first, slot, _) = ring.next().expect("a slot");
+        assert_eq!(first, id(1, 0));
+        ring.announce(&[id(1, 2)]);
+        ring.loaded(slot, Some(0));
+        assert_eq!(ring.ready(&[first]), 0);
+        assert_eq!(fill(&mut ring), [id(1, 2), id(2, 0)]);
+    }
+
+    #[test]
+    fn a_pass_of_few_rows_loads_what_was_chosen_alone() {
+        let mut ring = ring(3);
+        ring.begin(false);
+        assert_eq!(fill(&mut ring), []);
+        ring.announce(&[id(2, 1), id(2, 3)]);
+        assert_eq!(fill(&mut ring), [id(2, 1), id(2, 3)]);
+    }
+
+    #[test]
+    fn an_expert_that_nobody_announced_finds_room() {
+        let mut ring = ring(2);
+        ring.begin(true);
+        fill(&mut ring);
+        assert!(ring.hold(id(2, 3)).is_none());
+        assert_eq!(fill(&mut ring), [id(2, 3)]);
+        assert!(ring.hold(id(2, 3)).is_some());
+    }
+
+    #[test]
+    fn a_new_pass_begins_with_empty_slots_but_for_held_ones() {
+        let mut ring = ring(2);
+        ring.begin(true);
+        fill(&mut ring);
+        assert!(ring.hold(id(1, 1)).is_some());
+        ring.begin(true);
+        assert_eq!(fill(&mut ring), [id(1, 0)]);
+        // A failed copy gives its slot back.
+        ring.begin(false);
+        ring.announce(&[id(2, 2)]);
+        let (_, slot, _) = ring.next().expect("a slot");
+        ring.loaded(slot, None);
+        assert!(ring.hold(id(2, 2)).is_none());
+        assert_eq!(fill(&mut ring), [id(2, 2)]);
+    }
+}

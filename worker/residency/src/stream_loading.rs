@@ -1,0 +1,348 @@
+//! Policy that streams routed experts through a ring of slots in the device's memory (OSDI '26, section 3.1).
+//!
+//! Dense modules stay on the device. A thread, the loader, copies experts into free slots in the order of the pass: where a pass
+//! will choose most experts, all of a layer's before its router has spoken, and those of the next layers as long as slots are
+//! free; once the router has spoken, the others of that layer are let go. The end of a copy is the paper's ON event, the
+//! end of the last operation that reads a slot its OFF event: both are marks in the device's own order, so neither thread
+//! waits for the device.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use hearth_formats::Checkpoint;
+use hearth_kernels::ops::LoadOps;
+use hearth_kernels::{Backend, HostMatrix};
+use hearth_model::{
+    Guard, ModuleId, ModuleSpec, ModuleWeights, Release, Residency, ResidencyError, ResidencyStats,
+    TensorShape,
+};
+
+use crate::ring::Ring;
+use crate::store::{Store, note_unused};
+
+/// Options of the ring.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamLoadingOptions {
+    /// Slots, at least 2; `None`: the experts of a layer, or as many as half of the memory that is left can hold.
+    pub slots: Option<usize>,
+    /// Experts that a token chooses.
+    pub experts_per_token: usize,
+}
+
+/// Dense modules on the device, and routed experts that pass through a ring of slots.
+pub struct StreamLoading<B: Backend + LoadOps> {
+    dense: Store<B>,
+    shared: Arc<Shared<B>>,
+    loader: Option<JoinHandle<()>>,
+    /// Rows of a pass from which on all experts are loaded ahead.
+    ahead_rows: usize,
+    ring_bytes: u64,
+    acquired: AtomicU64,
+    read_bytes: AtomicU64,
+}
+
+/// Everything that the loader shares with the thread of the model.
+struct Shared<B: Backend + LoadOps> {
+    backend: Arc<B>,
+    experts: HashMap<ModuleId, HostExpert>,
+    slots: Vec<B::Slot>,
+    state: Mutex<State<B>>,
+    changed: Condvar,
+    loaded_bytes: AtomicU64,
+    released_bytes: AtomicU64,
+}
+
+struct State<B: Backend + LoadOps> {
+    ring: Ring<Streamed<B>, B::Mark>,
+    /// Copies that failed, until they are asked for.
+    failed: HashMap<ModuleId, ResidencyError>,
+    ends: bool,
+}
+
+/// An expert in a slot.
+struct Streamed<B: Backend + LoadOps> {
+    weights: Arc<ModuleWeights<B>>,
+    /// The end of its copy.
+    copied: B::Mark,
+}
+
+/// An expert in the host's memory.
+struct HostExpert {
+    matrices: Vec<(&'static str, HostMatrix)>,
+    bytes: u64,
+}
+
+impl HostExpert {
+    fn new(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Result<Self, ResidencyError> {
+        let mut matrices = Vec::new();
+        for tensor in &spec.tensors {
+            if let TensorShape::Matrix { rows, cols } = tensor.shape {
+                matrices.push((tensor.field, checkpoint.matrix(&tensor.name, rows, cols)?));
+            }
+        }
+        Ok(Self {
+            matrices,
+            bytes: spec.stored_bytes(checkpoint),
+        })
+    }
+
+    fn slot_bytes<B: LoadOps>(&self, backend: &B) -> usize {
+        let matrices = self.matrices.iter();
+        matrices.map(|(_, m)| backend.slot_bytes(m)).sum()
+    }
+}
+
+impl<B: Backend + LoadOps> StreamLoading<B> {
+    /// Copies the dense modules to the device, takes the ring's slots, and starts the loader.
+    ///
+    /// # Errors
+    /// [`ResidencyError::Format`]; [`ResidencyError::Kernel`] if the device has no room for the dense modules or for two
+    /// slots; [`ResidencyError::Experts`] for a model without routed experts; [`ResidencyError::System`] if no thread
+    /// can be started.
+    pub fn open(
+        checkpoint: &Checkpoint,
+        modules: &[ModuleSpec],
+        backend: Arc<B>,
+        options: StreamLoadingOptions,
+    ) -> Result<Self, ResidencyError> {
+        note_unused(checkpoint, modules);
+        let mut layers: Vec<Vec<ModuleId>> = Vec::new();
+        let mut experts = HashMap::new();
+        for spec in modules {
+            let ModuleId::Expert(layer, _) = spec.id else {
+                continue;
+            };
+            experts.insert(spec.id, HostExpert::new(spec, checkpoint)?);
+            let is_last = |id: &&mut Vec<ModuleId>| matches!(id.first(), Some(ModuleId::Expert(of, _)) if *of == layer);
+            match layers.last_mut().filter(is_last) {
+                Some(of_layer) => of_layer.push(spec.id),
+                None => layers.push(vec![spec.id]),
+            }
+        }
+        let Some(largest) = modules
+            .iter()
+            .filter(|spec| experts.contains_key(&spec.id))
+            .max_by_key(|spec| experts[&spec.id].slot_bytes(&*backend))
+            .map(|spec| spec.id)
+        else {
+            return Err(ResidencyError::Experts);
+        };
+        let dense = modules
+            .iter()
+            .filter(|spec| !matches!(spec.id, ModuleId::Expert(..)));
+        let dense = Store::open(checkpoint, dense, &*backend, |_| {})?;
+        let of_layer = layers.iter().map(Vec::len).max().unwrap_or(1);
+        let slot_bytes = experts[&largest].slot_bytes(&*backend);
+        let count = slot_count(&*backend, options.slots, of_layer, slot_bytes);
+        let slots = backend
+            .slots(slot_bytes, count)
+            .map_err(|source| ResidencyError::Kernel {
+                module: largest,
+                source,
+            })?;
+        let shared = Arc::new(Shared {
+            backend,
+            experts,
+            slots,
+            state: Mutex::new(State {
+                ring: Ring::new(layers, count),
+                failed: HashMap::new(),
+                ends: false,
+            }),
+            changed: Condvar::new(),
+            loaded_bytes: AtomicU64::new(0),
+            released_bytes: AtomicU64::new(0),
+        });
+        let loader = start(&shared)?;
+        Ok(Self {
+            dense,
+            shared,
+            loader: Some(loader),
+            ahead_rows: of_layer.div_ceil(options.experts_per_token.max(1)),
+            ring_bytes: (slot_bytes * count) as u64,
+            acquired: AtomicU64::new(0),
+            read_bytes: AtomicU64::new(0),
+        })
+    }
+
+    /// Number of slots of the ring.
+    pub fn slots(&self) -> usize {
+        self.shared.slots.len()
+    }
+}
+
+/// Slots that were asked for, at least 2; else the experts of a layer if half of the memory that is left has room for them.
+fn slot_count<B: LoadOps>(
+    backend: &B,
+    asked: Option<usize>,
+    of_layer: usize,
+    slot_bytes: usize,
+) -> usize {
+    let count = asked.unwrap_or_else(|| match backend.device_memory() {
+        Some(memory) => {
+            let room_bytes = memory.budget_bytes.saturating_sub(memory.used_bytes);
+            let half = room_bytes / 2 / (slot_bytes as u64).max(1);
+            of_layer.min(half as usize)
+        }
+        None => of_layer,
+    });
+    count.max(2)
+}
+
+fn start<B: Backend + LoadOps>(shared: &Arc<Shared<B>>) -> Result<JoinHandle<()>, ResidencyError> {
+    let shared = Arc::clone(shared);
+    std::thread::Builder::new()
+        .name("loader".to_owned())
+        .spawn(move || shared.run())
+        .map_err(|source| ResidencyError::System {
+            what: "start the thread that loads experts".to_owned(),
+            source,
+            remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
+        })
+}
+
+impl<B: Backend + LoadOps> Shared<B> {
+    /// Copies wanted experts into free slots until the policy ends.
+    fn run(&self) {
+        let mut state = self.state();
+        while !state.ends {
+            let Some((id, slot, free)) = state.ring.next() else {
+                state = self
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(state);
+            let loaded = self.load(id, slot, free.as_ref());
+            state = self.state();
+            match loaded {
+                Ok(loaded) => state.ring.loaded(slot, Some(loaded)),
+                Err(error) => {
+                    state.ring.loaded(slot, None);
+                    state.failed.insert(id, error);
+                }
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    fn load(
+        &self,
+        id: ModuleId,
+        slot: usize,
+        free: Option<&B::Mark>,
+    ) -> Result<Streamed<B>, ResidencyError> {
+        let (backend, slot) = (&*self.backend, &self.slots[slot]);
+        let expert = self
+            .experts
+            .get(&id)
+            .ok_or(ResidencyError::Unknown { module: id })?;
+        let failed = |source| ResidencyError::Kernel { module: id, source };
+        backend.reuse(slot, free).map_err(failed)?;
+        let (mut at, mut matrices) = (0, Vec::with_capacity(expert.matrices.len()));
+        for (field, matrix) in &expert.matrices {
+            matrices.push((*field, backend.load(matrix, slot, at).map_err(failed)?));
+            at += backend.slot_bytes(matrix);
+        }
+        self.loaded_bytes.fetch_add(expert.bytes, Ordering::Relaxed);
+        let weights = ModuleWeights::of_matrices(id, matrices, expert.bytes);
+        Ok(Streamed {
+            weights: Arc::new(weights),
+            copied: backend.copied().map_err(failed)?,
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<B>> {
+        // A panic in the ring would leave it consistent: it changes nothing before it could.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
+    fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError> {
+        let Some(expert) = self.shared.experts.get(&id) else {
+            return Ok(Guard::new(self.dense.acquire(id)?, None));
+        };
+        let mut state = self.shared.state();
+        let (weights, copied) = loop {
+            if let Some(error) = state.failed.remove(&id) {
+                return Err(error);
+            }
+            if let Some(Streamed { weights, copied }) = state.ring.hold(id) {
+                break (Arc::clone(weights), copied.clone());
+            }
+            self.shared.changed.notify_all();
+            state = self
+                .shared
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        };
+        drop(state);
+        self.acquired.fetch_add(1, Ordering::Relaxed);
+        self.read_bytes.fetch_add(expert.bytes, Ordering::Relaxed);
+        let guard = Guard::new(weights, Some(Arc::clone(&self.shared) as Arc<dyn Release>));
+        self.shared
+            .backend
+            .after(&copied)
+            .map_err(|source| ResidencyError::Kernel { module: id, source })?;
+        Ok(guard)
+    }
+
+    fn begin_pass(&self, rows: usize) {
+        let mut state = self.shared.state();
+        state.failed.clear();
+        state.ring.begin(rows >= self.ahead_rows);
+        self.shared.changed.notify_all();
+    }
+
+    fn announce(&self, upcoming: &[ModuleId]) {
+        self.shared.state().ring.announce(upcoming);
+        self.shared.changed.notify_all();
+    }
+
+    /// Those that have arrived: the rest of the ring is loaded meanwhile.
+    fn group(&self, upcoming: &[ModuleId]) -> usize {
+        self.shared.state().ring.ready(upcoming).max(1)
+    }
+
+    fn stats(&self) -> ResidencyStats {
+        let dense = self.dense.stats();
+        let experts = self.shared.experts.values();
+        let expert_bytes: u64 = experts.map(|expert| expert.bytes).sum();
+        ResidencyStats {
+            total_bytes: dense.total_bytes + expert_bytes,
+            resident_bytes: dense.total_bytes + self.ring_bytes,
+            acquired: dense.acquired + self.acquired.load(Ordering::Relaxed),
+            read_bytes: dense.read_bytes + self.read_bytes.load(Ordering::Relaxed),
+            prefetched_bytes: self.shared.loaded_bytes.load(Ordering::Relaxed),
+            released_bytes: self.shared.released_bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl<B: Backend + LoadOps> Release for Shared<B> {
+    fn released(&self, id: ModuleId) {
+        // A device that cannot make a mark has failed: its next operation says so.
+        let mark = self.backend.computed().ok();
+        if self.state().ring.release(id, mark) {
+            let bytes = self.experts.get(&id).map_or(0, |expert| expert.bytes);
+            self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+        self.changed.notify_all();
+    }
+}
+
+impl<B: Backend + LoadOps> Drop for StreamLoading<B> {
+    fn drop(&mut self) {
+        self.shared.state().ends = true;
+        self.shared.changed.notify_all();
+        if let Some(loader) = self.loader.take() {
+            // A panic of the loader was reported by its thread.
+            let _ = loader.join();
+        }
+    }
+}

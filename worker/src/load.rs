@@ -21,6 +21,9 @@ use crate::environment::Environment;
 /// Number of modules beyond the running one that `MmapPrefetch` requests from the kernel.
 const PREFETCH_MODULES: usize = 8;
 
+/// Rows of a tile where experts are streamed: prompts are long there, and the device's memory is short.
+const STREAMED_TILE_ROWS: usize = 512;
+
 /// Options for opening a model.
 pub(crate) struct LoadOptions<'a> {
     /// The device, with its kernels, threads and pinning.
@@ -151,12 +154,20 @@ pub(crate) fn open(
             OnDevice::Gpu(files.model(backend, residency)?)
         }
         OnDevice::Virtual(backend) => {
-            let residency = match policy {
-                ResidencyPolicy::Resident => files.resident(&backend, resident, progress)?,
+            let (residency, tile_rows) = match policy {
+                ResidencyPolicy::Resident => {
+                    (files.resident(&backend, resident, progress)?, usize::MAX)
+                }
                 ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
-                ResidencyPolicy::StreamLoading { slots } => files.streamed(&backend, slots)?,
+                ResidencyPolicy::StreamLoading { slots } => {
+                    (files.streamed(&backend, slots)?, STREAMED_TILE_ROWS)
+                }
             };
-            OnDevice::Virtual(files.model(backend, residency)?)
+            let loaded = files.model(backend, residency)?;
+            OnDevice::Virtual(LoadedOn {
+                model: loaded.model.in_row_tiles(tile_rows),
+                ..loaded
+            })
         }
     })
 }

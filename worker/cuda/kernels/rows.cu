@@ -1,4 +1,4 @@
-// Rows of a matrix in a given order.
+// Rows of a matrix in a given order, and rows that go into another one.
 
 #include "quads.cuh"
 
@@ -8,4 +8,12 @@ extern "C" __global__ void gather_rows(float* y, const float* x, const unsigned*
     int c = quad_column();
     if (i >= count || c >= cols) return;
     store_quad(y + (long long)i * cols, c, cols, load_quad(x + (long long)rows[i] * cols, c, cols));
+}
+
+// Grid (count, ceil(cols / 1024)), 256 threads: y [count][cols] = x.
+extern "C" __global__ void put_rows(float* y, const float* x, int count, int cols) {
+    int i = blockIdx.x;
+    int c = quad_column();
+    if (i >= count || c >= cols) return;
+    store_quad(y + (long long)i * cols, c, cols, load_quad(x + (long long)i * cols, c, cols));
 }

@@ -122,6 +122,17 @@ pub fn rows(rows: &[u32], of: usize) -> Result<(), KernelError> {
         .try_for_each(|&row| ensure((row as usize) < of, "rows", || format!("row {row} of {of}")))
 }
 
+/// Checks that a tile's rows are within an operand.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn put_rows(x: Shape, first: usize, tile: Shape) -> Result<(), KernelError> {
+    let fits = tile.1 == x.1 && first.checked_add(tile.0).is_some_and(|end| end <= x.0);
+    ensure(fits, "put_rows", || {
+        format!("{} from row {first} of {}", shape(tile), shape(x))
+    })
+}
+
 /// Checks the heads that rotate.
 ///
 /// # Errors

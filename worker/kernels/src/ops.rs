@@ -187,6 +187,13 @@ pub trait ElementwiseOps: MemoryOps {
     ) -> Result<Self::Tensor, KernelError>;
     /// Picks rows of `x` in the given order (the last row of each sequence before the head).
     fn rows(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor, KernelError>;
+    /// Copies `tile` `[n, cols]` over the rows `first..first + n` of `x` `[rows, cols]`.
+    fn put_rows(
+        &self,
+        x: &mut Self::Tensor,
+        first: usize,
+        tile: &Self::Tensor,
+    ) -> Result<(), KernelError>;
     /// Rotates, in place, the first `2 * inv_freq.len()` columns of each of `heads` heads.
     /// `positions`: one absolute position per row.
     fn rope(

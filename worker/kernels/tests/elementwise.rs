@@ -253,4 +253,17 @@ proptest! {
             prop_assert!(same_bits(&picked[i * cols..][..cols], want));
         }
     }
+
+    #[test]
+    fn put_rows_changes_the_rows_of_the_tile_alone(rows in 1usize..9, cols in 1usize..20, first in 0usize..9, count in 0usize..9) {
+        let backend = backend(hearth_kernels::Isa::Scalar, 1);
+        let (first, count) = (first % rows, count % (rows - first % rows + 1));
+        let before = Rng(8).normals(rows * cols);
+        let tile = Rng(9).normals(count * cols);
+        let mut x = upload(&backend, rows, &before);
+        backend.put_rows(&mut x, first, &backend.upload(count, cols, &tile).unwrap()).unwrap();
+        let mut want = before;
+        want[first * cols..][..tile.len()].copy_from_slice(&tile);
+        prop_assert!(same_bits(&backend.download(&x).unwrap(), &want));
+    }
 }

@@ -1,5 +1,7 @@
 //! A pass between two of its modules.
 
+use std::ops::Range;
+
 use hearth_kernels::{Backend, Span};
 
 use crate::ModelError;
@@ -31,6 +33,39 @@ pub(crate) struct Place {
     pub(crate) blocks_done: usize,
 }
 
+impl Place {
+    /// The part of these sequences in some rows, which are counted from the first of them.
+    pub(crate) fn tile(&self, rows: &Range<usize>) -> Self {
+        let part = |span: &Span| {
+            let first = span.first_row.max(rows.start);
+            let end = (span.first_row + span.rows).min(rows.end);
+            (first < end).then(|| Span {
+                first_row: first - rows.start,
+                rows: end - first,
+                start: span.start + (first - span.first_row),
+                blocks: span.blocks.clone(),
+            })
+        };
+        Self {
+            spans: self.spans.iter().filter_map(part).collect(),
+            positions: self.positions[rows.clone()].to_vec(),
+            blocks_done: self.blocks_done,
+        }
+    }
+}
+
+/// Cuts rows into tiles of at most `tile_rows`, in order.
+pub(crate) fn row_tiles(rows: usize, tile_rows: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..rows)
+        .step_by(tile_rows)
+        .map(move |first| first..rows.min(first.saturating_add(tile_rows)))
+}
+
+/// Indices of a tile's rows.
+pub(crate) fn indices(tile: &Range<usize>) -> Vec<u32> {
+    tile.clone().map(|row| row as u32).collect()
+}
+
 /// The residual stream between two blocks: a block's output is added when the next norm reads the sum.
 pub(crate) struct Stream<B: Backend> {
     /// `[rows, hidden]`.
@@ -54,6 +89,40 @@ impl<B: Backend> Stream<B> {
                 .add_rms_norm(&mut self.residual, &delta, weight, eps)?,
         })
     }
+
+    /// Runs a block over a tile of rows after the other: `block` gets the stream of a tile, and leaves its output there.
+    /// The block's outputs take the place of those that were added.
+    pub(crate) fn in_tiles(
+        &mut self,
+        backend: &B,
+        tile_rows: usize,
+        mut block: impl FnMut(&mut Self, Range<usize>) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let (rows, hidden) = backend.shape(&self.residual);
+        if rows <= tile_rows {
+            return block(self, 0..rows);
+        }
+        let is_pending = self.delta.is_some();
+        let mut outputs = match self.delta.take() {
+            Some(delta) => delta,
+            None => backend.zeros(rows, hidden)?,
+        };
+        for tile in row_tiles(rows, tile_rows) {
+            let picked = indices(&tile);
+            let delta = is_pending.then(|| backend.rows(&outputs, &picked));
+            let mut stream = Self {
+                residual: backend.rows(&self.residual, &picked)?,
+                delta: delta.transpose()?,
+            };
+            block(&mut stream, tile.clone())?;
+            backend.put_rows(&mut self.residual, tile.start, &stream.residual)?;
+            if let Some(output) = stream.delta {
+                backend.put_rows(&mut outputs, tile.start, &output)?;
+            }
+        }
+        self.delta = Some(outputs);
+        Ok(())
+    }
 }
 
 /// A layer's routed experts between their begin and their end.
@@ -63,4 +132,37 @@ pub(crate) struct MoeInFlight<B: Backend> {
     /// `[rows, hidden]` output of the shared experts.
     pub(crate) shared: Option<B::Tensor>,
     pub(crate) routed: Box<dyn PendingExperts<B>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tile_has_its_part_of_each_sequence() {
+        let span = |first_row, rows, start| Span {
+            first_row,
+            rows,
+            start,
+            blocks: Vec::new(),
+        };
+        let place = Place {
+            spans: vec![span(0, 3, 10), span(3, 1, 7), span(4, 6, 0)],
+            positions: vec![10, 11, 12, 7, 0, 1, 2, 3, 4, 5],
+            blocks_done: 4,
+        };
+        let parts = |rows: Range<usize>| {
+            let tile = place.tile(&rows);
+            assert_eq!(tile.positions, place.positions[rows]);
+            let spans = tile.spans.iter();
+            spans
+                .map(|span| (span.first_row, span.rows, span.start))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(parts(0..10), [(0, 3, 10), (3, 1, 7), (4, 6, 0)]);
+        assert_eq!(parts(2..6), [(0, 1, 12), (1, 1, 7), (2, 2, 0)]);
+        assert_eq!(parts(6..10), [(0, 4, 2)]);
+        let tiles: Vec<_> = row_tiles(10, 4).collect();
+        assert_eq!(tiles, [0..4, 4..8, 8..10]);
+    }
 }

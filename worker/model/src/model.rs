@@ -37,6 +37,8 @@ pub struct Model<B: Backend> {
     backend: Arc<B>,
     residency: Arc<dyn Residency<B>>,
     experts: Box<dyn Experts<B>>,
+    /// Most rows that attention and dense feed-forward blocks take at once.
+    tile_rows: usize,
 }
 
 impl<B: Backend> Model<B> {
@@ -65,7 +67,16 @@ impl<B: Backend> Model<B> {
             backend,
             residency,
             experts: Box::new(experts),
+            tile_rows: usize::MAX,
         })
+    }
+
+    /// Runs attention and dense feed-forward blocks in tiles of at most `rows` rows: a long pass then needs, beside two
+    /// matrices `[rows, hidden]` and those of routed experts, working memory for one tile. The bits are the same.
+    #[must_use]
+    pub fn in_row_tiles(mut self, rows: usize) -> Self {
+        self.tile_rows = rows.max(1);
+        self
     }
 
     /// Layout of the KV cache that [`Model::forward`] reads and writes.
@@ -130,6 +141,11 @@ impl<B: Backend> Model<B> {
     /// The blocks.
     pub(crate) fn decoder(&self) -> &Decoder {
         &self.decoder
+    }
+
+    /// Most rows that attention and dense feed-forward blocks take at once.
+    pub(crate) fn tile_rows(&self) -> usize {
+        self.tile_rows
     }
 
     /// The place where routed experts run.

@@ -15,7 +15,8 @@ pub trait Observer<B: Backend> {
         true
     }
 
-    /// Receives a named intermediate, `[rows, …]`; the blocks' documentation lists the names.
+    /// Receives a named intermediate, `[rows, …]`; the blocks' documentation lists the names. A model in row tiles shows
+    /// those of attention and of dense feed-forward blocks tile by tile.
     fn tensor(&mut self, _name: &'static str, _layer: Option<usize>, _backend: &B, _x: &B::Tensor) {
     }
 }

@@ -1,6 +1,8 @@
 //! Steps of a pass. What runs them, in which order and for how many flights, is a program; [`Model::forward`] is the plain
 //! one.
 
+use std::ops::Range;
+
 use hearth_kernels::{Backend, Span};
 
 use crate::batch;
@@ -61,11 +63,17 @@ impl<B: Backend> Model<B> {
     ) -> Result<(), ModelError> {
         let id = ModuleId::Attention(layer as u32);
         flight.place.blocks_done = 2 * layer;
-        let mut pass = self.pass(&flight.place, layer, observer);
-        pass.check_cancelled()?;
-        let weights = pass.residency.acquire(id)?;
-        let stream = &mut flight.stream;
-        let mut run = |pass: &mut Pass<'_, B>| {
+        let Flight { place, stream, .. } = flight;
+        self.pass(place, layer, observer).check_cancelled()?;
+        let weights = self.residency().acquire(id)?;
+        let run = |stream: &mut Stream<B>, rows: Range<usize>| {
+            let is_whole = rows.len() == place.positions.len();
+            let tile = (!is_whole).then(|| place.tile(&rows));
+            let place = tile.as_ref().unwrap_or(place);
+            let pass = &mut self.pass(place, layer, &mut *observer);
+            if rows.start > 0 {
+                pass.check_cancelled()?;
+            }
             // x [rows, hidden]
             let x = stream.norm(pass, weights.vector("norm")?, self.decoder().eps)?;
             if layer > 0 {
@@ -82,8 +90,10 @@ impl<B: Backend> Model<B> {
             stream.delta = Some(delta);
             Ok(())
         };
-        run(&mut pass).map_err(|e: ModelError| e.within(id))?;
-        pass.observer.layer_done(layer, kv);
+        stream
+            .in_tiles(self.backend(), self.tile_rows(), run)
+            .map_err(|e: ModelError| e.within(id))?;
+        observer.layer_done(layer, kv);
         Ok(())
     }
 
@@ -236,6 +246,7 @@ impl<B: Backend> Model<B> {
             observer,
             layer,
             blocks: 2 * self.decoder().feed_forward.len(),
+            tile_rows: self.tile_rows(),
         }
     }
 }

@@ -157,6 +157,45 @@ fn every_ring_gives_the_bits_of_resident_weights() {
 }
 
 #[test]
+fn row_tiles_give_the_same_bits_in_less_memory() {
+    for case in [
+        "deepseek_v3",
+        "deepseek_v3_fp8",
+        "qwen3_moe",
+        "qwen3_moe_sparse_step",
+    ] {
+        let files = Files::of(case);
+        let run = |tile_rows: usize| {
+            let device = device(1 << 30);
+            let streamed = files.streamed(&device, Some(3)).unwrap();
+            let mut runner = files.model(Arc::clone(&device), streamed.clone());
+            runner.model = runner.model.in_row_tiles(tile_rows);
+            // A prompt after a cached part, so that positions and rows differ.
+            let got = [
+                runner.run(0, &[4, 9]),
+                runner.run(2, &prompt()),
+                runner.run(62, &[5]),
+            ];
+            let loaded = streamed.stats().prefetched_bytes;
+            (got, device.device_memory().unwrap().peak_bytes, loaded)
+        };
+        let (want, peak, loaded) = run(usize::MAX);
+        for tile_rows in [1, 7, 32, 60] {
+            let (got, tiled_peak, tiled_loaded) = run(tile_rows);
+            assert!(got == want, "{case}, tiles of {tile_rows}");
+            if tile_rows < 32 {
+                assert!(tiled_peak < peak, "{case}: {tiled_peak} of {peak}");
+            }
+            // Copies that were under way when a router spoke may differ.
+            assert!(
+                tiled_loaded <= 3 * files.expert_bytes() && loaded > 0,
+                "{case}"
+            );
+        }
+    }
+}
+
+#[test]
 fn no_expert_crosses_the_link_twice_for_a_prompt() {
     for case in CASES {
         let files = Files::of(case);

@@ -76,6 +76,15 @@ impl ElementwiseOps for VirtualBackend {
         self.output(shape, |cpu| cpu.rows(&x.values, rows))
     }
 
+    fn put_rows(
+        &self,
+        x: &mut VirtualTensor,
+        first: usize,
+        tile: &VirtualTensor,
+    ) -> Result<(), KernelError> {
+        self.cpu.put_rows(&mut x.values, first, &tile.values)
+    }
+
     fn rope(
         &self,
         x: &mut VirtualTensor,

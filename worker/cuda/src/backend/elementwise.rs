@@ -176,6 +176,24 @@ impl ElementwiseOps for CudaBackend {
         Ok(y)
     }
 
+    fn put_rows(
+        &self,
+        x: &mut CudaTensor,
+        first: usize,
+        tile: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        checks::put_rows(x.shape(), first, tile.shape())?;
+        changed(x);
+        let args = Args::new()
+            .with(x.address() + (first * x.cols * 4) as u64)
+            .with(tile.address())
+            .with(tile.rows as i32)
+            .with(tile.cols as i32);
+        let variant = Variant::plain("rows");
+        let kernel = Kernel::new(&variant, "put_rows");
+        self.launch(kernel, row_grid(tile.rows, tile.cols), args)
+    }
+
     fn rope(
         &self,
         x: &mut CudaTensor,

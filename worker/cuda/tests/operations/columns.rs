@@ -53,6 +53,23 @@ fn rows_are_picked_in_any_order() {
 }
 
 #[test]
+fn a_tile_takes_the_place_of_its_rows() {
+    let gpu = plain();
+    let mut rng = Rng(3);
+    for cols in [1, 6, 20, 1025, 2048] {
+        for (first, count) in [(0, 9), (4, 3), (8, 1), (9, 0)] {
+            let mut want = rng.normals(9 * cols);
+            let tile = rng.normals(count * cols);
+            let mut tensor = gpu.upload(9, cols, &want).unwrap();
+            let rows = gpu.upload(count, cols, &tile).unwrap();
+            gpu.put_rows(&mut tensor, first, &rows).unwrap();
+            want[first * cols..][..tile.len()].copy_from_slice(&tile);
+            assert_same_bits(&gpu.download(&tensor).unwrap(), &want, "put_rows");
+        }
+    }
+}
+
+#[test]
 fn zeros_are_zeros_and_what_was_uploaded_comes_back() {
     let gpu = own(BUDGET_BYTES);
     for (rows, cols) in [(0, 0), (0, 5), (3, 0), (1, 1), (7, 130)] {

@@ -64,6 +64,8 @@ fn elementwise<B: Backend>(backend: &B, answers: &mut Answers) {
     answers.add(backend.columns(&x, 0, 0, 1));
     answers.add(backend.interleave(&x, &y, 2));
     answers.add(backend.rows(&x, &[2]));
+    answers.add(backend.put_rows(&mut z, 1, &y));
+    answers.add(backend.put_rows(&mut z, usize::MAX, &y));
     answers.add(backend.rope(&mut z, 2, &[0, 1], &table));
     answers.add(backend.rope(&mut z, 1, &[0], &table));
     answers.add(backend.rope(&mut z, 0, &[0, 1], &table));

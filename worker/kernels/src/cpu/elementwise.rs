@@ -117,6 +117,18 @@ impl ElementwiseOps for CpuBackend {
         Ok(out)
     }
 
+    fn put_rows(
+        &self,
+        x: &mut CpuTensor,
+        first: usize,
+        tile: &CpuTensor,
+    ) -> Result<(), KernelError> {
+        checks::put_rows(shape(x), first, shape(tile))?;
+        let elements = tile.as_slice();
+        x.as_mut_slice()[first * tile.cols()..][..elements.len()].copy_from_slice(elements);
+        Ok(())
+    }
+
     fn rope(
         &self,
         x: &mut CpuTensor,

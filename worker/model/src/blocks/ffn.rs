@@ -3,6 +3,7 @@
 use hearth_kernels::Backend;
 
 use super::{Pass, layer_name};
+use crate::flight::{indices, row_tiles};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
 /// A dense feed-forward block: a layer's own, a shared expert, or (only for its tensors) a routed expert.
@@ -27,8 +28,30 @@ impl SwiGlu {
         ]
     }
 
-    /// `x` `[rows, hidden]` → `[rows, hidden]`.
+    /// `x` `[rows, hidden]` → `[rows, hidden]`, in tiles of rows if there are many.
     pub(crate) fn forward<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        let backend = pass.backend;
+        let (rows, hidden) = backend.shape(x);
+        if rows <= pass.tile_rows {
+            return self.tile(pass, weights, x);
+        }
+        let mut out = backend.zeros(rows, hidden)?;
+        for tile in row_tiles(rows, pass.tile_rows) {
+            // x, y [tile rows, hidden]
+            let x = backend.rows(x, &indices(&tile))?;
+            let y = self.tile(pass, weights, &x)?;
+            backend.put_rows(&mut out, tile.start, &y)?;
+            pass.check_cancelled()?;
+        }
+        Ok(out)
+    }
+
+    fn tile<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
         weights: &ModuleWeights<B>,

@@ -21,6 +21,8 @@ pub(crate) struct Pass<'a, B: Backend> {
     pub(crate) layer: usize,
     /// Total number of blocks.
     pub(crate) blocks: usize,
+    /// Most rows that attention and dense feed-forward blocks take at once.
+    pub(crate) tile_rows: usize,
 }
 
 impl<B: Backend> Pass<'_, B> {

@@ -97,8 +97,9 @@ pub(crate) struct ModelArgs {
     /// How weights live in memory
     #[arg(long, value_enum, default_value = "resident")]
     pub(crate) residency: ResidencyArg,
-    /// Slots of the ring with --residency stream-loading (default: the experts of a layer, if half of the room has so many)
-    #[arg(long, value_name = "EXPERTS", value_parser = clap::value_parser!(u32).range(2..))]
+    /// Slots of the ring with --residency stream-loading, at least 2 (default: the experts of a layer, or as many as a
+    /// quarter of the memory beside the dense modules can hold)
+    #[arg(long, value_name = "EXPERTS", value_parser = ring_slots)]
     pub(crate) ring_slots: Option<u32>,
     /// Bytes of weights in memory at a time with --residency mmap-prefetch (default: half of the weights)
     #[arg(long, value_name = "BYTES")]
@@ -113,6 +114,14 @@ impl ModelArgs {
             (Some(KvDTypeArg::F32), _) | (None, IsaArg::Scalar) => KvDType::F32,
             (None, _) => KvDType::Bf16,
         }
+    }
+}
+
+/// Parses a number of slots.
+fn ring_slots(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(slots) if slots >= 2 => Ok(slots),
+        _ => Err("write 2 or more: one expert computes while the next is copied".to_owned()),
     }
 }
 

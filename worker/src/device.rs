@@ -50,9 +50,16 @@ impl FromStr for VirtualArg {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut memory_bytes = None;
-        for property in text.split(',').filter(|property| !property.is_empty()) {
+        for property in text.split(',') {
             let (name, value) = property.split_once('=').unwrap_or((property, ""));
             match name {
+                "" if text.is_empty() => {}
+                "mode" if value == "exact" => {}
+                "mode" => {
+                    return Err(format!(
+                        "mode={value}: a virtual device computes what a GPU would, mode=exact"
+                    ));
+                }
                 "memory" if memory_bytes.is_some() => {
                     return Err("memory is written twice: write it once".to_owned());
                 }
@@ -64,13 +71,13 @@ impl FromStr for VirtualArg {
                 }
                 _ => {
                     return Err(format!(
-                        "a virtual device has no property {name}: write virtual:memory=8Gi"
+                        "a virtual device has no property `{property}`: write virtual:memory=8Gi"
                     ));
                 }
             }
         }
         match memory_bytes {
-            Some(0) => Err("memory=0: give the virtual device some, as in memory=8Gi".to_owned()),
+            Some(0) => Err("its memory is 0 bytes: give it some, as in memory=8Gi".to_owned()),
             Some(memory_bytes) => Ok(Self { memory_bytes }),
             None => Err("a virtual device needs memory: write virtual:memory=8Gi".to_owned()),
         }
@@ -239,10 +246,10 @@ mod tests {
             Ok(DeviceArg::Cuda(Some("GPU-1a".to_owned())))
         );
         let memory_bytes = 3 << 29;
-        assert_eq!(
-            parse("virtual:memory=1.5Gi"),
-            Ok(DeviceArg::Virtual(VirtualArg { memory_bytes }))
-        );
+        for text in ["virtual:memory=1.5Gi", "virtual:mode=exact,memory=1.5Gi"] {
+            let wanted = DeviceArg::Virtual(VirtualArg { memory_bytes });
+            assert_eq!(parse(text), Ok(wanted));
+        }
         for (wrong, says) in [
             ("gpu", "cuda:UUID"),
             ("cuda:", "cuda:UUID"),
@@ -252,9 +259,12 @@ mod tests {
             ("virtual:", "needs memory"),
             ("virtual:memory", "memory="),
             ("virtual:memory=many", "memory=many"),
-            ("virtual:memory=0", "memory=0"),
+            ("virtual:memory=0", "0 bytes"),
+            ("virtual:memory=0.5", "0 bytes"),
+            ("virtual:memory=1Gi,", "no property ``"),
+            ("virtual:memory=1Gi,mode=modelled", "mode=exact"),
             ("virtual:memory=1Gi,memory=2Gi", "twice"),
-            ("virtual:memory=1Gi,speed=2", "no property speed"),
+            ("virtual:memory=1Gi,speed=2", "no property `speed=2`"),
         ] {
             let error = parse(wrong).unwrap_err();
             assert!(error.contains(says), "{wrong}: {error}");

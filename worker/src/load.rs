@@ -156,7 +156,11 @@ pub(crate) fn open(
         OnDevice::Virtual(backend) => {
             let (residency, tile_rows) = match policy {
                 ResidencyPolicy::Resident => {
-                    (files.resident(&backend, resident, progress)?, usize::MAX)
+                    let residency = files.resident(&backend, resident, progress);
+                    (
+                        residency.map_err(|error| files.or_stream(error))?,
+                        usize::MAX,
+                    )
                 }
                 ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
                 ResidencyPolicy::StreamLoading { slots } => {
@@ -222,10 +226,21 @@ impl Files<'_> {
         let options = StreamLoadingOptions {
             slots,
             experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
+            listener: None,
         };
         let policy = StreamLoading::open(&self.checkpoint, &modules, backend, options)?;
         tracing::info!(slots = policy.slots(), "experts are streamed");
         Ok(Arc::new(policy))
+    }
+
+    /// Adds the remedy that a model with experts has where not all of it fits.
+    fn or_stream(&self, error: anyhow::Error) -> anyhow::Error {
+        match self.config.moe {
+            Some(_) => {
+                anyhow::anyhow!("{error:#}\n  or stream its experts: --residency stream-loading")
+            }
+            None => error,
+        }
     }
 
     fn model<B: Backend>(
@@ -243,10 +258,15 @@ impl Files<'_> {
     }
 }
 
-/// Identifies everything that must be equal for two workers to compute the same bits: kernels, cache type and form of
-/// latent attention, but not threads.
+/// Identifies everything that must be equal for two workers to compute the same bits: kernels, cache type, form of latent
+/// attention and order of the experts' sum, but not threads.
 pub(crate) fn numerics<B: Backend>(model: &Model<B>, kv_dtype: KvDType) -> String {
     let is_latent = model.kv_layout(1, kv_dtype).value_in_key;
     let form = if is_latent { " mla=absorbed" } else { "" };
-    format!("{} kv={kv_dtype:?}{form}", model.backend().numerics())
+    // Versions before the tree added experts by index, and are no match.
+    let sum = match model.config().moe {
+        Some(_) => " experts=tree",
+        None => "",
+    };
+    format!("{} kv={kv_dtype:?}{form}{sum}", model.backend().numerics())
 }

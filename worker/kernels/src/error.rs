@@ -14,7 +14,7 @@ pub enum KernelError {
     },
     /// The device has too little memory.
     #[error(
-        "{device} has too little memory for {what} ({needed_bytes} bytes)\n  give it more memory, or choose a smaller model, KV cache or batch"
+        "{device} has too little memory for {what} ({needed_bytes} bytes)\n  give it more memory, or choose a smaller model, KV cache, batch or ring of experts"
     )]
     OutOfMemory {
         /// Name of the device.

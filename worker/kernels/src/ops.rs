@@ -22,9 +22,9 @@ impl<B: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + SampleOps> Backe
 /// Memory of a device that has its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Bytes in use: weights, KV and activations.
+    /// Bytes in use: weights, KV, activations and working memory.
     pub used_bytes: u64,
-    /// Largest number of bytes that were in use at once.
+    /// Largest number of bytes that were taken at once, with those that a device keeps for reuse.
     pub peak_bytes: u64,
     /// Bytes that may be used.
     pub budget_bytes: u64,

@@ -87,7 +87,7 @@ pub struct RouterSpec {
 }
 
 /// Experts chosen for each token. Both vectors are `[tokens, top_k]`; a token's experts are in
-/// ascending order of index, the order in which their outputs are summed.
+/// ascending order of index.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routing {
     /// Experts per token.

@@ -43,6 +43,29 @@ pub enum ResidencyError {
         "the model has no routed experts to stream\n  use --residency resident: on a device, all of a dense model's weights stay there"
     )]
     Experts,
+    /// The device cannot hold the ring of experts.
+    #[error(
+        "a ring of {slots} slots of {slot_bytes} bytes does not fit: {}\n  use fewer --ring-slots (2 are enough), or give the device more memory",
+        source.as_ref().map_or_else(|| format!("the model has {experts} routed experts"), first_line)
+    )]
+    Ring {
+        /// Number of slots.
+        slots: usize,
+        /// Bytes of one.
+        slot_bytes: u64,
+        /// Routed experts of the model.
+        experts: usize,
+        /// The backend's error; `None` if there are more slots than experts.
+        source: Option<KernelError>,
+    },
+    /// The thread that loads weights has ended.
+    #[error(
+        "{module}: the thread that loads weights has ended\n  its panic is in the log above; restart the worker"
+    )]
+    Ended {
+        /// Module that was requested.
+        module: ModuleId,
+    },
     /// The memory budget is smaller than what a single step must hold.
     #[error(
         "the weights' budget of {budget_bytes} bytes cannot hold {module} ({module_bytes} bytes)\n  raise the budget to at least {module_bytes} bytes"
@@ -120,4 +143,10 @@ impl ModelError {
             other => other,
         }
     }
+}
+
+/// First line of an error's text: what is wrong, without its remedy.
+fn first_line(error: &KernelError) -> String {
+    let text = error.to_string();
+    text.lines().next().unwrap_or_default().to_owned()
 }

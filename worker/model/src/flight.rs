@@ -10,7 +10,8 @@ use crate::experts::PendingExperts;
 
 /// A pass that has begun: the rows of some sequences on their way through the layers.
 ///
-/// It owns all that it needs between two modules, so that a thread may leave it there and go on with another one.
+/// It owns all that it needs between two modules, so that a thread may leave it there and go on with another one, unless
+/// the policy streams weights in the order of one pass.
 pub struct Flight<B: Backend> {
     pub(crate) place: Place,
     pub(crate) stream: Stream<B>,

@@ -82,10 +82,10 @@ impl<T, M> Ring<T, M> {
         Some((id, slot, mark))
     }
 
-    /// Enters the expert that was being copied; `None`: it could not be.
-    pub(crate) fn loaded(&mut self, slot: usize, expert: Option<T>) {
-        match (self.loading.take(), expert) {
-            (Some((id, true)), Some(expert)) => {
+    /// Enters the expert that was copied into a slot.
+    pub(crate) fn loaded(&mut self, slot: usize, expert: T) {
+        match self.loading.take() {
+            Some((id, true)) => {
                 let loaded = Loaded {
                     slot,
                     expert,
@@ -93,8 +93,15 @@ impl<T, M> Ring<T, M> {
                 };
                 self.loaded.insert(id, loaded);
             }
+            // Nothing reads it, and copies run in order.
             _ => self.free.push_back((slot, None)),
         }
+    }
+
+    /// Gives a slot back into which an expert could not be copied, with the mark to wait for as before.
+    pub(crate) fn failed(&mut self, slot: usize, mark: Option<M>) {
+        self.loading = None;
+        self.free.push_back((slot, mark));
     }
 
     /// Holds an expert if it is loaded. One that nobody announced is wanted next, and room is made for it.
@@ -187,7 +194,7 @@ mod tests {
     fn fill(ring: &mut Ring<u32, u32>) -> Vec<ModuleId> {
         let mut loaded = Vec::new();
         while let Some((id, slot, _)) = ring.next() {
-            ring.loaded(slot, Some(0));
+            ring.loaded(slot, 0);
             loaded.push(id);
         }
         loaded
@@ -228,7 +235,7 @@ mod tests {
         let (first, slot, _) = ring.next().expect("a slot");
         assert_eq!(first, id(1, 0));
         ring.announce(&[id(1, 2)]);
-        ring.loaded(slot, Some(0));
+        ring.loaded(slot, 0);
         assert_eq!(ring.ready(&[first]), 0);
         assert_eq!(fill(&mut ring), [id(1, 2), id(2, 0)]);
     }
@@ -260,12 +267,19 @@ mod tests {
         assert!(ring.hold(id(1, 1)).is_some());
         ring.begin(true);
         assert_eq!(fill(&mut ring), [id(1, 0)]);
-        // A failed copy gives its slot back.
-        ring.begin(false);
-        ring.announce(&[id(2, 2)]);
-        let (_, slot, _) = ring.next().expect("a slot");
-        ring.loaded(slot, None);
-        assert!(ring.hold(id(2, 2)).is_none());
-        assert_eq!(fill(&mut ring), [id(2, 2)]);
+    }
+
+    #[test]
+    fn a_slot_whose_copy_failed_comes_back_behind_the_same_mark() {
+        let mut ring = ring(1);
+        ring.begin(true);
+        fill(&mut ring);
+        assert!(ring.hold(id(1, 0)).is_some());
+        ring.release(id(1, 0), Some(7));
+        let (failed, slot, mark) = ring.next().expect("a slot");
+        ring.failed(slot, mark);
+        assert!(ring.hold(failed).is_none());
+        let (again, _, mark) = ring.next().expect("a slot");
+        assert_eq!((again, mark), (failed, Some(7)));
     }
 }

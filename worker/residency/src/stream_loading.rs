@@ -1,8 +1,8 @@
 //! Policy that streams routed experts through a ring of slots in the device's memory (OSDI '26, section 3.1).
 //!
 //! Dense modules stay on the device. A thread, the loader, copies experts into free slots in the order of the pass: where a pass
-//! will choose most experts, all of a layer's before its router has spoken, and those of the next layers as long as slots are
-//! free; once the router has spoken, the others of that layer are let go. The end of a copy is the paper's ON event, the
+//! will choose most experts, all of a layer's before its router has spoken, and those of later layers as long as slots are
+//! free; once the router has spoken, the experts of that layer that it did not choose are dropped. The end of a copy is the paper's ON event, the
 //! end of the last operation that reads a slot its OFF event: both are marks in the device's own order, so neither thread
 //! waits for the device.
 
@@ -23,13 +23,27 @@ use crate::ring::Ring;
 use crate::store::{Store, note_unused};
 
 /// Options of the ring.
-#[derive(Clone, Copy, Debug)]
 pub struct StreamLoadingOptions {
-    /// Slots, at least 2; `None`: the experts of a layer, or as many as half of the memory that is left can hold.
+    /// Slots, from 2 to the number of experts; `None`: the experts of a layer, or as many as a quarter of the device's memory
+    /// beside the dense modules can hold, which leaves the rest to KV and activations.
     pub slots: Option<usize>,
     /// Experts that a token chooses.
     pub experts_per_token: usize,
+    /// Observer of the ring, called by the thread that does what it is told of.
+    pub listener: Option<StreamListener>,
 }
+
+/// What happens in the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamEvent {
+    /// An expert was copied into a slot.
+    Loaded(ModuleId),
+    /// The last operation that reads an expert was queued.
+    Released(ModuleId),
+}
+
+/// Observer of [`StreamEvent`]s.
+pub type StreamListener = Box<dyn Fn(StreamEvent) + Send + Sync>;
 
 /// Dense modules on the device, and routed experts that pass through a ring of slots.
 pub struct StreamLoading<B: Backend + LoadOps> {
@@ -50,6 +64,7 @@ struct Shared<B: Backend + LoadOps> {
     slots: Vec<B::Slot>,
     state: Mutex<State<B>>,
     changed: Condvar,
+    listener: Option<StreamListener>,
     loaded_bytes: AtomicU64,
     released_bytes: AtomicU64,
 }
@@ -59,6 +74,16 @@ struct State<B: Backend + LoadOps> {
     /// Copies that failed, until they are asked for.
     failed: HashMap<ModuleId, ResidencyError>,
     ends: bool,
+}
+
+/// Says that the loader has ended, even by a panic: nobody waits for it then.
+struct Ending<'a, B: Backend + LoadOps>(&'a Shared<B>);
+
+impl<B: Backend + LoadOps> Drop for Ending<'_, B> {
+    fn drop(&mut self) {
+        self.0.state().ends = true;
+        self.0.changed.notify_all();
+    }
 }
 
 /// An expert in a slot.
@@ -98,9 +123,10 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
     /// Copies the dense modules to the device, takes the ring's slots, and starts the loader.
     ///
     /// # Errors
-    /// [`ResidencyError::Format`]; [`ResidencyError::Kernel`] if the device has no room for the dense modules or for two
-    /// slots; [`ResidencyError::Experts`] for a model without routed experts; [`ResidencyError::System`] if no thread
-    /// can be started.
+    /// [`ResidencyError::Format`]; [`ResidencyError::Kernel`] if the device has no room for the dense modules;
+    /// [`ResidencyError::Ring`] if it has none for the slots, or there are more slots than experts;
+    /// [`ResidencyError::Experts`] for a model without routed experts; [`ResidencyError::System`] if no thread can be
+    /// started.
     pub fn open(
         checkpoint: &Checkpoint,
         modules: &[ModuleSpec],
@@ -136,12 +162,18 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
         let of_layer = layers.iter().map(Vec::len).max().unwrap_or(1);
         let slot_bytes = experts[&largest].slot_bytes(&*backend);
         let count = slot_count(&*backend, options.slots, of_layer, slot_bytes);
+        let ring = |source| ResidencyError::Ring {
+            slots: count,
+            slot_bytes: slot_bytes as u64,
+            experts: experts.len(),
+            source,
+        };
+        if count > experts.len().max(2) {
+            return Err(ring(None));
+        }
         let slots = backend
             .slots(slot_bytes, count)
-            .map_err(|source| ResidencyError::Kernel {
-                module: largest,
-                source,
-            })?;
+            .map_err(|source| ring(Some(source)))?;
         let shared = Arc::new(Shared {
             backend,
             experts,
@@ -152,6 +184,7 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
                 ends: false,
             }),
             changed: Condvar::new(),
+            listener: options.listener,
             loaded_bytes: AtomicU64::new(0),
             released_bytes: AtomicU64::new(0),
         });
@@ -173,7 +206,7 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
     }
 }
 
-/// Slots that were asked for, at least 2; else the experts of a layer if half of the memory that is left has room for them.
+/// Slots that were asked for, at least 2; else the experts of a layer, or what a quarter of the free memory can hold.
 fn slot_count<B: LoadOps>(
     backend: &B,
     asked: Option<usize>,
@@ -183,8 +216,8 @@ fn slot_count<B: LoadOps>(
     let count = asked.unwrap_or_else(|| match backend.device_memory() {
         Some(memory) => {
             let room_bytes = memory.budget_bytes.saturating_sub(memory.used_bytes);
-            let half = room_bytes / 2 / (slot_bytes as u64).max(1);
-            of_layer.min(half as usize)
+            let quarter = room_bytes / 4 / (slot_bytes as u64).max(1);
+            of_layer.min(quarter as usize)
         }
         None => of_layer,
     });
@@ -206,6 +239,7 @@ fn start<B: Backend + LoadOps>(shared: &Arc<Shared<B>>) -> Result<JoinHandle<()>
 impl<B: Backend + LoadOps> Shared<B> {
     /// Copies wanted experts into free slots until the policy ends.
     fn run(&self) {
+        let _ends = Ending(self);
         let mut state = self.state();
         while !state.ends {
             let Some((id, slot, free)) = state.ring.next() else {
@@ -219,9 +253,12 @@ impl<B: Backend + LoadOps> Shared<B> {
             let loaded = self.load(id, slot, free.as_ref());
             state = self.state();
             match loaded {
-                Ok(loaded) => state.ring.loaded(slot, Some(loaded)),
+                Ok(loaded) => {
+                    state.ring.loaded(slot, loaded);
+                    self.tell(StreamEvent::Loaded(id));
+                }
                 Err(error) => {
-                    state.ring.loaded(slot, None);
+                    state.ring.failed(slot, free);
                     state.failed.insert(id, error);
                 }
             }
@@ -255,6 +292,12 @@ impl<B: Backend + LoadOps> Shared<B> {
         })
     }
 
+    fn tell(&self, event: StreamEvent) {
+        if let Some(listener) = &self.listener {
+            listener(event);
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State<B>> {
         // A panic in the ring would leave it consistent: it changes nothing before it could.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -273,6 +316,9 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
             }
             if let Some(Streamed { weights, copied }) = state.ring.hold(id) {
                 break (Arc::clone(weights), copied.clone());
+            }
+            if state.ends {
+                return Err(ResidencyError::Ended { module: id });
             }
             self.shared.changed.notify_all();
             state = self
@@ -304,7 +350,7 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         self.shared.changed.notify_all();
     }
 
-    /// Those that have arrived: the rest of the ring is loaded meanwhile.
+    /// Those that have arrived: others are copied while these compute.
     fn group(&self, upcoming: &[ModuleId]) -> usize {
         self.shared.state().ring.ready(upcoming).max(1)
     }
@@ -331,6 +377,7 @@ impl<B: Backend + LoadOps> Release for Shared<B> {
         if self.state().ring.release(id, mark) {
             let bytes = self.experts.get(&id).map_or(0, |expert| expert.bytes);
             self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
+            self.tell(StreamEvent::Released(id));
         }
         self.changed.notify_all();
     }

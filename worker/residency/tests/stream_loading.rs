@@ -5,13 +5,17 @@
 )]
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::*;
 use hearth_kernels::{Backend, BlockId, CpuBackend, CpuOptions, KvDType, Span};
-use hearth_model::{Batch, Model, ModuleId, Observer, Residency, ResidencyError, modules};
-use hearth_residency::{Resident, StreamLoading, StreamLoadingOptions};
+use hearth_model::{
+    Batch, Guard, Model, ModuleId, Observer, Residency, ResidencyError, ResidencyStats, modules,
+};
+use hearth_residency::{
+    Resident, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
+};
 use hearth_virtual::{VirtualBackend, VirtualOptions};
 
 const CASES: [&str; 4] = ["deepseek_v3", "deepseek_v3_fp8", "kimi_k2", "qwen3_moe"];
@@ -59,11 +63,21 @@ impl Files {
         device: &Arc<VirtualBackend>,
         slots: Option<usize>,
     ) -> Result<Arc<StreamLoading<VirtualBackend>>, ResidencyError> {
+        self.streamed_under(device, slots, None)
+    }
+
+    fn streamed_under(
+        &self,
+        device: &Arc<VirtualBackend>,
+        slots: Option<usize>,
+        listener: Option<StreamListener>,
+    ) -> Result<Arc<StreamLoading<VirtualBackend>>, ResidencyError> {
         let modules = modules(&self.config).unwrap();
         let moe = self.config.moe.as_ref();
         let options = StreamLoadingOptions {
             slots,
             experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
+            listener,
         };
         StreamLoading::open(&self.checkpoint, &modules, Arc::clone(device), options).map(Arc::new)
     }
@@ -195,62 +209,137 @@ fn row_tiles_give_the_same_bits_in_less_memory() {
     }
 }
 
+/// Experts that crossed the link since the last call, sorted.
+#[derive(Clone, Default)]
+struct Crossed(Arc<Mutex<Vec<ModuleId>>>);
+
+impl Crossed {
+    fn listener(&self) -> StreamListener {
+        let crossed = self.0.clone();
+        Box::new(move |event| {
+            if let StreamEvent::Loaded(id) = event {
+                crossed.lock().unwrap().push(id);
+            }
+        })
+    }
+
+    fn take(&self) -> Vec<ModuleId> {
+        let mut ids = std::mem::take(&mut *self.0.lock().unwrap());
+        ids.sort_unstable();
+        ids
+    }
+}
+
+/// Experts that a pass acquired, sorted.
+fn chosen(files: &Files, tokens: &[u32], start: usize) -> Vec<ModuleId> {
+    let backend = Arc::new(CpuBackend::new(options()).unwrap());
+    let acquired = Arc::new(Mutex::new(Vec::new()));
+    let residency = Acquired {
+        of: files.resident(),
+        ids: acquired.clone(),
+    };
+    let mut runner = files.model(backend, Arc::new(residency));
+    runner.run(0, &prompt());
+    acquired.lock().unwrap().clear();
+    runner.run(start, tokens);
+    let mut ids = acquired.lock().unwrap().clone();
+    ids.retain(|id| matches!(id, ModuleId::Expert(..)));
+    ids.sort_unstable();
+    ids
+}
+
+/// A policy that records what is acquired.
+struct Acquired {
+    of: Arc<dyn Residency<CpuBackend>>,
+    ids: Arc<Mutex<Vec<ModuleId>>>,
+}
+
+impl Residency<CpuBackend> for Acquired {
+    fn acquire(&self, id: ModuleId) -> Result<Guard<CpuBackend>, ResidencyError> {
+        self.ids.lock().unwrap().push(id);
+        self.of.acquire(id)
+    }
+
+    fn stats(&self) -> ResidencyStats {
+        self.of.stats()
+    }
+}
+
 #[test]
 fn no_expert_crosses_the_link_twice_for_a_prompt() {
     for case in CASES {
         let files = Files::of(case);
+        let (wanted, of_token) = (chosen(&files, &prompt(), 0), chosen(&files, &[5], 60));
         for slots in [2, 3, files.experts()] {
             let device = device(1 << 30);
-            let streamed = files.streamed(&device, Some(slots)).unwrap();
-            let mut runner = files.model(Arc::clone(&device), streamed.clone());
-            let mut before = 0;
+            let crossed = Crossed::default();
+            let listener = Some(crossed.listener());
+            let streamed = files
+                .streamed_under(&device, Some(slots), listener)
+                .unwrap();
+            let mut runner = files.model(Arc::clone(&device), streamed);
             for _ in 0..3 {
-                let read_before = streamed.stats().read_bytes;
                 runner.run(0, &prompt());
-                let stats = streamed.stats();
-                let (loaded, read) = (
-                    stats.prefetched_bytes - before,
-                    stats.read_bytes - read_before,
+                let ids = crossed.take();
+                let what = format!("{case}, {slots} slots: {ids:?}");
+                assert!(
+                    ids.windows(2).all(|pair| pair[0] < pair[1]),
+                    "twice: {what}"
                 );
-                let what = format!("{case}, {slots} slots: {loaded} loaded");
-                assert!(loaded <= files.expert_bytes(), "{what}");
-                assert!(loaded > 0 && read > 0, "{what}, {read} read");
-                before = stats.prefetched_bytes;
+                assert!(
+                    wanted.iter().all(|id| ids.contains(id)),
+                    "none missing: {what}"
+                );
             }
             // One token: what its routers chose, and nothing ahead of them.
-            let read_before = streamed.stats().read_bytes;
             runner.run(60, &[5]);
-            let stats = streamed.stats();
-            let moe = files.config.moe.as_ref().unwrap();
-            let of_all = files.expert_bytes() * moe.experts_per_token as u64 / moe.experts as u64;
-            assert_eq!(stats.prefetched_bytes - before, of_all, "{case}");
-            assert!(stats.read_bytes - read_before >= of_all);
+            assert_eq!(crossed.take(), of_token, "{case}, {slots} slots");
         }
     }
 }
 
 #[test]
-fn the_ring_is_as_long_as_the_memory_allows_and_memory_never_exceeds_its_budget() {
+fn the_ring_is_as_long_as_the_memory_allows() {
     let files = Files::of("qwen3_moe");
-    let wide = device(1 << 30);
-    let streamed = files.streamed(&wide, None).unwrap();
-    assert_eq!(streamed.slots(), files.experts());
-    drop(streamed);
-    let peak_of = |slots| {
+    let slots_in = |memory_bytes: u64| {
+        let device = device(memory_bytes);
+        files.streamed(&device, None).unwrap().slots()
+    };
+    assert_eq!(slots_in(1 << 30), files.experts());
+    let used_with = |slots: usize| {
         let device = device(1 << 30);
+        let _streamed = files.streamed(&device, Some(slots)).unwrap();
+        device.device_memory().unwrap().used_bytes
+    };
+    let slot_bytes = used_with(3) - used_with(2);
+    let dense_bytes = used_with(2) - 2 * slot_bytes;
+    for slots in [3, files.experts() as u64 - 1] {
+        assert_eq!(slots_in(dense_bytes + 4 * slots * slot_bytes) as u64, slots);
+        assert_eq!(
+            slots_in(dense_bytes + 4 * slots * slot_bytes + slot_bytes) as u64,
+            slots
+        );
+    }
+    assert_eq!(slots_in(dense_bytes + 2 * slot_bytes), 2);
+}
+
+#[test]
+fn a_prompt_runs_within_its_budget_and_a_longer_ring_needs_more() {
+    let files = Files::of("qwen3_moe");
+    let peak_of = |memory_bytes, slots| {
+        let device = device(memory_bytes);
         let streamed = files.streamed(&device, Some(slots)).unwrap();
         let mut runner = files.model(Arc::clone(&device), streamed);
         runner.run(0, &prompt());
         device.device_memory().unwrap().peak_bytes
     };
-    let (short, long) = (peak_of(2), peak_of(files.experts()));
+    let (short, long) = (peak_of(1 << 30, 2), peak_of(1 << 30, files.experts()));
     assert!(short < long, "{short} {long}");
-    // With its own peak as the budget, the prompt still runs.
-    let device = device(short);
-    let streamed = files.streamed(&device, Some(2)).unwrap();
-    let mut runner = files.model(Arc::clone(&device), streamed);
-    runner.run(0, &prompt());
-    assert_eq!(device.device_memory().unwrap().peak_bytes, short);
+    // How many experts run at once depends on how many have arrived: all choices at once need this much more.
+    let moe = files.config.moe.as_ref().unwrap();
+    let inner_bytes = prompt().len() * moe.experts_per_token * moe.intermediate_size * 4;
+    let budget_bytes = short + inner_bytes as u64;
+    assert!(peak_of(budget_bytes, 2) <= budget_bytes);
 }
 
 /// Ends a pass after some checks.
@@ -270,11 +359,14 @@ fn a_pass_that_was_given_up_leaves_nothing_behind() {
     let streamed = files.streamed(&device, Some(3)).unwrap();
     let mut runner = files.model(Arc::clone(&device), streamed);
     let want = runner.run(0, &prompt());
+    let used_bytes = || device.device_memory().unwrap().used_bytes;
+    let before = used_bytes();
     for checks in 1..40 {
         let ended = runner.try_run(0, &prompt(), &mut Ending(checks));
         if ended.is_ok() {
             break;
         }
+        assert_eq!(used_bytes(), before, "after {checks} checks");
         assert!(runner.run(0, &prompt()) == want, "after {checks} checks");
     }
 }
@@ -285,17 +377,27 @@ fn what_cannot_be_streamed_is_refused_by_name() {
     let error = dense.streamed(&device(1 << 30), None).err().unwrap();
     assert!(error.to_string().contains("no routed experts"), "{error}");
     let files = Files::of("deepseek_v3");
-    let dense_bytes = {
+    let least_bytes = {
         let device = device(1 << 30);
         drop(files.streamed(&device, Some(2)).unwrap());
         device.device_memory().unwrap().peak_bytes
     };
-    let error = files
-        .streamed(&device(dense_bytes - 1), Some(2))
-        .err()
-        .unwrap();
-    let text = error.to_string();
-    assert!(text.contains("a slot of the experts' ring"), "{text}");
-    let budget = format!("budget {} bytes", dense_bytes - 1);
-    assert!(text.contains(&budget), "{text}");
+    let text = |memory_bytes, slots| {
+        let error = files.streamed(&device(memory_bytes), Some(slots)).err();
+        error.unwrap().to_string()
+    };
+    let short = text(least_bytes - 1, 2);
+    assert!(short.contains("a ring of 2 slots of "), "{short}");
+    let budget = format!("budget {} bytes", least_bytes - 1);
+    assert!(
+        short.contains(&budget) && short.contains("--ring-slots"),
+        "{short}"
+    );
+    let many = text(1 << 30, 100_000);
+    assert!(
+        many.contains("100000 slots") && many.contains("routed experts"),
+        "{many}"
+    );
+    let dense = text(1000, 2);
+    assert!(dense.contains("too little memory for weights"), "{dense}");
 }

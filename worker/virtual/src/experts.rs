@@ -73,12 +73,15 @@ impl ExpertOps for VirtualBackend {
             let bytes = (PARTIAL_SUMS - 1).saturating_mul(sum.matrix_bytes);
             sum.partial = Some(self.memory.take(bytes, "partial sums of experts")?);
         }
-        let calls = calls.iter().map(on_host);
-        let calls = calls.collect::<Result<Vec<_>, KernelError>>()?;
+        let on_host = || calls.iter().map(on_host).collect::<Result<Vec<_>, _>>();
+        let host_calls = on_host()?;
         let inner = |call: &ExpertCall<'_, HostMatrix>| call.rows.len() * call.gate.rows() * 4;
-        let inner_bytes = calls.iter().map(inner).sum();
+        let inner_bytes = host_calls.iter().map(inner).sum();
         let _inner = self.memory.take(inner_bytes, "experts' activations")?;
-        self.cpu.experts(&mut sum.sum, &x.values, &calls, is_last)
+        self.cpu
+            .experts(&mut sum.sum, &x.values, &host_calls, is_last)?;
+        // No slot was given away meanwhile.
+        on_host().map(drop)
     }
 
     fn expert_total(&self, sum: VirtualExpertSum) -> Result<VirtualTensor, KernelError> {

@@ -14,7 +14,9 @@ impl LinearOps for VirtualBackend {
     ) -> Result<VirtualTensor, KernelError> {
         let shape = (self.shape(x).0, w.matrix.rows());
         let bias = bias.map(|bias| &bias.values);
-        self.output(shape, |cpu| cpu.linear(&x.values, w.matrix()?, bias))
+        let y = self.output(shape, |cpu| cpu.linear(&x.values, w.matrix()?, bias))?;
+        w.matrix()?;
+        Ok(y)
     }
 
     fn mla_absorb(

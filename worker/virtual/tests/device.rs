@@ -207,3 +207,34 @@ fn what_does_not_fit_is_refused_by_name() {
             .contains("memory is 0 bytes")
     );
 }
+
+#[test]
+fn a_weight_is_of_no_use_once_its_slot_was_given_away() {
+    let device = device(1 << 20);
+    let (first, second) = (matrix(1, HIDDEN, HIDDEN), matrix(2, HIDDEN, HIDDEN));
+    let bytes = device.slot_bytes(&first);
+    let slots = device.slots(bytes, 2).unwrap();
+    assert_eq!(memory(&device).used_bytes, 2 * bytes as u64);
+    let x = device.upload(1, HIDDEN, &numbers(3, HIDDEN)).unwrap();
+    device.reuse(&slots[0], None).unwrap();
+    let weight = device.load(&first, &slots[0], 0).unwrap();
+    device.after(&device.copied().unwrap()).unwrap();
+    let y = device.linear(&x, &weight, None).unwrap();
+    let own = device.weight(&first).unwrap();
+    let want = device.linear(&x, &own, None).unwrap();
+    let values = |y| device.download(y).unwrap();
+    assert_eq!(values(&y), values(&want));
+    // The other slot is none of its business.
+    device.reuse(&slots[1], None).unwrap();
+    assert!(device.linear(&x, &weight, None).is_ok());
+    device.reuse(&slots[0], None).unwrap();
+    device.load(&second, &slots[0], 0).unwrap();
+    let error = device.linear(&x, &weight, None).err().unwrap().to_string();
+    assert!(error.contains("given to another one"), "{error}");
+    let error = device
+        .load(&second, &slots[1], 1)
+        .err()
+        .unwrap()
+        .to_string();
+    assert!(error.starts_with("load: bytes 1 to"), "{error}");
+}

@@ -14,6 +14,7 @@ mod attention_bits;
 mod budget;
 mod columns;
 mod elementwise;
+mod expert_sum;
 mod experts;
 mod graphs;
 mod kv;

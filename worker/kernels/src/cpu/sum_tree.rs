@@ -72,17 +72,15 @@ impl SumTree {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reference;
 
-    /// Sum of `outputs` by the tree's definition.
+    /// Sum of `outputs` by the reference.
     fn defined(outputs: &[Option<f32>]) -> f32 {
-        let mut leaves = [0f32; LEAVES];
-        for (expert, output) in outputs.iter().enumerate() {
-            if let Some(output) = output {
-                leaves[leaf_of(expert, outputs.len())] += output;
-            }
-        }
-        let [a, b, c, d, e, f, g, h] = leaves;
-        ((a + b) + (c + d)) + ((e + f) + (g + h))
+        let chosen = outputs.iter().enumerate();
+        let chosen: Vec<_> = chosen
+            .filter_map(|(expert, output)| Some((expert, 1.0, (*output)?)))
+            .collect();
+        reference::expert_sum(&chosen, outputs.len())
     }
 
     /// The same by steps, in calls of `size` experts.

@@ -7,6 +7,7 @@
 
 mod attention;
 mod dequant;
+mod expert_sum;
 mod ffn;
 mod linear;
 mod mla;
@@ -16,6 +17,7 @@ mod router;
 
 pub use attention::attention_head;
 pub use dequant::{dequant, dequant_row};
+pub use expert_sum::expert_sum;
 pub use ffn::{expert, silu, silu_mul};
 pub use linear::{linear, linear_row};
 pub use mla::{mla_absorb, mla_expand};

@@ -18,7 +18,8 @@ const GPU_PROCESS_BYTES: u64 = 512 << 20;
 const GPU_PADDING_SHARE: u64 = 64;
 /// Activations of a token on a GPU, where matrix products read the residual stream as three bf16 terms in addition.
 const GPU_ACTIVATION_WIDTHS: u64 = 2 * ACTIVATION_WIDTHS;
-/// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, two buffers.
+/// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, up to four sums
+/// of experts, two buffers.
 const ACTIVATION_WIDTHS: u64 = 24;
 /// Minimum of a node's memory that is left to other programs.
 const LEAST_RESERVE_BYTES: u64 = 128 << 20;

@@ -7,9 +7,9 @@ constexpr int LEAVES = 8, PARTIAL_SUMS = 4;
 // Number of partial sums that wait while a leaf is taken: its own is the next one.
 __device__ constexpr int level_of(int leaf) { return (leaf & 1) + (leaf >> 1 & 1) + (leaf >> 2 & 1); }
 
-// out[token] = the token's slots times their weights, or, if more calls of the same sum follow, `state`: its partial sums
-// [PARTIAL_SUMS][stride], those before the leaf `end` and its own. An earlier launch left such a state at the leaf `begin`, or
-// begin is negative. end = LEAVES: no calls follow. A negative position is a slot that has no row here; chosen[slot] is its
+// out[token] = the token's slots times their weights. If more calls of the same sum follow, partial sums: those before the
+// leaf `end` and its own, the first one in out and the others in state [PARTIAL_SUMS - 1][stride]. An earlier launch left such
+// sums at the leaf `begin`, or begin is negative. end = LEAVES: no calls follow. A negative position is a slot that has no row here; chosen[slot] is its
 // expert. Any one-dimensional grid.
 extern "C" __global__ void experts_combine(
     float* out, float* state, const float* d, const int* positions, const int* chosen, const float* weights, int tokens,
@@ -20,7 +20,7 @@ extern "C" __global__ void experts_combine(
         float sums[PARTIAL_SUMS] = {};
 #pragma unroll
         for (int level = 0; level < PARTIAL_SUMS; ++level)
-            if (begin >= 0 && level <= level_of(begin)) sums[level] = state[level * stride + i];
+            if (begin >= 0 && level <= level_of(begin)) sums[level] = level == 0 ? out[i] : state[(level - 1) * stride + i];
 #pragma unroll
         for (int leaf = 0; leaf < LEAVES; ++leaf) {
             if (leaf < begin || leaf > end) continue;
@@ -35,12 +35,10 @@ extern "C" __global__ void experts_combine(
             for (int level = level_of(leaf); level >= level_of(leaf + 1) && level > 0; --level)
                 sums[level - 1] = __fadd_rn(sums[level - 1], sums[level]);
         }
-        if (end == LEAVES) {
-            out[i] = sums[0];
-            continue;
-        }
+        out[i] = sums[0];
+        if (end == LEAVES) continue;
 #pragma unroll
-        for (int level = 0; level < PARTIAL_SUMS; ++level)
-            if (level <= level_of(end)) state[level * stride + i] = sums[level];
+        for (int level = 1; level < PARTIAL_SUMS; ++level)
+            if (level <= level_of(end)) state[(level - 1) * stride + i] = sums[level];
     }
 }

@@ -46,12 +46,6 @@ impl ExpertOrder {
         self.experts
     }
 
-    /// Leaf of the last expert that was added; `None` before the first.
-    pub fn open_leaf(&self) -> Option<usize> {
-        let last = self.next.checked_sub(1)?;
-        Some(leaf_of(last, self.experts))
-    }
-
     /// Whether the last call was added, so that the sum is the total.
     pub fn is_complete(&self) -> bool {
         self.is_complete
@@ -115,9 +109,7 @@ mod tests {
             weights: &[],
         };
         let mut order = ExpertOrder::new(6);
-        assert_eq!(order.open_leaf(), None);
-        order.take(&[call(0), call(2)], false).ok();
-        assert_eq!(order.open_leaf(), Some(leaf_of(2, 6)));
+        assert!(order.take(&[call(0), call(2)], false).is_ok() && !order.is_complete());
         for bad in [&[call(2)][..], &[call(4), call(3)], &[call(6)]] {
             assert!(order.take(bad, false).is_err());
         }

@@ -104,6 +104,14 @@ pub enum ModelError {
         /// Weight that the block requested.
         field: &'static str,
     },
+    /// A step of a pass came out of order, or after one that failed; a bug in the program of steps.
+    #[error("block {block} of a pass of which {done} blocks are done")]
+    Order {
+        /// The block that was asked for; a layer's attention and feed-forward are one each.
+        block: usize,
+        /// Blocks that were computed.
+        done: usize,
+    },
     /// The observer cancelled the pass.
     #[error("the forward pass was given up")]
     GivenUp,

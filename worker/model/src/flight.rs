@@ -16,12 +16,31 @@ pub struct Flight<B: Backend> {
     pub(crate) place: Place,
     pub(crate) stream: Stream<B>,
     pub(crate) moe: Option<MoeInFlight<B>>,
+    /// Whether a block is running, or failed and left the stream undefined.
+    pub(crate) is_in_block: bool,
 }
 
 impl<B: Backend> Flight<B> {
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.place.positions.len()
+    }
+
+    /// Checks that a block is the next one, and enters it.
+    pub(crate) fn enter(&mut self, block: usize) -> Result<(), ModelError> {
+        if self.is_in_block || self.place.blocks_done != block {
+            return Err(ModelError::Order {
+                block,
+                done: self.place.blocks_done,
+            });
+        }
+        self.is_in_block = true;
+        Ok(())
+    }
+
+    pub(crate) fn leave(&mut self) {
+        self.place.blocks_done += 1;
+        self.is_in_block = false;
     }
 }
 
@@ -91,17 +110,18 @@ impl<B: Backend> Stream<B> {
         })
     }
 
-    /// Runs a block over a tile of rows after the other: `block` gets the stream of a tile, and leaves its output there.
-    /// The block's outputs take the place of those that were added.
+    /// Runs a block over a tile of rows after the other: `block` gets the stream of a tile, and returns its output
+    /// `[tile rows, hidden]`. Outputs take the memory of those that they add.
     pub(crate) fn in_tiles(
         &mut self,
         backend: &B,
         tile_rows: usize,
-        mut block: impl FnMut(&mut Self, Range<usize>) -> Result<(), ModelError>,
+        mut block: impl FnMut(&mut Self, Range<usize>) -> Result<B::Tensor, ModelError>,
     ) -> Result<(), ModelError> {
         let (rows, hidden) = backend.shape(&self.residual);
         if rows <= tile_rows {
-            return block(self, 0..rows);
+            self.delta = Some(block(self, 0..rows)?);
+            return Ok(());
         }
         let is_pending = self.delta.is_some();
         let mut outputs = match self.delta.take() {
@@ -115,11 +135,11 @@ impl<B: Backend> Stream<B> {
                 residual: backend.rows(&self.residual, &picked)?,
                 delta: delta.transpose()?,
             };
-            block(&mut stream, tile.clone())?;
-            backend.put_rows(&mut self.residual, tile.start, &stream.residual)?;
-            if let Some(output) = stream.delta {
-                backend.put_rows(&mut outputs, tile.start, &output)?;
+            let output = block(&mut stream, tile.clone())?;
+            if is_pending {
+                backend.put_rows(&mut self.residual, tile.start, &stream.residual)?;
             }
+            backend.put_rows(&mut outputs, tile.start, &output)?;
         }
         self.delta = Some(outputs);
         Ok(())

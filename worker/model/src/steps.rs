@@ -47,6 +47,7 @@ impl<B: Backend> Model<B> {
                 delta: None,
             },
             moe: None,
+            is_in_block: false,
         })
     }
 
@@ -62,7 +63,7 @@ impl<B: Backend> Model<B> {
         observer: &mut dyn Observer<B>,
     ) -> Result<(), ModelError> {
         let id = ModuleId::Attention(layer as u32);
-        flight.place.blocks_done = 2 * layer;
+        flight.enter(2 * layer)?;
         let Flight { place, stream, .. } = flight;
         self.pass(place, layer, observer).check_cancelled()?;
         let weights = self.residency().acquire(id)?;
@@ -87,13 +88,13 @@ impl<B: Backend> Model<B> {
                 Attention::Gqa(gqa) => gqa.forward(pass, kv, &weights, &x)?,
                 Attention::Mla(mla) => mla.forward(pass, kv, &weights, &x)?,
             };
-            stream.delta = Some(delta);
-            Ok(())
+            Ok(delta)
         };
         stream
             .in_tiles(self.backend(), self.tile_rows(), run)
             .map_err(|e: ModelError| e.within(id))?;
         observer.layer_done(layer, kv);
+        flight.leave();
         Ok(())
     }
 
@@ -107,16 +108,18 @@ impl<B: Backend> Model<B> {
         layer: usize,
         observer: &mut dyn Observer<B>,
     ) -> Result<(), ModelError> {
-        flight.place.blocks_done = 2 * layer + 1;
+        flight.enter(2 * layer + 1)?;
         self.pass(&flight.place, layer, observer)
             .check_cancelled()?;
         match self.decoder().feed_forward[layer] {
-            FeedForward::Dense(_) => self.dense(flight, layer, observer),
+            FeedForward::Dense(_) => self.dense(flight, layer, observer)?,
             FeedForward::Moe(_) => {
                 self.experts_begin(flight, layer, observer)?;
-                self.experts_end(flight, layer, observer)
+                self.experts_end(flight, layer, observer)?;
             }
         }
+        flight.leave();
+        Ok(())
     }
 
     /// Ends the pass: returns logits `[logit_rows.len(), vocab]`, or nothing if no rows are wanted.
@@ -125,10 +128,11 @@ impl<B: Backend> Model<B> {
     /// Those of the module.
     pub fn end(
         &self,
-        flight: Flight<B>,
+        mut flight: Flight<B>,
         logit_rows: &[u32],
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
+        flight.enter(2 * self.decoder().feed_forward.len())?;
         if logit_rows.is_empty() {
             self.backend().finish()?;
             return Ok(None);
@@ -150,19 +154,20 @@ impl<B: Backend> Model<B> {
             return Ok(());
         };
         let id = ModuleId::DenseFfn(layer as u32);
-        let mut pass = self.pass(&flight.place, layer, observer);
-        let weights = pass.residency.acquire(id)?;
-        let stream = &mut flight.stream;
-        let mut run = |pass: &mut Pass<'_, B>| {
+        let Flight { place, stream, .. } = flight;
+        let weights = self.residency().acquire(id)?;
+        let run = |stream: &mut Stream<B>, _: Range<usize>| {
+            let pass = &mut self.pass(place, layer, &mut *observer);
             // x, delta [rows, hidden]
             let x = stream.norm(pass, weights.vector("norm")?, self.decoder().eps)?;
             pass.show("ffn_norm", &x);
             let delta = dense.forward(pass, &weights, &x)?;
             pass.show("ffn_out", &delta);
-            stream.delta = Some(delta);
-            Ok(())
+            Ok(delta)
         };
-        run(&mut pass).map_err(|e: ModelError| e.within(id))
+        stream
+            .in_tiles(self.backend(), self.tile_rows(), run)
+            .map_err(|e: ModelError| e.within(id))
     }
 
     /// Chooses a layer's experts, begins them, and runs the shared ones meanwhile.

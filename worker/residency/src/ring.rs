@@ -1,4 +1,4 @@
-//! The experts' ring: which expert is in which slot, which one is loaded next, and which are let go.
+//! The experts' ring: which expert is in which slot, which one is loaded next, and which are evicted.
 //!
 //! Pure bookkeeping: slots are numbers, and what a loaded expert is belongs to the caller.
 
@@ -42,7 +42,7 @@ impl<T, M> Ring<T, M> {
     /// Begins a pass; `ahead`: all experts of a layer are loaded before its router has spoken.
     pub(crate) fn begin(&mut self, ahead: bool) {
         self.wanted.clear();
-        self.let_go(|_| true);
+        self.evict(|_| true);
         self.next_layer = if ahead { 0 } else { self.layers.len() };
     }
 
@@ -57,9 +57,9 @@ impl<T, M> Ring<T, M> {
         let kept: HashSet<ModuleId> = chosen.iter().copied().collect();
         let of_layer: HashSet<ModuleId> = self.layers[layer].iter().copied().collect();
         self.wanted.retain(|id| !of_layer.contains(id));
-        self.let_go(|id| of_layer.contains(&id) && !kept.contains(&id));
+        self.evict(|id| of_layer.contains(&id) && !kept.contains(&id));
         for id in chosen.iter().rev() {
-            if !self.is_on_its_way(*id) {
+            if !self.is_loaded_or_loading(*id) {
                 self.wanted.push_front(*id);
             }
         }
@@ -73,6 +73,8 @@ impl<T, M> Ring<T, M> {
             self.wanted.extend(layer);
             self.next_layer += 1;
         }
+        let loaded = &self.loaded;
+        self.wanted.retain(|id| !loaded.contains_key(id));
         if self.free.is_empty() {
             return None;
         }
@@ -98,20 +100,24 @@ impl<T, M> Ring<T, M> {
         }
     }
 
-    /// Gives a slot back into which an expert could not be copied, with the mark to wait for as before.
-    pub(crate) fn failed(&mut self, slot: usize, mark: Option<M>) {
-        self.loading = None;
+    /// Gives a slot back into which an expert could not be copied, with the mark to wait for as before. Returns whether the
+    /// expert was still wanted.
+    pub(crate) fn failed(&mut self, slot: usize, mark: Option<M>) -> bool {
         self.free.push_back((slot, mark));
+        self.loading.take().is_some_and(|(_, is_wanted)| is_wanted)
     }
 
     /// Holds an expert if it is loaded. One that nobody announced is wanted next, and room is made for it.
     pub(crate) fn hold(&mut self, id: ModuleId) -> Option<&T> {
         if !self.loaded.contains_key(&id) {
-            if !self.is_on_its_way(id) && !self.wanted.contains(&id) {
+            if !self.is_loaded_or_loading(id) && !self.wanted.contains(&id) {
                 self.wanted.clear();
                 self.next_layer = self.layers.len();
-                self.let_go(|_| true);
                 self.wanted.push_front(id);
+            }
+            if self.free.is_empty() && self.loading.is_none() {
+                // Whoever waits for this one does not release the others.
+                self.evict(|_| true);
             }
             return None;
         }
@@ -147,7 +153,7 @@ impl<T, M> Ring<T, M> {
     }
 
     /// Whether an expert is loaded or being copied to stay.
-    fn is_on_its_way(&mut self, id: ModuleId) -> bool {
+    fn is_loaded_or_loading(&mut self, id: ModuleId) -> bool {
         if let Some((loading, is_wanted)) = &mut self.loading
             && *loading == id
         {
@@ -158,7 +164,7 @@ impl<T, M> Ring<T, M> {
     }
 
     /// Frees the slots of experts that nobody holds, and gives up the one that is being copied.
-    fn let_go(&mut self, is_unwanted: impl Fn(ModuleId) -> bool) {
+    fn evict(&mut self, is_unwanted: impl Fn(ModuleId) -> bool) {
         if let Some((id, is_wanted)) = &mut self.loading
             && is_unwanted(*id)
         {
@@ -213,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn unchosen_experts_are_let_go_and_never_loaded_once_the_router_has_spoken() {
+    fn unchosen_experts_are_evict_and_never_loaded_once_the_router_has_spoken() {
         let mut ring = ring(2);
         ring.begin(true);
         assert_eq!(fill(&mut ring), [id(1, 0), id(1, 1)]);
@@ -270,6 +276,32 @@ mod tests {
     }
 
     #[test]
+    fn a_held_expert_is_not_loaded_a_second_time() {
+        let mut ring = ring(3);
+        ring.begin(true);
+        fill(&mut ring);
+        assert!(ring.hold(id(1, 1)).is_some());
+        ring.begin(true);
+        assert_eq!(fill(&mut ring), [id(1, 0), id(1, 2)]);
+        assert!(ring.hold(id(1, 1)).is_some());
+        assert!(!ring.release(id(1, 1), None));
+        assert!(ring.release(id(1, 1), None));
+        assert_eq!(fill(&mut ring), [id(1, 3)]);
+    }
+
+    #[test]
+    fn an_announced_expert_finds_room_among_those_that_nobody_holds() {
+        let mut ring = ring(2);
+        ring.begin(false);
+        ring.announce(&[id(1, 0), id(1, 1)]);
+        fill(&mut ring);
+        ring.announce(&[id(2, 2)]);
+        assert_eq!(fill(&mut ring), []);
+        assert!(ring.hold(id(2, 2)).is_none());
+        assert_eq!(fill(&mut ring), [id(2, 2)]);
+    }
+
+    #[test]
     fn a_slot_whose_copy_failed_comes_back_behind_the_same_mark() {
         let mut ring = ring(1);
         ring.begin(true);
@@ -277,7 +309,7 @@ mod tests {
         assert!(ring.hold(id(1, 0)).is_some());
         ring.release(id(1, 0), Some(7));
         let (failed, slot, mark) = ring.next().expect("a slot");
-        ring.failed(slot, mark);
+        assert!(ring.failed(slot, mark));
         assert!(ring.hold(failed).is_none());
         let (again, _, mark) = ring.next().expect("a slot");
         assert_eq!((again, mark), (failed, Some(7)));

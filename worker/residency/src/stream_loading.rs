@@ -73,6 +73,8 @@ struct State<B: Backend + LoadOps> {
     ring: Ring<Streamed<B>, B::Mark>,
     /// Copies that failed, until they are asked for.
     failed: HashMap<ModuleId, ResidencyError>,
+    /// The device did not say when an expert is no longer read: its slot is withheld.
+    broken: Option<ResidencyError>,
     ends: bool,
 }
 
@@ -181,6 +183,7 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
             state: Mutex::new(State {
                 ring: Ring::new(layers, count),
                 failed: HashMap::new(),
+                broken: None,
                 ends: false,
             }),
             changed: Condvar::new(),
@@ -251,15 +254,16 @@ impl<B: Backend + LoadOps> Shared<B> {
             };
             drop(state);
             let loaded = self.load(id, slot, free.as_ref());
+            if loaded.is_ok() {
+                self.tell(StreamEvent::Loaded(id));
+            }
             state = self.state();
             match loaded {
-                Ok(loaded) => {
-                    state.ring.loaded(slot, loaded);
-                    self.tell(StreamEvent::Loaded(id));
-                }
+                Ok(loaded) => state.ring.loaded(slot, loaded),
                 Err(error) => {
-                    state.ring.failed(slot, free);
-                    state.failed.insert(id, error);
+                    if state.ring.failed(slot, free) {
+                        state.failed.insert(id, error);
+                    }
                 }
             }
             self.changed.notify_all();
@@ -299,7 +303,7 @@ impl<B: Backend + LoadOps> Shared<B> {
     }
 
     fn state(&self) -> MutexGuard<'_, State<B>> {
-        // A panic in the ring would leave it consistent: it changes nothing before it could.
+        // The ring's operations do not panic; after another panic of a holder it is consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -311,11 +315,14 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         };
         let mut state = self.shared.state();
         let (weights, copied) = loop {
-            if let Some(error) = state.failed.remove(&id) {
+            if let Some(error) = state.broken.take() {
                 return Err(error);
             }
             if let Some(Streamed { weights, copied }) = state.ring.hold(id) {
                 break (Arc::clone(weights), copied.clone());
+            }
+            if let Some(error) = state.failed.remove(&id) {
+                return Err(error);
             }
             if state.ends {
                 return Err(ResidencyError::Ended { module: id });
@@ -350,9 +357,10 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         self.shared.changed.notify_all();
     }
 
-    /// Those that have arrived: others are copied while these compute.
+    /// Those that have arrived, and half of the ring at most: others are copied while these compute.
     fn group(&self, upcoming: &[ModuleId]) -> usize {
-        self.shared.state().ring.ready(upcoming).max(1)
+        let ready = self.shared.state().ring.ready(upcoming);
+        ready.min(self.slots() / 2).max(1)
     }
 
     fn stats(&self) -> ResidencyStats {
@@ -372,9 +380,15 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
 
 impl<B: Backend + LoadOps> Release for Shared<B> {
     fn released(&self, id: ModuleId) {
-        // A device that cannot make a mark has failed: its next operation says so.
-        let mark = self.backend.computed().ok();
-        if self.state().ring.release(id, mark) {
+        let mark = match self.backend.computed() {
+            Ok(mark) => mark,
+            Err(source) => {
+                self.state().broken = Some(ResidencyError::Kernel { module: id, source });
+                return;
+            }
+        };
+        let is_free = self.state().ring.release(id, Some(mark));
+        if is_free {
             let bytes = self.experts.get(&id).map_or(0, |expert| expert.bytes);
             self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
             self.tell(StreamEvent::Released(id));

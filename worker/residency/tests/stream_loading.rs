@@ -335,11 +335,7 @@ fn a_prompt_runs_within_its_budget_and_a_longer_ring_needs_more() {
     };
     let (short, long) = (peak_of(1 << 30, 2), peak_of(1 << 30, files.experts()));
     assert!(short < long, "{short} {long}");
-    // How many experts run at once depends on how many have arrived: all choices at once need this much more.
-    let moe = files.config.moe.as_ref().unwrap();
-    let inner_bytes = prompt().len() * moe.experts_per_token * moe.intermediate_size * 4;
-    let budget_bytes = short + inner_bytes as u64;
-    assert!(peak_of(budget_bytes, 2) <= budget_bytes);
+    assert_eq!(peak_of(short, 2), short);
 }
 
 /// Ends a pass after some checks.

@@ -73,15 +73,21 @@ impl ExpertOps for VirtualBackend {
             let bytes = (PARTIAL_SUMS - 1).saturating_mul(sum.matrix_bytes);
             sum.partial = Some(self.memory.take(bytes, "partial sums of experts")?);
         }
-        let on_host = || calls.iter().map(on_host).collect::<Result<Vec<_>, _>>();
-        let host_calls = on_host()?;
-        let inner = |call: &ExpertCall<'_, HostMatrix>| call.rows.len() * call.gate.rows() * 4;
-        let inner_bytes = host_calls.iter().map(inner).sum();
-        let _inner = self.memory.take(inner_bytes, "experts' activations")?;
-        self.cpu
-            .experts(&mut sum.sum, &x.values, &host_calls, is_last)?;
-        // No slot was given away meanwhile.
-        on_host().map(drop)
+        // One expert after the other, so that what they need at most does not depend on how many come at once.
+        for (index, call) in calls.iter().enumerate() {
+            let on_host = on_host(call)?;
+            let inner_bytes = call.rows.len() * on_host.gate.rows() * 4;
+            let _inner = self.memory.take(inner_bytes, "experts' activations")?;
+            let is_last = is_last && index + 1 == calls.len();
+            self.cpu
+                .experts(&mut sum.sum, &x.values, &[on_host], is_last)?;
+            // The slot was not given away meanwhile.
+            call.down.matrix()?;
+        }
+        match is_last && calls.is_empty() {
+            true => self.cpu.experts(&mut sum.sum, &x.values, &[], true),
+            false => Ok(()),
+        }
     }
 
     fn expert_total(&self, sum: VirtualExpertSum) -> Result<VirtualTensor, KernelError> {

@@ -37,18 +37,19 @@ pub struct CudaExpertSum {
     order: ExpertOrder,
     tokens: usize,
     hidden: usize,
-    /// `[PARTIAL_SUMS, tokens, hidden]`, once calls were added that were not the last.
+    /// The total, or the first partial sum.
+    total: Option<CudaTensor>,
+    /// `[PARTIAL_SUMS - 1, tokens, hidden]`: the others, once calls were added that were not the last.
     partial: Option<Buffer>,
     /// The leaf of the partial sums, if there are any.
     begin: Option<usize>,
-    total: Option<CudaTensor>,
 }
 
 /// Destination of the outputs of a pass: the rows `first..first + tokens` of a sum.
 struct Destination {
-    /// The total; 0 if more calls follow.
+    /// The total, or the first partial sum.
     out: u64,
-    /// The first partial sum; 0 if this pass is the first and the last.
+    /// The second partial sum; 0 if this pass is the first and the last.
     partial: u64,
     /// Elements from one partial sum to the next.
     stride: usize,
@@ -249,7 +250,8 @@ impl ExpertOps for CudaBackend {
     }
 
     fn expert_total(&self, sum: CudaExpertSum) -> Result<CudaTensor, KernelError> {
-        sum.total.ok_or_else(|| KernelError::Shape {
+        let total = sum.total.filter(|_| sum.begin == Some(LEAVES));
+        total.ok_or_else(|| KernelError::Shape {
             op: "experts",
             detail: "the total of a sum without its last calls".to_owned(),
         })
@@ -257,7 +259,8 @@ impl ExpertOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Runs calls of the same shape, sorted by the host, as many tokens at once as the budget has room for.
+    /// Runs calls of the same shape, sorted by the host, as many tokens at once as the budget has room for: a token's
+    /// sum then stays in registers, and the experts' weights are read once for each such range of tokens.
     fn run_alike(
         &self,
         sum: &mut CudaExpertSum,
@@ -303,10 +306,11 @@ impl CudaBackend {
     /// Prepares the memory of all rows of a sum for the next pass, which ends in leaf `end`.
     fn destination(&self, sum: &mut CudaExpertSum, end: usize) -> Result<Destination, KernelError> {
         let stride = sum.tokens * sum.hidden;
-        if end == LEAVES {
+        if sum.total.is_none() {
             sum.total = Some(self.tensor(sum.tokens, sum.hidden)?);
-        } else if sum.partial.is_none() {
-            let bytes = PARTIAL_SUMS * stride * 4;
+        }
+        if end != LEAVES && sum.partial.is_none() {
+            let bytes = (PARTIAL_SUMS - 1) * stride * 4;
             sum.partial = Some(self.buffer(bytes, "partial sums of experts")?);
         }
         let begin = sum.begin.replace(end);

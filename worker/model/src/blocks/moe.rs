@@ -1,4 +1,4 @@
-//! Mixture of experts: a router chooses, the chosen experts run in index order, shared experts process every token
+//! Mixture of experts: a router chooses, the chosen experts run where the model has them, shared experts process every token
 //! (DeepSeekMoE, arXiv:2401.06066; routing of DeepSeek-V3, arXiv:2412.19437, equations 12 to 16).
 
 use hearth_formats::{MoeConfig, ScoreFunction};

@@ -13,7 +13,7 @@ use crate::experts::PendingExperts;
 /// It owns all that it needs between two modules, so that a thread may leave it there and go on with another one, unless
 /// the policy streams weights in the order of one pass.
 pub struct Flight<B: Backend> {
-    pub(crate) place: Place,
+    pub(crate) sequences: Sequences,
     pub(crate) stream: Stream<B>,
     pub(crate) moe: Option<MoeInFlight<B>>,
     /// Whether a block is running, or failed and left the stream undefined.
@@ -23,15 +23,15 @@ pub struct Flight<B: Backend> {
 impl<B: Backend> Flight<B> {
     /// Number of rows.
     pub fn rows(&self) -> usize {
-        self.place.positions.len()
+        self.sequences.positions.len()
     }
 
     /// Checks that a block is the next one, and enters it.
     pub(crate) fn enter(&mut self, block: usize) -> Result<(), ModelError> {
-        if self.is_in_block || self.place.blocks_done != block {
+        if self.is_in_block || self.sequences.blocks_done != block {
             return Err(ModelError::Order {
                 block,
-                done: self.place.blocks_done,
+                done: self.sequences.blocks_done,
             });
         }
         self.is_in_block = true;
@@ -39,13 +39,13 @@ impl<B: Backend> Flight<B> {
     }
 
     pub(crate) fn leave(&mut self) {
-        self.place.blocks_done += 1;
+        self.sequences.blocks_done += 1;
         self.is_in_block = false;
     }
 }
 
 /// Sequences of a flight, and how far it has come.
-pub(crate) struct Place {
+pub(crate) struct Sequences {
     pub(crate) spans: Vec<Span>,
     /// `[rows]` absolute positions.
     pub(crate) positions: Vec<u32>,
@@ -53,7 +53,7 @@ pub(crate) struct Place {
     pub(crate) blocks_done: usize,
 }
 
-impl Place {
+impl Sequences {
     /// The part of these sequences in some rows, which are counted from the first of them.
     pub(crate) fn tile(&self, rows: &Range<usize>) -> Self {
         let part = |span: &Span| {
@@ -167,14 +167,14 @@ mod tests {
             start,
             blocks: Vec::new(),
         };
-        let place = Place {
+        let sequences = Sequences {
             spans: vec![span(0, 3, 10), span(3, 1, 7), span(4, 6, 0)],
             positions: vec![10, 11, 12, 7, 0, 1, 2, 3, 4, 5],
             blocks_done: 4,
         };
         let parts = |rows: Range<usize>| {
-            let tile = place.tile(&rows);
-            assert_eq!(tile.positions, place.positions[rows]);
+            let tile = sequences.tile(&rows);
+            assert_eq!(tile.positions, sequences.positions[rows]);
             let spans = tile.spans.iter();
             spans
                 .map(|span| (span.first_row, span.rows, span.start))

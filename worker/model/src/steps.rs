@@ -8,7 +8,7 @@ use hearth_kernels::{Backend, Span};
 use crate::batch;
 use crate::blocks::Pass;
 use crate::decoder::{Attention, FeedForward};
-use crate::flight::{Flight, Place, Stream};
+use crate::flight::{Flight, Sequences, Stream};
 use crate::{Model, ModelError, ModuleId, Observer};
 
 impl<B: Backend> Model<B> {
@@ -37,7 +37,7 @@ impl<B: Backend> Model<B> {
             .map_err(|e| ModelError::from(e).within(id))?;
         observer.tensor("embedding", None, backend, &residual);
         Ok(Flight {
-            place: Place {
+            sequences: Sequences {
                 positions: batch::positions(&spans),
                 spans,
                 blocks_done: 0,
@@ -64,14 +64,16 @@ impl<B: Backend> Model<B> {
     ) -> Result<(), ModelError> {
         let id = ModuleId::Attention(layer as u32);
         flight.enter(2 * layer)?;
-        let Flight { place, stream, .. } = flight;
-        self.pass(place, layer, observer).check_cancelled()?;
+        let Flight {
+            sequences, stream, ..
+        } = flight;
+        self.pass(sequences, layer, observer).check_cancelled()?;
         let weights = self.residency().acquire(id)?;
         let run = |stream: &mut Stream<B>, rows: Range<usize>| {
-            let is_whole = rows.len() == place.positions.len();
-            let tile = (!is_whole).then(|| place.tile(&rows));
-            let place = tile.as_ref().unwrap_or(place);
-            let pass = &mut self.pass(place, layer, &mut *observer);
+            let is_whole = rows.len() == sequences.positions.len();
+            let tile = (!is_whole).then(|| sequences.tile(&rows));
+            let sequences = tile.as_ref().unwrap_or(sequences);
+            let pass = &mut self.pass(sequences, layer, &mut *observer);
             if rows.start > 0 {
                 pass.check_cancelled()?;
             }
@@ -109,7 +111,7 @@ impl<B: Backend> Model<B> {
         observer: &mut dyn Observer<B>,
     ) -> Result<(), ModelError> {
         flight.enter(2 * layer + 1)?;
-        self.pass(&flight.place, layer, observer)
+        self.pass(&flight.sequences, layer, observer)
             .check_cancelled()?;
         match self.decoder().feed_forward[layer] {
             FeedForward::Dense(_) => self.dense(flight, layer, observer)?,
@@ -138,7 +140,7 @@ impl<B: Backend> Model<B> {
             return Ok(None);
         }
         let layer = self.decoder().feed_forward.len().saturating_sub(1);
-        let mut pass = self.pass(&flight.place, layer, observer);
+        let mut pass = self.pass(&flight.sequences, layer, observer);
         self.head(&mut pass, flight.stream, logit_rows)
             .map(Some)
             .map_err(|e| e.within(ModuleId::Head))
@@ -154,10 +156,12 @@ impl<B: Backend> Model<B> {
             return Ok(());
         };
         let id = ModuleId::DenseFfn(layer as u32);
-        let Flight { place, stream, .. } = flight;
+        let Flight {
+            sequences, stream, ..
+        } = flight;
         let weights = self.residency().acquire(id)?;
         let run = |stream: &mut Stream<B>, _: Range<usize>| {
-            let pass = &mut self.pass(place, layer, &mut *observer);
+            let pass = &mut self.pass(sequences, layer, &mut *observer);
             // x, delta [rows, hidden]
             let x = stream.norm(pass, weights.vector("norm")?, self.decoder().eps)?;
             pass.show("ffn_norm", &x);
@@ -181,7 +185,7 @@ impl<B: Backend> Model<B> {
             return Ok(());
         };
         let id = ModuleId::Router(layer as u32);
-        let mut pass = self.pass(&flight.place, layer, observer);
+        let mut pass = self.pass(&flight.sequences, layer, observer);
         let weights = pass.residency.acquire(id)?;
         let stream = &mut flight.stream;
         let run = |pass: &mut Pass<'_, B>| {
@@ -206,7 +210,7 @@ impl<B: Backend> Model<B> {
         else {
             return Ok(());
         };
-        let mut pass = self.pass(&flight.place, layer, observer);
+        let mut pass = self.pass(&flight.sequences, layer, observer);
         // delta [rows, hidden]
         let delta = moe
             .end(&mut pass, begun)
@@ -240,14 +244,14 @@ impl<B: Backend> Model<B> {
 
     fn pass<'a>(
         &'a self,
-        place: &'a Place,
+        sequences: &'a Sequences,
         layer: usize,
         observer: &'a mut dyn Observer<B>,
     ) -> Pass<'a, B> {
         Pass {
             backend: self.backend(),
             residency: &**self.residency(),
-            place,
+            sequences,
             observer,
             layer,
             blocks: 2 * self.decoder().feed_forward.len(),

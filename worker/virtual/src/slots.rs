@@ -10,7 +10,7 @@ use hearth_kernels::ops::LoadOps;
 use hearth_kernels::{HostMatrix, KernelError};
 
 use crate::memory::Held;
-use crate::tensor::Place;
+use crate::tensor::Storage;
 use crate::{VirtualBackend, VirtualWeight};
 
 /// Memory that weights are loaded into, again and again.
@@ -71,7 +71,7 @@ impl LoadOps for VirtualBackend {
         })?;
         Ok(VirtualWeight {
             matrix: matrix.copied()?,
-            place: Place::Slot(Tenancy {
+            storage: Storage::Slot(Tenancy {
                 uses: Arc::clone(&slot.uses),
                 use_index: slot.uses.load(Ordering::Acquire),
             }),

@@ -19,12 +19,12 @@ pub struct VirtualTensor {
 #[derive(Clone)]
 pub struct VirtualWeight {
     pub(crate) matrix: HostMatrix,
-    pub(crate) place: Place,
+    pub(crate) storage: Storage,
 }
 
 /// Memory of a weight.
 #[derive(Clone)]
-pub(crate) enum Place {
+pub(crate) enum Storage {
     /// Of its own.
     Own { _held: Arc<Held> },
     /// A slot, until that is used again.
@@ -37,7 +37,7 @@ impl VirtualWeight {
     /// # Errors
     /// [`KernelError::Device`] if its slot was used again: a GPU would read another weight there.
     pub(crate) fn matrix(&self) -> Result<&HostMatrix, KernelError> {
-        if let Place::Slot(tenancy) = &self.place
+        if let Storage::Slot(tenancy) = &self.storage
             && !tenancy.lasts()
         {
             return Err(KernelError::Device {
@@ -88,7 +88,7 @@ impl MemoryOps for VirtualBackend {
         let held = self.memory.take(self.slot_bytes(matrix), "weights")?;
         Ok(VirtualWeight {
             matrix: matrix.copied()?,
-            place: Place::Own {
+            storage: Storage::Own {
                 _held: Arc::new(held),
             },
         })

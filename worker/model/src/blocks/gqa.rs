@@ -109,7 +109,7 @@ impl Gqa {
         pass.show("v", &v);
         pass.check_cancelled()?;
         pass.backend
-            .kv_append(kv, pass.layer, &k, Some(&v), &pass.place.spans)?;
+            .kv_append(kv, pass.layer, &k, Some(&v), &pass.sequences.spans)?;
         let spec = AttentionSpec {
             heads: self.heads,
             scale: 1.0 / (self.head_dim as f32).sqrt(),
@@ -146,7 +146,7 @@ impl Gqa {
             pass.show(names.norm, &projected);
         }
         let heads = backend.shape(&projected).1 / self.head_dim;
-        backend.rope(&mut projected, heads, &pass.place.positions, &self.rope)?;
+        backend.rope(&mut projected, heads, &pass.sequences.positions, &self.rope)?;
         pass.show(names.rotated, &projected);
         Ok(projected)
     }

@@ -113,7 +113,7 @@ impl Mla {
         // key [rows, rank + rope]
         let key = self.key(pass, weights, x)?;
         pass.backend
-            .kv_append(kv, pass.layer, &key, None, &pass.place.spans)?;
+            .kv_append(kv, pass.layer, &key, None, &pass.sequences.spans)?;
         pass.check_cancelled()?;
         // query [rows, heads * (rank + rope)]
         let query = self.query(pass, weights, x)?;
@@ -154,7 +154,7 @@ impl Mla {
         pass.show("kv_latent", &latent);
         // k_rope [rows, rope], shared by all heads
         let mut k_rope = backend.columns(&kv_a, 1, rank, self.rope_dim)?;
-        backend.rope(&mut k_rope, 1, &pass.place.positions, &self.rope)?;
+        backend.rope(&mut k_rope, 1, &pass.sequences.positions, &self.rope)?;
         Ok(backend.interleave(&latent, &k_rope, 1)?)
     }
 
@@ -183,7 +183,7 @@ impl Mla {
         // q_nope [rows, heads * nope], q_rope [rows, heads * rope]
         let q_nope = backend.columns(&q, heads, 0, nope)?;
         let mut q_rope = backend.columns(&q, heads, nope, self.rope_dim)?;
-        backend.rope(&mut q_rope, heads, &pass.place.positions, &self.rope)?;
+        backend.rope(&mut q_rope, heads, &pass.sequences.positions, &self.rope)?;
         // q_latent [rows, heads * rank]
         let q_latent = backend.mla_absorb(&q_nope, weights.matrix("kv_b")?, self.heads)?;
         pass.show("q_latent", &q_latent);

@@ -8,14 +8,14 @@ pub(crate) mod rope;
 
 use hearth_kernels::{AttentionSpec, Backend, Span};
 
-use crate::flight::Place;
+use crate::flight::Sequences;
 use crate::{ModelError, Observer, Residency};
 
 /// What a block sees of the pass that runs it.
 pub(crate) struct Pass<'a, B: Backend> {
     pub(crate) backend: &'a B,
     pub(crate) residency: &'a dyn Residency<B>,
-    pub(crate) place: &'a Place,
+    pub(crate) sequences: &'a Sequences,
     pub(crate) observer: &'a mut dyn Observer<B>,
     /// Index of the running layer.
     pub(crate) layer: usize,
@@ -28,7 +28,10 @@ pub(crate) struct Pass<'a, B: Backend> {
 impl<B: Backend> Pass<'_, B> {
     /// Ends the pass if its result is no longer wanted; called between long operations.
     pub(crate) fn check_cancelled(&mut self) -> Result<(), ModelError> {
-        match self.observer.goes_on(self.place.blocks_done, self.blocks) {
+        match self
+            .observer
+            .goes_on(self.sequences.blocks_done, self.blocks)
+        {
             true => Ok(()),
             false => Err(ModelError::GivenUp),
         }
@@ -57,12 +60,12 @@ pub(crate) fn attend<B: Backend>(
     let rows = backend.shape(q).0;
     let most_products = backend.longest_operation_products();
     let Some(most_products) = most_products.filter(|_| rows > LEAST_TILE_ROWS) else {
-        return Ok(backend.attention(q, kv, pass.layer, &pass.place.spans, spec)?);
+        return Ok(backend.attention(q, kv, pass.layer, &pass.sequences.spans, spec)?);
     };
     let of_pair = (spec.heads * (layout.k_dim + layout.v_dim)) as u64;
-    let tiles = tiles(&pass.place.spans, most_products / of_pair.max(1));
+    let tiles = tiles(&pass.sequences.spans, most_products / of_pair.max(1));
     if tiles.len() <= 1 {
-        return Ok(backend.attention(q, kv, pass.layer, &pass.place.spans, spec)?);
+        return Ok(backend.attention(q, kv, pass.layer, &pass.sequences.spans, spec)?);
     }
     let mut out = backend.zeros(rows, spec.heads * layout.v_dim)?;
     for tile in tiles {

@@ -143,8 +143,8 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
                 continue;
             };
             experts.insert(spec.id, HostExpert::new(spec, checkpoint)?);
-            let is_last = |id: &&mut Vec<ModuleId>| matches!(id.first(), Some(ModuleId::Expert(of, _)) if *of == layer);
-            match layers.last_mut().filter(is_last) {
+            let last = layers.last_mut();
+            match last.filter(|of_layer| is_of_layer(of_layer, layer)) {
                 Some(of_layer) => of_layer.push(spec.id),
                 None => layers.push(vec![spec.id]),
             }
@@ -207,6 +207,10 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
     pub fn slots(&self) -> usize {
         self.shared.slots.len()
     }
+}
+
+fn is_of_layer(experts: &[ModuleId], layer: u32) -> bool {
+    matches!(experts.first(), Some(ModuleId::Expert(of, _)) if *of == layer)
 }
 
 /// Slots that were asked for, at least 2; else the experts of a layer, or what a quarter of the free memory can hold.
@@ -353,7 +357,12 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
     }
 
     fn announce(&self, upcoming: &[ModuleId]) {
-        self.shared.state().ring.announce(upcoming);
+        let mut state = self.shared.state();
+        for id in upcoming {
+            // It is copied once more.
+            state.failed.remove(id);
+        }
+        state.ring.announce(upcoming);
         self.shared.changed.notify_all();
     }
 

@@ -237,7 +237,7 @@ impl Files<'_> {
     fn or_stream(&self, error: anyhow::Error) -> anyhow::Error {
         match self.config.moe {
             Some(_) => {
-                anyhow::anyhow!("{error:#}\n  or stream its experts: --residency stream-loading")
+                anyhow::anyhow!("{error}\n  or stream its experts: --residency stream-loading")
             }
             None => error,
         }

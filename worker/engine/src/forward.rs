@@ -180,7 +180,7 @@ impl<B: Backend> Forward for ModelForward<B> {
     }
 
     fn weights(&self) -> WeightStats {
-        let stats = self.model.residency().stats();
+        let stats = self.model.stats();
         WeightStats {
             read_bytes: stats.read_bytes,
             resident_bytes: stats.resident_bytes,

@@ -310,6 +310,16 @@ pub trait RouterOps: MemoryOps {
     ) -> Result<Self::Chosen, KernelError>;
     /// Copies the choice to the host, for policies that load the chosen experts.
     fn routing(&self, chosen: Self::Chosen) -> Result<Routing, KernelError>;
+    /// Copies the choice and activations `[tokens, hidden]`, row-major, to the host in one round trip, for experts that run
+    /// elsewhere.
+    fn routing_and_rows(
+        &self,
+        chosen: Self::Chosen,
+        x: &Self::Tensor,
+    ) -> Result<(Routing, Vec<f32>), KernelError> {
+        let rows = self.download(x)?;
+        Ok((self.routing(chosen)?, rows))
+    }
 }
 
 /// Feed-forward blocks of routed experts.

@@ -112,6 +112,11 @@ pub enum ModelError {
         /// Blocks that were computed.
         done: usize,
     },
+    /// The thread that computes routed experts has ended.
+    #[error(
+        "the thread that computes routed experts has ended\n  its panic is in the log above; restart the worker"
+    )]
+    ExpertsEnded,
     /// The observer cancelled the pass.
     #[error("the forward pass was given up")]
     GivenUp,

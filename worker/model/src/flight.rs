@@ -38,6 +38,17 @@ impl<B: Backend> Flight<B> {
         Ok(())
     }
 
+    /// Checks that a block is the one that was entered.
+    pub(crate) fn check_within(&self, block: usize) -> Result<(), ModelError> {
+        match self.is_in_block && self.sequences.blocks_done == block {
+            true => Ok(()),
+            false => Err(ModelError::Order {
+                block,
+                done: self.sequences.blocks_done,
+            }),
+        }
+    }
+
     pub(crate) fn leave(&mut self) {
         self.sequences.blocks_done += 1;
         self.is_in_block = false;

@@ -23,6 +23,7 @@ mod flight;
 mod model;
 mod module;
 mod observer;
+mod programs;
 mod residency;
 mod steps;
 

@@ -7,8 +7,8 @@ use hearth_kernels::{Backend, KvDType, KvLayout};
 
 use crate::arch;
 use crate::decoder::Decoder;
-use crate::experts::{Experts, LocalExperts};
-use crate::{Batch, ModelError, ModuleId, ModuleSpec, Observer, Residency};
+use crate::experts::{Experts, HostExperts, LocalExperts};
+use crate::{Batch, ModelError, ModuleId, ModuleSpec, Observer, Residency, ResidencyStats};
 
 /// Lists all modules of a model in execution order, with the names and shapes of their tensors.
 ///
@@ -39,6 +39,7 @@ pub struct Model<B: Backend> {
     experts: Box<dyn Experts<B>>,
     /// Most rows that attention and dense feed-forward blocks take at once.
     tile_rows: usize,
+    is_dual_batch: bool,
 }
 
 impl<B: Backend> Model<B> {
@@ -68,6 +69,7 @@ impl<B: Backend> Model<B> {
             residency,
             experts: Box::new(experts),
             tile_rows: usize::MAX,
+            is_dual_batch: false,
         })
     }
 
@@ -76,6 +78,30 @@ impl<B: Backend> Model<B> {
     #[must_use]
     pub fn in_row_tiles(mut self, rows: usize) -> Self {
         self.tile_rows = rows.max(1);
+        self
+    }
+
+    /// Runs routed experts on another backend, the host's CPUs, in a thread of their own; `residency` has their modules
+    /// there, and the model's own policy is not asked for them. On equal arithmetic the bits are the same.
+    ///
+    /// # Errors
+    /// [`ModelError::Residency`] if no thread can be started; [`ModelError::Kernel`] if it cannot be bound.
+    pub fn with_host_experts<H: Backend>(
+        mut self,
+        host: Arc<H>,
+        residency: Arc<dyn Residency<H>>,
+    ) -> Result<Self, ModelError> {
+        let device = Arc::clone(&self.backend);
+        self.experts = Box::new(HostExperts::start(device, host, residency)?);
+        Ok(self)
+    }
+
+    /// Splits steps that decode two sequences or more into two flights that take turns: one is in attention while the
+    /// other one's experts run elsewhere. Without [`Model::with_host_experts`] nothing overlaps; a policy that streams
+    /// weights in the order of one pass allows no second one. The bits are the same.
+    #[must_use]
+    pub fn in_dual_batches(mut self) -> Self {
+        self.is_dual_batch = true;
         self
     }
 
@@ -92,6 +118,11 @@ impl<B: Backend> Model<B> {
     /// The policy that provides the weights.
     pub fn residency(&self) -> &Arc<dyn Residency<B>> {
         &self.residency
+    }
+
+    /// Counters of all weights, on the device and elsewhere.
+    pub fn stats(&self) -> ResidencyStats {
+        self.residency.stats() + self.experts.stats()
     }
 
     /// The shape of the model.
@@ -118,26 +149,6 @@ impl<B: Backend> Model<B> {
         logits.map_err(|e| ModelError::from(e).within(ModuleId::Head))
     }
 
-    /// Same as [`Model::forward`], but leaves the logits on the device, where a token may be chosen; `None` if no rows
-    /// are wanted.
-    ///
-    /// # Errors
-    /// Same as [`Model::forward`].
-    pub fn forward_logits(
-        &self,
-        batch: &Batch,
-        kv: &mut B::Kv,
-        observer: &mut dyn Observer<B>,
-    ) -> Result<Option<B::Tensor>, ModelError> {
-        batch.check_logit_rows()?;
-        let mut flight = self.begin(&batch.tokens, batch.spans.clone(), observer)?;
-        for layer in 0..self.decoder.feed_forward.len() {
-            self.attention(&mut flight, layer, kv, observer)?;
-            self.feed_forward(&mut flight, layer, observer)?;
-        }
-        self.end(flight, &batch.logit_rows, observer)
-    }
-
     /// The blocks.
     pub(crate) fn decoder(&self) -> &Decoder {
         &self.decoder
@@ -146,6 +157,11 @@ impl<B: Backend> Model<B> {
     /// Most rows that attention and dense feed-forward blocks take at once.
     pub(crate) fn tile_rows(&self) -> usize {
         self.tile_rows
+    }
+
+    /// Whether decode steps run as two flights.
+    pub(crate) fn is_dual_batch(&self) -> bool {
+        self.is_dual_batch
     }
 
     /// The place where routed experts run.

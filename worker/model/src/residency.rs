@@ -1,6 +1,6 @@
 //! The residency axis: storage of a module's weights, and their transfer to where they are used.
 
-use std::ops::Deref;
+use std::ops::{Add, Deref};
 use std::sync::Arc;
 
 use hearth_kernels::Backend;
@@ -70,6 +70,21 @@ impl<B: Backend> Drop for Guard<B> {
     fn drop(&mut self) {
         if let Some(release) = &self.release {
             release.released(self.weights.id());
+        }
+    }
+}
+
+impl Add for ResidencyStats {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            total_bytes: self.total_bytes + other.total_bytes,
+            resident_bytes: self.resident_bytes + other.resident_bytes,
+            acquired: self.acquired + other.acquired,
+            read_bytes: self.read_bytes + other.read_bytes,
+            prefetched_bytes: self.prefetched_bytes + other.prefetched_bytes,
+            released_bytes: self.released_bytes + other.released_bytes,
         }
     }
 }

@@ -29,6 +29,7 @@ impl<B: Backend> Model<B> {
             .begin_pass(tokens.len())
             .map_err(|e| ModelError::from(e).within(id))?;
         self.residency().begin_pass(tokens.len());
+        self.experts().begin_pass(tokens.len());
         let embedding = self.residency().acquire(id)?;
         let table = embedding.matrix("embedding")?;
         // residual [rows, hidden]
@@ -100,7 +101,7 @@ impl<B: Backend> Model<B> {
         Ok(())
     }
 
-    /// Runs a layer's feed-forward block, with its routed experts from begin to end if it has some.
+    /// Runs a layer's feed-forward block.
     ///
     /// # Errors
     /// Those of the modules; [`ModelError::GivenUp`] if the observer ended the pass.
@@ -110,15 +111,44 @@ impl<B: Backend> Model<B> {
         layer: usize,
         observer: &mut dyn Observer<B>,
     ) -> Result<(), ModelError> {
+        self.feed_forward_begin(flight, layer, observer)?;
+        self.feed_forward_end(flight, layer, observer)
+    }
+
+    /// Begins a layer's feed-forward block: runs a dense one; chooses the experts of a routed one, begins them, and runs
+    /// the shared ones.
+    ///
+    /// # Errors
+    /// Same as [`Model::feed_forward`].
+    pub fn feed_forward_begin(
+        &self,
+        flight: &mut Flight<B>,
+        layer: usize,
+        observer: &mut dyn Observer<B>,
+    ) -> Result<(), ModelError> {
         flight.enter(2 * layer + 1)?;
         self.pass(&flight.sequences, layer, observer)
             .check_cancelled()?;
         match self.decoder().feed_forward[layer] {
-            FeedForward::Dense(_) => self.dense(flight, layer, observer)?,
-            FeedForward::Moe(_) => {
-                self.experts_begin(flight, layer, observer)?;
-                self.experts_end(flight, layer, observer)?;
-            }
+            FeedForward::Dense(_) => self.dense(flight, layer, observer),
+            FeedForward::Moe(_) => self.experts_begin(flight, layer, observer),
+        }
+    }
+
+    /// Ends a layer's feed-forward block: waits for the experts that were begun.
+    ///
+    /// # Errors
+    /// Same as [`Model::feed_forward`]; [`ModelError::Order`] if it was not begun.
+    pub fn feed_forward_end(
+        &self,
+        flight: &mut Flight<B>,
+        layer: usize,
+        observer: &mut dyn Observer<B>,
+    ) -> Result<(), ModelError> {
+        flight.check_within(2 * layer + 1)?;
+        match self.decoder().feed_forward[layer] {
+            FeedForward::Dense(_) => {}
+            FeedForward::Moe(_) => self.experts_end(flight, layer, observer)?,
         }
         flight.leave();
         Ok(())
@@ -130,20 +160,60 @@ impl<B: Backend> Model<B> {
     /// Those of the module.
     pub fn end(
         &self,
-        mut flight: Flight<B>,
+        flight: Flight<B>,
         logit_rows: &[u32],
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
-        flight.enter(2 * self.decoder().feed_forward.len())?;
-        if logit_rows.is_empty() {
+        let Some(last) = self.last_rows(flight, logit_rows, observer)? else {
             self.backend().finish()?;
             return Ok(None);
-        }
-        let layer = self.decoder().feed_forward.len().saturating_sub(1);
-        let mut pass = self.pass(&flight.sequences, layer, observer);
-        self.head(&mut pass, flight.stream, logit_rows)
-            .map(Some)
-            .map_err(|e| e.within(ModuleId::Head))
+        };
+        self.head(&last, observer).map(Some)
+    }
+
+    /// Ends two flights whose rows are counted through, the first one's first: the head is read once for both.
+    ///
+    /// # Errors
+    /// Same as [`Model::end`].
+    pub(crate) fn end_both(
+        &self,
+        [first, second]: [Flight<B>; 2],
+        logit_rows: &[u32],
+        observer: &mut dyn Observer<B>,
+    ) -> Result<Option<B::Tensor>, ModelError> {
+        let middle = first.rows() as u32;
+        let is_first = |at: &usize| logit_rows[*at] < middle;
+        let (of_first, of_second): (Vec<usize>, Vec<usize>) =
+            (0..logit_rows.len()).partition(is_first);
+        let rows = |of: &[usize], from| of.iter().map(|at| logit_rows[*at] - from).collect();
+        let (first_rows, second_rows): (Vec<u32>, Vec<u32>) =
+            (rows(&of_first, 0), rows(&of_second, middle));
+        let parts = [
+            self.last_rows(first, &first_rows, observer)?,
+            self.last_rows(second, &second_rows, observer)?,
+        ];
+        let last = match parts {
+            [Some(first), Some(second)] => {
+                let backend = self.backend();
+                let mut both = backend.zeros(logit_rows.len(), backend.shape(&first).1)?;
+                backend.put_rows(&mut both, 0, &first)?;
+                backend.put_rows(&mut both, of_first.len(), &second)?;
+                let mut order = vec![0; logit_rows.len()];
+                for (from, to) in of_first.iter().chain(&of_second).enumerate() {
+                    order[*to] = from as u32;
+                }
+                match order.is_sorted() {
+                    true => both,
+                    false => backend.rows(&both, &order)?,
+                }
+            }
+            [Some(only), None] | [None, Some(only)] => only,
+            [None, None] => {
+                self.backend().finish()?;
+                return Ok(None);
+            }
+        };
+        self.head(&last, observer).map(Some)
     }
 
     fn dense(
@@ -220,26 +290,52 @@ impl<B: Backend> Model<B> {
         Ok(())
     }
 
+    /// Rows of the residual stream behind the last layer, `[rows.len(), hidden]`; `None` if none are wanted.
+    fn last_rows(
+        &self,
+        mut flight: Flight<B>,
+        rows: &[u32],
+        observer: &mut dyn Observer<B>,
+    ) -> Result<Option<B::Tensor>, ModelError> {
+        let layers = self.decoder().feed_forward.len();
+        flight.enter(2 * layers)?;
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        let Flight {
+            sequences,
+            mut stream,
+            ..
+        } = flight;
+        let mut run = || {
+            let mut pass = self.pass(&sequences, layers.saturating_sub(1), observer);
+            if let Some(delta) = stream.delta.take() {
+                pass.backend.add_assign(&mut stream.residual, &delta)?;
+            }
+            pass.show("layer_out", &stream.residual);
+            Ok(Some(pass.backend.rows(&stream.residual, rows)?))
+        };
+        run().map_err(|e: ModelError| e.within(ModuleId::Head))
+    }
+
+    /// Logits `[rows, vocab]` of rows of the residual stream `[rows, hidden]`.
     fn head(
         &self,
-        pass: &mut Pass<'_, B>,
-        mut stream: Stream<B>,
-        logit_rows: &[u32],
+        last: &B::Tensor,
+        observer: &mut dyn Observer<B>,
     ) -> Result<B::Tensor, ModelError> {
-        let backend = pass.backend;
-        let weights = pass.residency.acquire(ModuleId::Head)?;
-        if let Some(delta) = stream.delta.take() {
-            backend.add_assign(&mut stream.residual, &delta)?;
-        }
-        pass.show("layer_out", &stream.residual);
-        // last, x [logit rows, hidden]
-        let last = backend.rows(&stream.residual, logit_rows)?;
-        let x = backend.rms_norm(&last, weights.vector("norm")?, self.decoder().eps)?;
-        pass.observer.tensor("final_norm", None, backend, &x);
-        // logits [logit rows, vocab]
-        let logits = backend.linear(&x, weights.matrix("head")?, None)?;
-        pass.observer.tensor("logits", None, backend, &logits);
-        Ok(logits)
+        let backend = &**self.backend();
+        let mut run = || {
+            let weights = self.residency().acquire(ModuleId::Head)?;
+            // x [rows, hidden]
+            let x = backend.rms_norm(last, weights.vector("norm")?, self.decoder().eps)?;
+            observer.tensor("final_norm", None, backend, &x);
+            // logits [rows, vocab]
+            let logits = backend.linear(&x, weights.matrix("head")?, None)?;
+            observer.tensor("logits", None, backend, &logits);
+            Ok(logits)
+        };
+        run().map_err(|e: ModelError| e.within(ModuleId::Head))
     }
 
     fn pass<'a>(

@@ -123,10 +123,10 @@ fn measure<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result
     }
 
     let mut step_ms = Vec::with_capacity(args.decode as usize);
-    let mut bytes_before = loaded.residency.stats().read_bytes;
+    let mut bytes_before = loaded.model.stats().read_bytes;
     for step in 0..WARMUP_STEPS + args.decode as usize {
         if step == WARMUP_STEPS {
-            bytes_before = loaded.residency.stats().read_bytes;
+            bytes_before = loaded.model.stats().read_bytes;
         }
         let tokens: Vec<[u32; 1]> = next.iter().map(|&token| [token]).collect();
         let appended: Vec<(usize, &[u32])> = tokens
@@ -141,7 +141,7 @@ fn measure<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result
         }
         next = logits.chunks(vocab as usize).map(argmax).collect();
     }
-    let bytes_read = loaded.residency.stats().read_bytes - bytes_before;
+    let bytes_read = loaded.model.stats().read_bytes - bytes_before;
     Ok(Timings {
         prefill_ms,
         step_ms,

@@ -1,11 +1,14 @@
 //! Where routed experts run: the router's choice in, the weighted sum of the chosen experts' outputs out.
 
+mod chosen;
+mod host;
 mod local;
 
 use hearth_kernels::Backend;
 
-use crate::ModelError;
+use crate::{ModelError, ResidencyStats};
 
+pub(crate) use host::HostExperts;
 pub(crate) use local::LocalExperts;
 
 /// A layer with routed experts.
@@ -21,6 +24,9 @@ pub(crate) struct RoutedLayer {
 
 /// A place where routed experts run.
 pub(crate) trait Experts<B: Backend>: Send + Sync {
+    /// Tells the place that a pass of `rows` rows begins.
+    fn begin_pass(&self, _rows: usize) {}
+
     /// Begins the experts that the tokens `x` `[rows, hidden]` chose. What follows until
     /// [`PendingExperts::finish`] (the shared experts, or another flight) runs beside them where the place can.
     ///
@@ -32,6 +38,11 @@ pub(crate) trait Experts<B: Backend>: Send + Sync {
         x: &B::Tensor,
         chosen: B::Chosen,
     ) -> Result<Box<dyn PendingExperts<B>>, ModelError>;
+
+    /// Counters of the experts' weights where the model's own policy does not have them.
+    fn stats(&self) -> ResidencyStats {
+        ResidencyStats::default()
+    }
 }
 
 /// Experts that were begun.

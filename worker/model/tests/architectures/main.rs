@@ -11,6 +11,7 @@ mod batch_invariance;
 mod flights;
 mod goldens;
 mod harness;
+mod host_experts;
 mod residency;
 
 /// Defines one `#[test]` per case: `cases!(property: case, case)` makes `property::case` call `property("case")`.

@@ -101,9 +101,14 @@ pub(crate) struct ModelArgs {
     /// quarter of the memory beside the dense modules can hold)
     #[arg(long, value_name = "EXPERTS", value_parser = ring_slots)]
     pub(crate) ring_slots: Option<u32>,
-    /// Bytes of weights in memory at a time with --residency mmap-prefetch (default: half of the weights)
+    /// Bytes of weights in memory at a time with --residency mmap-prefetch (default: half of the weights), or of experts
+    /// with host-experts (default: all of them)
     #[arg(long, value_name = "BYTES")]
     pub(crate) residency_budget: Option<u64>,
+    /// Decode several sequences as two half batches with --residency host-experts: one is in attention while the other is
+    /// in its experts
+    #[arg(long)]
+    pub(crate) dual_batch: bool,
 }
 
 impl ModelArgs {
@@ -210,17 +215,14 @@ impl ComputeArgs {
     /// The device with all that these arguments say of it; no pinning.
     ///
     /// # Errors
-    /// An option that the device has no use for.
+    /// An option that the device has no use for; `uses_cpus`: CPUs compute beside a GPU.
     pub(crate) fn device_options(
         &self,
         environment: &Environment,
+        uses_cpus: bool,
     ) -> anyhow::Result<DeviceOptions> {
-        self.refuse_idle_options()?;
-        let cpu = CpuOptions {
-            isa: self.isa.isa(),
-            threads: self.threads(),
-            numa_cpus: Vec::new(),
-        };
+        self.refuse_idle_options(uses_cpus)?;
+        let cpu = self.cpu_options();
         Ok(match &self.device {
             DeviceArg::Cpu => DeviceOptions::Cpu(cpu),
             DeviceArg::Cuda(uuid) => DeviceOptions::Gpu(self.gpu.options(
@@ -237,16 +239,25 @@ impl ComputeArgs {
         })
     }
 
+    /// Kernels and threads of the CPUs; no pinning.
+    pub(crate) fn cpu_options(&self) -> CpuOptions {
+        CpuOptions {
+            isa: self.isa.isa(),
+            threads: self.threads(),
+            numa_cpus: Vec::new(),
+        }
+    }
+
     /// What would be without effect is more likely a mistake than meant.
-    fn refuse_idle_options(&self) -> anyhow::Result<()> {
+    fn refuse_idle_options(&self, uses_cpus: bool) -> anyhow::Result<()> {
         let (here, is_gpu) = match self.device {
             DeviceArg::Cpu => ("cpu", false),
             DeviceArg::Cuda(_) => ("cuda", true),
             DeviceArg::Virtual(_) => ("virtual", false),
         };
         let given = [
-            ("--isa", is_gpu && self.isa != IsaArg::Auto),
-            ("--threads", is_gpu && self.threads.is_some()),
+            ("--isa", is_gpu && !uses_cpus && self.isa != IsaArg::Auto),
+            ("--threads", is_gpu && !uses_cpus && self.threads.is_some()),
             ("--device-memory", !is_gpu && self.device_memory.is_some()),
             (
                 "--activations",
@@ -314,6 +325,8 @@ pub(crate) enum ResidencyArg {
     MmapPrefetch,
     /// On a virtual device: routed experts pass through a ring of slots in its memory, all else stays there
     StreamLoading,
+    /// On a device: routed experts stay in the machine's memory and are computed by its CPUs, all else on the device
+    HostExperts,
 }
 
 impl ResidencyArg {
@@ -323,6 +336,7 @@ impl ResidencyArg {
             Self::Resident => "resident",
             Self::MmapPrefetch => "mmap-prefetch",
             Self::StreamLoading => "stream-loading",
+            Self::HostExperts => "host-experts",
         }
     }
 }

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
-use hearth_kernels::{Backend, CpuBackend, KvDType};
-use hearth_model::{Model, Residency, modules};
+use hearth_kernels::{Backend, CpuBackend, CpuOptions, KvDType};
+use hearth_model::{Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
     LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident, ResidentOptions,
-    StreamLoading, StreamLoadingOptions,
+    StreamLoading, StreamLoadingOptions, note_unused,
 };
 use hearth_virtual::VirtualBackend;
 
@@ -30,6 +30,11 @@ pub(crate) struct LoadOptions<'a> {
     pub(crate) device: DeviceOptions,
     /// Residency policy, with the bytes of weights that may be in memory at a time.
     pub(crate) residency: ResidencyPolicy,
+    /// Kernels and threads of the host beside a device: they compute its routed experts with
+    /// [`ResidencyPolicy::HostExperts`].
+    pub(crate) host: CpuOptions,
+    /// Whether steps that decode several sequences run as two flights that take turns.
+    pub(crate) is_dual_batch: bool,
     /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
     pub(crate) placing: Option<Placing<'a>>,
 }
@@ -48,14 +53,19 @@ pub(crate) enum ResidencyPolicy {
         /// Number of slots; `None` leaves it to the memory that there is.
         slots: Option<usize>,
     },
+    /// Routed experts stay in the machine's memory and are computed by its CPUs; all else stays on the device.
+    HostExperts {
+        /// Bytes of experts in memory at a time, read ahead of use and dropped after it; `None` means all of them.
+        budget_bytes: Option<u64>,
+    },
 }
 
 /// A model on a device, with the data that the tools report about it.
 pub(crate) struct LoadedOn<B: Backend> {
     /// The model, ready to run.
     pub(crate) model: Model<B>,
-    /// Residency policy of its weights, for statistics.
-    pub(crate) residency: Arc<dyn Residency<B>>,
+    /// CPUs that compute its routed experts, if those are not on the device.
+    pub(crate) host: Option<Arc<CpuBackend>>,
     /// The mapped files.
     pub(crate) checkpoint: Checkpoint,
 }
@@ -70,6 +80,7 @@ impl LoadOptions<'_> {
     /// # Errors
     /// An error if options conflict.
     pub(crate) fn from_args(args: &ModelArgs, environment: &Environment) -> anyhow::Result<Self> {
+        let is_hybrid = args.residency == ResidencyArg::HostExperts;
         let residency = match args.residency {
             ResidencyArg::Resident => ResidencyPolicy::Resident,
             ResidencyArg::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
@@ -78,30 +89,40 @@ impl LoadOptions<'_> {
             ResidencyArg::StreamLoading => ResidencyPolicy::StreamLoading {
                 slots: args.ring_slots.map(|slots| slots as usize),
             },
+            ResidencyArg::HostExperts => ResidencyPolicy::HostExperts {
+                budget_bytes: args.residency_budget,
+            },
         };
-        let idle = [
+        let prefetches = is_hybrid || args.residency == ResidencyArg::MmapPrefetch;
+        let streams = args.residency == ResidencyArg::StreamLoading;
+        let given = [
             (
                 "--residency-budget",
-                args.residency_budget.is_some(),
+                args.residency_budget.is_some() && !prefetches,
                 ResidencyArg::MmapPrefetch,
             ),
             (
                 "--ring-slots",
-                args.ring_slots.is_some(),
+                args.ring_slots.is_some() && !streams,
                 ResidencyArg::StreamLoading,
             ),
+            (
+                "--dual-batch",
+                args.dual_batch && !is_hybrid,
+                ResidencyArg::HostExperts,
+            ),
         ];
-        for (option, is_given, of) in idle {
-            if is_given && args.residency != of {
-                let [here, there] = [args.residency, of].map(ResidencyArg::name);
-                anyhow::bail!(
-                    "{option} has no effect with --residency {here}\n  leave it out, or use --residency {there}"
-                );
-            }
+        if let Some((option, _, of)) = given.iter().find(|(_, is_idle, _)| *is_idle) {
+            let [here, there] = [args.residency, *of].map(ResidencyArg::name);
+            anyhow::bail!(
+                "{option} has no effect with --residency {here}\n  leave it out, or use --residency {there}"
+            );
         }
         Ok(Self {
-            device: args.compute.device_options(environment)?,
+            device: args.compute.device_options(environment, is_hybrid)?,
             residency,
+            host: args.compute.cpu_options(),
+            is_dual_batch: args.dual_batch,
             placing: None,
         })
     }
@@ -122,58 +143,83 @@ pub(crate) fn open(
     let checkpoint = Checkpoint::open(directory)?;
     let files = Files {
         directory,
+        modules: modules(&config)?,
         config,
         checkpoint,
     };
+    note_unused(&files.checkpoint, &files.modules);
     let resident = ResidentOptions {
         touch_threads,
         placing: options.placing,
     };
-    let policy = options.residency;
-    Ok(match options.device.open()? {
+    let (policy, host) = (options.residency, options.host);
+    let loaded = match options.device.open()? {
         OnDevice::Cpu(backend) => {
             let residency = match policy {
                 ResidencyPolicy::Resident => files.resident(&backend, resident, progress)?,
                 ResidencyPolicy::MmapPrefetch { budget_bytes } => {
-                    files.prefetched(&backend, budget_bytes)?
+                    files.prefetched(&backend, files.modules.clone(), budget_bytes)?
                 }
                 ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
                     "--residency stream-loading has no effect on the CPU, which computes where the weights are\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
                 ),
+                ResidencyPolicy::HostExperts { .. } => anyhow::bail!(
+                    "--residency host-experts has no effect on the CPU, which computes the experts anyway\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
+                ),
             };
             OnDevice::Cpu(files.model(backend, residency)?)
         }
-        OnDevice::Gpu(backend) => {
-            let residency = match policy {
-                ResidencyPolicy::Resident => files.resident(&backend, resident, progress)?,
-                ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
-                ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
-                    "--residency stream-loading does not exist for GPUs yet\n  use --residency resident, or --device virtual:memory=8Gi to try it"
-                ),
-            };
-            OnDevice::Gpu(files.model(backend, residency)?)
-        }
-        OnDevice::Virtual(backend) => {
-            let (residency, tile_rows) = match policy {
-                ResidencyPolicy::Resident => {
-                    let residency = files.resident(&backend, resident, progress);
-                    (
-                        residency.map_err(|error| files.or_stream(error))?,
-                        usize::MAX,
-                    )
-                }
-                ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
-                ResidencyPolicy::StreamLoading { slots } => {
-                    (files.streamed(&backend, slots)?, STREAMED_TILE_ROWS)
-                }
-            };
-            let loaded = files.model(backend, residency)?;
-            OnDevice::Virtual(LoadedOn {
-                model: loaded.model.in_row_tiles(tile_rows),
-                ..loaded
-            })
-        }
+        OnDevice::Gpu(backend) => match policy {
+            ResidencyPolicy::Resident => {
+                let residency = files.resident(&backend, resident, progress)?;
+                OnDevice::Gpu(files.model(backend, residency)?)
+            }
+            ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
+            ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
+                "--residency stream-loading does not exist for GPUs yet\n  use --residency resident, or --device virtual:memory=8Gi to try it"
+            ),
+            ResidencyPolicy::HostExperts { budget_bytes } => OnDevice::Gpu(
+                files.with_host_experts(backend, host, budget_bytes, (resident, progress))?,
+            ),
+        },
+        OnDevice::Virtual(backend) => match policy {
+            ResidencyPolicy::Resident => {
+                let residency = files.resident(&backend, resident, progress);
+                let residency = residency.map_err(|error| files.or_elsewhere(error))?;
+                OnDevice::Virtual(files.model(backend, residency)?)
+            }
+            ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
+            ResidencyPolicy::StreamLoading { slots } => {
+                let residency = files.streamed(&backend, slots)?;
+                OnDevice::Virtual(files.model(backend, residency)?.in_row_tiles())
+            }
+            ResidencyPolicy::HostExperts { budget_bytes } => OnDevice::Virtual(
+                files.with_host_experts(backend, host, budget_bytes, (resident, progress))?,
+            ),
+        },
+    };
+    Ok(match (options.is_dual_batch, loaded) {
+        (false, loaded) => loaded,
+        (true, OnDevice::Cpu(loaded)) => OnDevice::Cpu(loaded.in_dual_batches()),
+        (true, OnDevice::Gpu(loaded)) => OnDevice::Gpu(loaded.in_dual_batches()),
+        (true, OnDevice::Virtual(loaded)) => OnDevice::Virtual(loaded.in_dual_batches()),
     })
+}
+
+impl<B: Backend> LoadedOn<B> {
+    fn in_row_tiles(self) -> Self {
+        Self {
+            model: self.model.in_row_tiles(STREAMED_TILE_ROWS),
+            ..self
+        }
+    }
+
+    fn in_dual_batches(self) -> Self {
+        Self {
+            model: self.model.in_dual_batches(),
+            ..self
+        }
+    }
 }
 
 /// Why a device with memory of its own does not prefetch.
@@ -183,6 +229,7 @@ const CPU_ONLY: &str = "--residency mmap-prefetch applies to the CPU only: a dev
 struct Files<'a> {
     directory: &'a Path,
     config: ModelConfig,
+    modules: Vec<ModuleSpec>,
     checkpoint: Checkpoint,
 }
 
@@ -194,23 +241,35 @@ impl Files<'_> {
         options: ResidentOptions<'_>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
-        let (modules, backend) = (modules(&self.config)?, Arc::clone(backend));
+        self.keep(backend, self.modules.clone(), options, progress)
+    }
+
+    /// Keeps the weights of some modules in memory.
+    fn keep<B: Backend>(
+        &self,
+        backend: &Arc<B>,
+        modules: Vec<ModuleSpec>,
+        options: ResidentOptions<'_>,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> anyhow::Result<Arc<dyn Residency<B>>> {
+        let backend = Arc::clone(backend);
         let policy = Resident::open_with(&self.checkpoint, modules, backend, options, progress)?;
         Ok(Arc::new(policy))
     }
 
-    /// Reads weights ahead of use and drops them after it.
+    /// Reads the weights of some modules ahead of use and drops them after it.
     fn prefetched<B: Backend>(
         &self,
         backend: &Arc<B>,
+        modules: Vec<ModuleSpec>,
         budget_bytes: Option<u64>,
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
-        let (modules, backend) = (modules(&self.config)?, Arc::clone(backend));
         let options = MmapPrefetchOptions {
             budget_bytes: budget_bytes.unwrap_or_else(|| self.checkpoint.total_bytes() / 2),
             lookahead: PREFETCH_MODULES,
             ..MmapPrefetchOptions::default()
         };
+        let backend = Arc::clone(backend);
         let policy = MmapPrefetch::open(&self.checkpoint, modules, backend, options)?;
         Ok(Arc::new(policy))
     }
@@ -221,24 +280,61 @@ impl Files<'_> {
         backend: &Arc<B>,
         slots: Option<usize>,
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
-        let (modules, backend) = (modules(&self.config)?, Arc::clone(backend));
         let moe = self.config.moe.as_ref();
         let options = StreamLoadingOptions {
             slots,
             experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
             listener: None,
         };
-        let policy = StreamLoading::open(&self.checkpoint, &modules, backend, options)?;
+        let backend = Arc::clone(backend);
+        let policy = StreamLoading::open(&self.checkpoint, &self.modules, backend, options)?;
         tracing::info!(slots = policy.slots(), "experts are streamed");
         Ok(Arc::new(policy))
     }
 
-    /// Adds the remedy that a model with experts has where not all of it fits.
-    fn or_stream(&self, error: anyhow::Error) -> anyhow::Error {
-        match self.config.moe {
-            Some(_) => {
-                anyhow::anyhow!("{error}\n  or stream its experts: --residency stream-loading")
+    /// Keeps routed experts in the machine's memory, where its CPUs compute them, and all else on the device.
+    fn with_host_experts<B: Backend>(
+        self,
+        backend: Arc<B>,
+        host: CpuOptions,
+        budget_bytes: Option<u64>,
+        (resident, progress): (ResidentOptions<'_>, &mut dyn FnMut(LoadProgress)),
+    ) -> anyhow::Result<LoadedOn<B>> {
+        if self.config.moe.is_none() {
+            anyhow::bail!(
+                "--residency host-experts: the model has no routed experts\n  use --residency resident"
+            );
+        }
+        let is_expert = |spec: &ModuleSpec| matches!(spec.id, ModuleId::Expert(..));
+        let (experts, dense) = self.modules.iter().cloned().partition(is_expert);
+        let on_device = ResidentOptions::default();
+        let residency = self.keep(&backend, dense, on_device, &mut |_| {})?;
+        let threads = host.threads;
+        let host = Arc::new(CpuBackend::new(host)?);
+        let experts = match budget_bytes {
+            Some(_) => self.prefetched(&host, experts, budget_bytes)?,
+            None => {
+                let options = ResidentOptions {
+                    touch_threads: threads,
+                    ..resident
+                };
+                self.keep(&host, experts, options, progress)?
             }
+        };
+        let loaded = self.model(backend, residency)?;
+        Ok(LoadedOn {
+            model: loaded.model.with_host_experts(Arc::clone(&host), experts)?,
+            host: Some(host),
+            ..loaded
+        })
+    }
+
+    /// Adds the remedies that a model with experts has where not all of it fits.
+    fn or_elsewhere(&self, error: anyhow::Error) -> anyhow::Error {
+        match self.config.moe {
+            Some(_) => anyhow::anyhow!(
+                "{error}\n  or stream its experts (--residency stream-loading), or leave them to the CPUs (--residency host-experts)"
+            ),
             None => error,
         }
     }
@@ -248,11 +344,11 @@ impl Files<'_> {
         backend: Arc<B>,
         residency: Arc<dyn Residency<B>>,
     ) -> anyhow::Result<LoadedOn<B>> {
-        let model = Model::new(self.config, backend, Arc::clone(&residency))
+        let model = Model::new(self.config, backend, residency)
             .with_context(|| format!("{} cannot be run", self.directory.display()))?;
         Ok(LoadedOn {
             model,
-            residency,
+            host: None,
             checkpoint: self.checkpoint,
         })
     }
@@ -264,9 +360,10 @@ pub(crate) fn numerics<B: Backend>(model: &Model<B>, kv_dtype: KvDType) -> Strin
     let is_latent = model.kv_layout(1, kv_dtype).value_in_key;
     let form = if is_latent { " mla=absorbed" } else { "" };
     // Versions before the tree added experts by index, and are no match.
-    let sum = match model.config().moe {
-        Some(_) => " experts=tree",
-        None => "",
+    let sum = match (&model.config().moe, model.expert_numerics()) {
+        (Some(_), None) => " experts=tree".to_owned(),
+        (Some(_), Some(elsewhere)) => format!(" experts=tree of {elsewhere}"),
+        (None, _) => String::new(),
     };
     format!("{} kv={kv_dtype:?}{form}{sum}", model.backend().numerics())
 }

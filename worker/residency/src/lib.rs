@@ -26,4 +26,5 @@ mod window;
 pub use holder::{Held, WeightFile};
 pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};
 pub use resident::{LoadProgress, Placing, Resident, ResidentOptions};
+pub use store::note_unused;
 pub use stream_loading::{StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions};

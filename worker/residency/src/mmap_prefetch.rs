@@ -17,7 +17,7 @@ use hearth_model::{
 };
 
 use crate::pages::{self, Releasable};
-use crate::store::{Store, note_unused};
+use crate::store::Store;
 use crate::window::{Action, Index, Kind, Window};
 
 /// Events of the policy, in the order in which they happen.
@@ -105,7 +105,6 @@ impl<B: Backend> MmapPrefetch<B> {
             .map(|spec| (kind(spec.id), spec.stored_bytes(checkpoint)))
             .collect();
         check_budget(&modules, &sizes, budget_bytes)?;
-        note_unused(checkpoint, &modules);
         let store = Store::open(checkpoint, &modules, &*backend, |_| {})?;
         let pages = releasable_pages(checkpoint, &modules)?;
         // Reading the norms has mapped the pages around them, up to megabytes each if the page cache uses large

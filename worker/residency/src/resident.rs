@@ -15,7 +15,7 @@ use hearth_model::{
 };
 
 use crate::pages;
-use crate::store::{Store, note_unused};
+use crate::store::Store;
 
 /// All modules, made usable at the start and never released.
 pub struct Resident<B: Backend> {
@@ -100,7 +100,6 @@ impl<B: Backend> Resident<B> {
             bytes,
         };
         let touch = options.touch_threads > 0;
-        note_unused(checkpoint, &modules);
         let store = Store::open(checkpoint, &modules, &*backend, |module_bytes| {
             state.modules_done += 1;
             state.bytes_done += if touch { 0 } else { module_bytes };

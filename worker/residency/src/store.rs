@@ -74,7 +74,7 @@ impl<B: Backend> Store<B> {
 }
 
 /// Logs that a checkpoint holds more than the model needs: multi-token-prediction layers, or another model's tensors.
-pub(crate) fn note_unused(checkpoint: &Checkpoint, specs: &[ModuleSpec]) {
+pub fn note_unused(checkpoint: &Checkpoint, specs: &[ModuleSpec]) {
     let tensors = specs.iter().flat_map(|spec| &spec.tensors);
     let used: HashSet<&str> = tensors.map(|tensor| tensor.name.as_str()).collect();
     let mut unused = checkpoint.unused(&used);

@@ -20,7 +20,7 @@ use hearth_model::{
 };
 
 use crate::ring::Ring;
-use crate::store::{Store, note_unused};
+use crate::store::Store;
 
 /// Options of the ring.
 pub struct StreamLoadingOptions {
@@ -135,7 +135,6 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
         backend: Arc<B>,
         options: StreamLoadingOptions,
     ) -> Result<Self, ResidencyError> {
-        note_unused(checkpoint, modules);
         let mut layers: Vec<Vec<ModuleId>> = Vec::new();
         let mut experts = HashMap::new();
         for spec in modules {

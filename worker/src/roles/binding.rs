@@ -13,7 +13,8 @@ use std::time::Duration;
 use anyhow::Context;
 use hearth_crds::{Pinning, PlanRank, format_bytes};
 use hearth_kernels::affinity::{self, ThreadId};
-use hearth_kernels::{Backend, KernelError};
+use hearth_kernels::ops::DeviceOps;
+use hearth_kernels::{Backend, CpuBackend, KernelError};
 use hearth_profiler::{
     CpuTopology, NumaMemory, cpu_topology, format_id_list, numa_free_bytes, own_memory,
 };
@@ -103,14 +104,19 @@ impl Binding {
         nodes.into_values().collect()
     }
 
-    /// Binds a backend's threads, now and at every later check. To be called once it has started them.
-    pub(super) fn take<B: Backend>(&self, backend: &Arc<B>) {
+    /// Binds the threads of a backend, and of the CPUs that compute experts beside it, now and at every later check. To be
+    /// called once they have been started.
+    pub(super) fn take<B: Backend>(&self, backend: &Arc<B>, host: Option<&Arc<CpuBackend>>) {
         let mut state = self.lock();
         state.got.gpu_uuid = backend.gpu_uuid();
         state.got.threads = self.rank.threads as usize;
         if self.is_pinned() {
-            let backend = Arc::clone(backend);
-            state.bind = Some(Box::new(move |cpus| backend.bind_compute_threads(cpus)));
+            let (backend, host) = (Arc::clone(backend), host.cloned());
+            state.bind = Some(Box::new(move |cpus| {
+                let of_device = backend.bind_compute_threads(cpus)?;
+                host.as_ref()
+                    .map_or(Ok(of_device), |host| host.bind_compute_threads(cpus))
+            }));
         }
         drop(state);
         self.look();

@@ -86,8 +86,9 @@ fn run(args: &RankArgs, role: PlanRole, environment: &Environment) -> anyhow::Re
         .thread_stack_size(STACK_BYTES)
         .enable_all()
         .build()?;
-    let device = device_options(args, environment, &rank, &binding);
-    runtime.block_on(serve(args, &plan, &rank, binding, device))
+    let host = host_options(args, &rank, &binding);
+    let device = device_options(args, environment, &rank, host.clone());
+    runtime.block_on(serve(args, &plan, &rank, binding, (device, host)))
 }
 
 async fn serve(
@@ -95,7 +96,7 @@ async fn serve(
     plan: &InferencePlanSpec,
     rank: &PlanRank,
     binding: Arc<Binding>,
-    device: DeviceOptions,
+    device: (DeviceOptions, CpuOptions),
 ) -> anyhow::Result<()> {
     let endpoint = rank
         .endpoint
@@ -207,7 +208,7 @@ fn open(
     plan: &InferencePlanSpec,
     rank: &PlanRank,
     binding: Arc<Binding>,
-    device: DeviceOptions,
+    (device, host): (DeviceOptions, CpuOptions),
     watch: &LoadWatch,
 ) -> anyhow::Result<(Arc<Worker>, String, Turn)> {
     let directory = Path::new(&plan.model.path);
@@ -231,7 +232,7 @@ fn open(
     let mut told = 0;
     let loaded = load::open(
         directory,
-        load_options(rank, device, placing)?,
+        load_options(rank, device, host, placing)?,
         &mut |progress| {
             let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
             watch.went_on(percent);
@@ -254,7 +255,7 @@ fn start<B: Backend>(
     loaded: LoadedOn<B>,
     binding: Arc<Binding>,
 ) -> anyhow::Result<(Arc<Worker>, String)> {
-    binding.take(loaded.model.backend());
+    binding.take(loaded.model.backend(), loaded.host.as_ref());
     let directory = Path::new(&plan.model.path);
     let kv_dtype = kv_dtype(kv)?;
     let device = loaded.model.backend().describe();
@@ -330,6 +331,7 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
 fn load_options<'a>(
     rank: &PlanRank,
     device: DeviceOptions,
+    host: CpuOptions,
     placing: Option<Placing<'a>>,
 ) -> anyhow::Result<LoadOptions<'a>> {
     let residency = rank
@@ -338,6 +340,8 @@ fn load_options<'a>(
         .with_context(|| format!("the plan gives {} no residency", rank.name))?;
     Ok(LoadOptions {
         device,
+        host,
+        is_dual_batch: false,
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
@@ -348,12 +352,21 @@ fn load_options<'a>(
     })
 }
 
+/// Kernels and threads of the rank's CPUs.
+fn host_options(args: &RankArgs, rank: &PlanRank, binding: &Binding) -> CpuOptions {
+    CpuOptions {
+        isa: args.isa.isa(),
+        threads: rank.threads as usize,
+        numa_cpus: binding.numa_cpus(),
+    }
+}
+
 /// Returns the device that the plan names: a GPU or the CPUs.
 fn device_options(
     args: &RankArgs,
     environment: &Environment,
     rank: &PlanRank,
-    binding: &Binding,
+    host: CpuOptions,
 ) -> DeviceOptions {
     if let Some(uuid) = rank.device().gpu_uuid() {
         let options = args.gpu.options(
@@ -368,11 +381,7 @@ fn device_options(
             ..options
         });
     }
-    DeviceOptions::Cpu(CpuOptions {
-        isa: args.isa.isa(),
-        threads: rank.threads as usize,
-        numa_cpus: binding.numa_cpus(),
-    })
+    DeviceOptions::Cpu(host)
 }
 
 impl Worker {

@@ -25,6 +25,7 @@ pub(crate) struct HostExperts<B: Backend> {
     /// `None` once the thread is to end.
     jobs: Mutex<Option<Sender<Job>>>,
     thread: Option<JoinHandle<()>>,
+    numerics: String,
     stats: Box<dyn Fn() -> ResidencyStats + Send + Sync>,
     begin_pass: Box<dyn Fn(usize) + Send + Sync>,
 }
@@ -52,6 +53,7 @@ impl<B: Backend> HostExperts<B> {
     ) -> Result<Self, ModelError> {
         let (jobs, inbox) = channel();
         let (bound, is_bound) = sync_channel(1);
+        let numerics = host.numerics();
         let of_thread = Arc::clone(&residency);
         let thread = std::thread::Builder::new()
             .name("experts".to_owned())
@@ -75,6 +77,7 @@ impl<B: Backend> HostExperts<B> {
             device,
             jobs: Mutex::new(Some(jobs)),
             thread: Some(thread),
+            numerics,
             stats: Box::new(move || residency.stats()),
             begin_pass: Box::new(move |rows| of_pass.begin_pass(rows)),
         })
@@ -128,6 +131,10 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
             output,
             is_given_up,
         }))
+    }
+
+    fn numerics(&self) -> Option<String> {
+        Some(self.numerics.clone())
     }
 
     fn stats(&self) -> ResidencyStats {

@@ -39,6 +39,11 @@ pub(crate) trait Experts<B: Backend>: Send + Sync {
         chosen: B::Chosen,
     ) -> Result<Box<dyn PendingExperts<B>>, ModelError>;
 
+    /// Numerics of the backend that runs them; `None`: the model's own does.
+    fn numerics(&self) -> Option<String> {
+        None
+    }
+
     /// Counters of the experts' weights where the model's own policy does not have them.
     fn stats(&self) -> ResidencyStats {
         ResidencyStats::default()

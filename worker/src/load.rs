@@ -323,7 +323,9 @@ impl Files<'_> {
         };
         let loaded = self.model(backend, residency)?;
         Ok(LoadedOn {
-            model: loaded.model.with_host_experts(Arc::clone(&host), experts)?,
+            model: loaded
+                .model
+                .with_host_experts(Arc::clone(&host), experts, None)?,
             host: Some(host),
             ..loaded
         })

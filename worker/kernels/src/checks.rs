@@ -1,6 +1,9 @@
 //! Checks that operands fit each other: the same result and the same message on every backend.
 
-use crate::{AttentionSpec, BlockId, KernelError, KvLayout, MlaHeads, RopeTable, RouterSpec, Span};
+use crate::{
+    AttentionSpec, BlockId, ExpertProducts, KernelError, KvLayout, MlaHeads, RopeTable, RouterSpec,
+    Span,
+};
 
 /// `[rows, cols]` of an operand.
 pub type Shape = (usize, usize);
@@ -406,6 +409,33 @@ pub fn expert_rows(rows: &[u32], weights: usize, of: usize) -> Result<(), Kernel
             format!("row {row} of {of}")
         })
     })
+}
+
+/// Checks the places of experts' products; returns the number of tokens. `products`: their rows.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn product_sum(products: usize, of: &ExpertProducts<'_>) -> Result<usize, KernelError> {
+    let (routing, experts) = (of.routing, of.experts);
+    let choices = routing.experts.len();
+    let fits = of.rows.len() == choices && choices.is_multiple_of(routing.top_k.max(1));
+    ensure(fits, "product_sum", || {
+        let (rows, top_k) = (of.rows.len(), routing.top_k);
+        format!("{rows} rows for {choices} choices, {top_k} a token")
+    })?;
+    for row in of.rows {
+        ensure((*row as usize) < products, "product_sum", || {
+            format!("row {row} of {products}")
+        })?;
+    }
+    for chosen in routing.experts.chunks(routing.top_k.max(1)) {
+        let ascends = chosen.is_sorted_by(|a, b| a < b);
+        let has_all = chosen.iter().all(|expert| (*expert as usize) < experts);
+        ensure(ascends && has_all, "product_sum", || {
+            format!("a token chose {chosen:?} of {experts} experts: they must ascend")
+        })?;
+    }
+    Ok(choices / routing.top_k.max(1))
 }
 
 fn shape((rows, cols): Shape) -> String {

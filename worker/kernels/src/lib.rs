@@ -32,8 +32,8 @@ pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK, StorageFormat};
 pub use kv::{BlockId, KvDType, KvLayout};
 pub use ops::Backend;
 pub use params::{
-    AttentionSpec, ExpertCall, ExpertWeights, MlaHeads, RopeLayout, RopeTable, RouterScore,
-    RouterSpec, Routing, Span,
+    AttentionSpec, ExpertCall, ExpertProducts, ExpertWeights, MlaHeads, RopeLayout, RopeTable,
+    RouterScore, RouterSpec, Routing, Span,
 };
 pub use probe::{PeakGflops, peak_gflops, read_bandwidth_gbps};
 pub use sampling::{SampleFault, SampleSpec};

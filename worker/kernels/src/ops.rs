@@ -7,8 +7,8 @@
 //! [`Backend`] alone; code that names a device imports the groups that it calls, or `ops::*`.
 
 use crate::{
-    AttentionSpec, BlockId, ExpertCall, ExpertWeights, HostMatrix, KernelError, KvLayout, MlaHeads,
-    RopeTable, RouterSpec, Routing, SampleFault, SampleSpec, Span,
+    AttentionSpec, BlockId, ExpertCall, ExpertProducts, ExpertWeights, HostMatrix, KernelError,
+    KvLayout, MlaHeads, RopeTable, RouterSpec, Routing, SampleFault, SampleSpec, Span,
 };
 
 /// A device that runs the engine's operations: all groups.
@@ -351,6 +351,13 @@ pub trait ExpertOps: RouterOps {
     /// # Errors
     /// [`KernelError::Shape`] if no invocation was the last.
     fn expert_total(&self, sum: Self::ExpertSum) -> Result<Self::Tensor, KernelError>;
+    /// Adds experts' weighted outputs `products` `[n, hidden]` that several devices computed, each product by itself →
+    /// `[tokens, hidden]`: the same bits as one [`ExpertOps::experts`] over all of them.
+    fn product_sum(
+        &self,
+        products: &Self::Tensor,
+        of: ExpertProducts<'_>,
+    ) -> Result<Self::Tensor, KernelError>;
     /// All routed experts of a layer, by index, for [`ExpertOps::banked_experts`]; `None` if the device leaves the
     /// choice to the host, as the CPU does.
     fn expert_bank(

@@ -116,6 +116,17 @@ pub struct ExpertCall<'a, W> {
     pub weights: &'a [f32],
 }
 
+/// Where the weighted outputs of experts are that were computed apart, each with only one term of its token's sum.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertProducts<'a> {
+    /// Number of experts of the layer.
+    pub experts: usize,
+    /// The router's choice.
+    pub routing: &'a Routing,
+    /// `[tokens, top_k]`: for each choice the row of its product.
+    pub rows: &'a [u32],
+}
+
 /// The three matrices of a routed expert, as in [`ExpertCall`].
 pub struct ExpertWeights<'a, W> {
     /// `[intermediate, hidden]`.

@@ -6,7 +6,9 @@ mod common;
 
 use common::*;
 use hearth_kernels::ops::*;
-use hearth_kernels::{CpuBackend, DType, ExpertCall, HostMatrix, reference};
+use hearth_kernels::{
+    CpuBackend, DType, ExpertCall, ExpertProducts, HostMatrix, Routing, reference,
+};
 
 const EXPERTS: usize = 21;
 const HIDDEN: usize = 70;
@@ -105,4 +107,51 @@ fn experts_are_added_by_the_tree() {
             }
         });
     }
+}
+
+/// A choice of experts, products in no order, and their sum by the reference.
+fn products(rng: &mut Rng) -> (Routing, Vec<u32>, Vec<f32>, Vec<f32>) {
+    const TOP_K: usize = 5;
+    let count = TOKENS * TOP_K;
+    let routing = Routing {
+        top_k: TOP_K,
+        experts: (0..count)
+            .map(|i| (i % TOP_K * 4 + i / TOP_K % 5) as u32)
+            .collect(),
+        weights: vec![f32::NAN; count],
+    };
+    let rows: Vec<u32> = (0..count).map(|i| (i * 7 % count) as u32).collect();
+    let products = rng.normals(count * HIDDEN);
+    let want = (0..TOKENS * HIDDEN)
+        .map(|at| {
+            let (token, column) = (at / HIDDEN, at % HIDDEN);
+            let of = |choice: usize| {
+                let product = products[rows[choice] as usize * HIDDEN + column];
+                (routing.experts[choice] as usize, 1.0, product)
+            };
+            let chosen: Vec<_> = (token * TOP_K..(token + 1) * TOP_K).map(of).collect();
+            reference::expert_sum(&chosen, EXPERTS)
+        })
+        .collect();
+    (routing, rows, products, want)
+}
+
+#[test]
+fn products_that_were_computed_apart_are_added_by_the_tree() {
+    let (routing, rows, products, want) = products(&mut Rng(9));
+    on_every_isa(2, |backend| {
+        let x = backend.upload(rows.len(), HIDDEN, &products).unwrap();
+        let of = |experts, rows| ExpertProducts {
+            experts,
+            routing: &routing,
+            rows,
+        };
+        let sum = backend.product_sum(&x, of(EXPERTS, &rows)).unwrap();
+        let what = format!("{}", backend.isa());
+        assert_same_bits(&backend.download(&sum).unwrap(), &want, &what);
+        assert!(backend.product_sum(&x, of(EXPERTS, &rows[1..])).is_err());
+        assert!(backend.product_sum(&x, of(20, &rows)).is_err());
+        let outside = vec![rows.len() as u32; rows.len()];
+        assert!(backend.product_sum(&x, of(EXPERTS, &outside)).is_err());
+    });
 }

@@ -8,7 +8,9 @@ use hearth_kernels::{Backend, KvDType, KvLayout};
 use crate::arch;
 use crate::decoder::Decoder;
 use crate::experts::{Experts, HostExperts, LocalExperts};
-use crate::{Batch, ModelError, ModuleId, ModuleSpec, Observer, Residency, ResidencyStats};
+use crate::{
+    Batch, ExpertCache, ModelError, ModuleId, ModuleSpec, Observer, Residency, ResidencyStats,
+};
 
 /// Lists all modules of a model in execution order, with the names and shapes of their tensors.
 ///
@@ -82,7 +84,8 @@ impl<B: Backend> Model<B> {
     }
 
     /// Runs routed experts on another backend, the host's CPUs, in a thread of their own; `residency` has their modules
-    /// there, and the model's own policy is not asked for them. On equal arithmetic the bits are the same.
+    /// there, and the model's own policy is not asked for them. `cache`: some of them are on the device too, and steps of
+    /// few rows compute those there. On equal arithmetic the bits are the same.
     ///
     /// # Errors
     /// [`ModelError::Residency`] if no thread can be started; [`ModelError::Kernel`] if it cannot be bound.
@@ -90,9 +93,10 @@ impl<B: Backend> Model<B> {
         mut self,
         host: Arc<H>,
         residency: Arc<dyn Residency<H>>,
+        cache: Option<Arc<dyn ExpertCache<B>>>,
     ) -> Result<Self, ModelError> {
         let device = Arc::clone(&self.backend);
-        self.experts = Box::new(HostExperts::start(device, host, residency)?);
+        self.experts = Box::new(HostExperts::start(device, host, residency, cache)?);
         Ok(self)
     }
 

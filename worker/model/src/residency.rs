@@ -39,6 +39,35 @@ pub trait Residency<B: Backend>: Send + Sync {
     fn stats(&self) -> ResidencyStats;
 }
 
+/// A cache of routed experts in the device's memory, beside a host that has all of them and computes those that are missing.
+pub trait ExpertCache<B: Backend>: Residency<B> {
+    /// Notes that these experts are used, and keeps those of them that are on the device there; `None` for the others.
+    fn keep(&self, chosen: &[ModuleId]) -> Vec<Option<Kept>>;
+
+    /// Begins to load as many of `missed` as arrive before the host, which takes `host_ms` milliseconds for an expert, would
+    /// have computed the rest; `None` for those that are left to it. [`Residency::acquire`] waits for one that comes.
+    fn load(&self, missed: &[ModuleId], host_ms: f64) -> Vec<Option<Kept>>;
+}
+
+/// An expert that is on the device, or on its way there, and stays until this is dropped.
+pub struct Kept {
+    id: ModuleId,
+    release: Arc<dyn Release>,
+}
+
+impl Kept {
+    /// Creates a value that calls `release` when it is dropped.
+    pub fn new(id: ModuleId, release: Arc<dyn Release>) -> Self {
+        Self { id, release }
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        self.release.released(self.id);
+    }
+}
+
 /// Receiver of notifications that a module is no longer in use.
 pub trait Release: Send + Sync {
     /// Called when one guard of the module was dropped.

@@ -3,9 +3,10 @@
 use std::convert::Infallible;
 
 use hearth_kernels::expert_sum::PARTIAL_SUMS;
-use hearth_kernels::ops::{ExpertOps, RouterOps};
+use hearth_kernels::ops::{ExpertOps, MemoryOps, RouterOps};
 use hearth_kernels::{
-    CpuExpertSum, ExpertCall, ExpertWeights, HostMatrix, KernelError, RouterSpec, Routing,
+    CpuExpertSum, ExpertCall, ExpertProducts, ExpertWeights, HostMatrix, KernelError, RouterSpec,
+    Routing, checks,
 };
 
 use crate::memory::Held;
@@ -94,6 +95,17 @@ impl ExpertOps for VirtualBackend {
         Ok(VirtualTensor {
             values: self.cpu.expert_total(sum.sum)?,
             _held: sum.total,
+        })
+    }
+
+    fn product_sum(
+        &self,
+        products: &VirtualTensor,
+        of: ExpertProducts<'_>,
+    ) -> Result<VirtualTensor, KernelError> {
+        let tokens = checks::product_sum(self.shape(products).0, &of)?;
+        self.output((tokens, self.shape(products).1), |cpu| {
+            cpu.product_sum(&products.values, of)
         })
     }
 

@@ -7,7 +7,7 @@
 
 use hearth_kernels::expert_sum::{ExpertOrder, LEAVES, PARTIAL_SUMS, leaf_of};
 use hearth_kernels::ops::ExpertOps;
-use hearth_kernels::{DType, ExpertCall, ExpertWeights, KernelError, checks};
+use hearth_kernels::{DType, ExpertCall, ExpertProducts, ExpertWeights, KernelError, checks};
 
 use super::host_order::{HostOrder, ListedCall, chunks, tile_rows};
 use super::linear::DECODE_ROWS;
@@ -247,6 +247,36 @@ impl ExpertOps for CudaBackend {
             self.combine(&destination, 0, &Slots::default(), sum.hidden)?;
         }
         Ok(())
+    }
+
+    fn product_sum(
+        &self,
+        products: &CudaTensor,
+        of: ExpertProducts<'_>,
+    ) -> Result<CudaTensor, KernelError> {
+        let tokens = checks::product_sum(products.rows, &of)?;
+        let out = self.tensor(tokens, products.cols)?;
+        let words = |values: &[u32]| values.iter().map(|v| *v as i32).collect::<Vec<_>>();
+        let destination = Destination {
+            out: out.address(),
+            partial: 0,
+            stride: 0,
+            first: 0,
+            tokens,
+            begin: None,
+            end: LEAVES,
+            experts: of.experts,
+        };
+        let slots = Slots {
+            positions: self.host(&words(of.rows))?,
+            chosen: self.host(&words(&of.routing.experts))?,
+            // The products have their weights.
+            weights: self.host(&vec![1.0_f32; of.rows.len()])?,
+            per_token: of.routing.top_k,
+            ..Slots::default()
+        };
+        self.combine(&destination, products.address(), &slots, products.cols)?;
+        Ok(out)
     }
 
     fn expert_total(&self, sum: CudaExpertSum) -> Result<CudaTensor, KernelError> {

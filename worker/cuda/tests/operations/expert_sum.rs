@@ -2,7 +2,9 @@
 
 use hearth_cuda::{Activations, CudaBackend, CudaTensor, CudaWeight};
 use hearth_kernels::ops::*;
-use hearth_kernels::{DType, ExpertCall, ExpertWeights, RouterSpec, reference};
+use hearth_kernels::{
+    DType, ExpertCall, ExpertProducts, ExpertWeights, RouterSpec, Routing, reference,
+};
 
 use crate::common::*;
 use crate::route::SIGMOID;
@@ -123,4 +125,39 @@ fn experts_are_added_by_the_tree_called_and_banked() {
     let chosen = gpu.route(&logits, None, spec).unwrap();
     let banked = gpu.banked_experts(&layer.x, &chosen, &bank).unwrap();
     assert_same_bits(&gpu.download(&banked).unwrap(), &want, "banked");
+}
+
+#[test]
+fn products_that_were_computed_apart_are_added_by_the_tree() {
+    let gpu = gpu(Activations::F32);
+    let mut rng = Rng(9);
+    let count = TOKENS * TOP_K;
+    let routing = Routing {
+        top_k: TOP_K,
+        experts: (0..count)
+            .map(|i| (i % TOP_K * 3 + i / TOP_K % 3) as u32)
+            .collect(),
+        weights: vec![f32::NAN; count],
+    };
+    let rows: Vec<u32> = (0..count).map(|i| (i * 4 % count) as u32).collect();
+    let products = rng.normals(count * HIDDEN);
+    let want: Vec<f32> = (0..TOKENS * HIDDEN)
+        .map(|at| {
+            let (token, column) = (at / HIDDEN, at % HIDDEN);
+            let of = |choice: usize| {
+                let product = products[rows[choice] as usize * HIDDEN + column];
+                (routing.experts[choice] as usize, 1.0, product)
+            };
+            let chosen: Vec<_> = (token * TOP_K..(token + 1) * TOP_K).map(of).collect();
+            reference::expert_sum(&chosen, EXPERTS)
+        })
+        .collect();
+    let x = gpu.upload(count, HIDDEN, &products).unwrap();
+    let of = ExpertProducts {
+        experts: EXPERTS,
+        routing: &routing,
+        rows: &rows,
+    };
+    let sum = gpu.product_sum(&x, of).unwrap();
+    assert_same_bits(&gpu.download(&sum).unwrap(), &want, "products");
 }

@@ -151,7 +151,7 @@ impl ElementwiseOps for CpuBackend {
 
 impl CpuBackend {
     /// Calls `f` with the index and the elements of each row of `out`, on all threads if that pays off.
-    fn for_each_row(&self, out: &mut CpuTensor, f: impl Fn(usize, &mut [f32]) + Sync) {
+    pub(super) fn for_each_row(&self, out: &mut CpuTensor, f: impl Fn(usize, &mut [f32]) + Sync) {
         let (rows, cols) = (out.rows(), out.cols());
         let split = self.split(rows, cols, MIN_PIECE_ELEMENTS);
         let shared = SharedMatrix::new(out.as_mut_slice(), cols);

@@ -13,7 +13,10 @@ use crate::arch::{PackedRows, Packing, RowSet, packed_len};
 use crate::expert_sum::{ExpertOrder, PARTIAL_SUMS};
 use crate::ops::{ExpertOps, MemoryOps};
 use crate::thread_pool::Piece;
-use crate::{ExpertCall, ExpertWeights, HostMatrix, KernelError, Routing, SCALE_BLOCK, checks};
+use crate::{
+    ExpertCall, ExpertProducts, ExpertWeights, HostMatrix, KernelError, Routing, SCALE_BLOCK,
+    checks,
+};
 
 use super::CpuBackend;
 use super::linear::{Packed, row_cost};
@@ -121,6 +124,14 @@ impl ExpertOps for CpuBackend {
         })?;
         let [total, ..] = sum.sums;
         total.map_or_else(|| self.zeros(sum.tokens, sum.hidden), Ok)
+    }
+
+    fn product_sum(
+        &self,
+        products: &CpuTensor,
+        of: ExpertProducts<'_>,
+    ) -> Result<CpuTensor, KernelError> {
+        self.sum_of_products(products, of)
     }
 
     /// Returns `None`: the host is the device and always knows the choice.

@@ -13,6 +13,7 @@ mod experts;
 mod kv;
 mod linear;
 pub(crate) mod memory;
+mod products;
 mod route;
 mod sum_tree;
 

@@ -15,11 +15,13 @@ pub(super) struct ChosenExperts {
 }
 
 /// An expert chosen by at least one token.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 struct ChosenExpert {
     expert: u32,
     rows: Vec<u32>,
     weights: Vec<f32>,
+    /// Index in the routing of each of those choices.
+    choices: Vec<u32>,
 }
 
 impl ChosenExperts {
@@ -33,8 +35,76 @@ impl ChosenExperts {
         }
     }
 
+    /// Number of experts of the layer.
+    pub(super) fn experts(&self) -> usize {
+        self.layer.experts
+    }
+
     pub(super) fn ids(&self) -> &[ModuleId] {
         &self.ids
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// Number of choices: rows of all of these experts.
+    pub(super) fn choices(&self) -> usize {
+        self.chosen.iter().map(|chosen| chosen.rows.len()).sum()
+    }
+
+    /// Takes those experts out for whose index `is_taken` holds.
+    pub(super) fn take(&mut self, is_taken: impl Fn(usize) -> bool) -> Self {
+        let (ids, chosen) = (
+            std::mem::take(&mut self.ids),
+            std::mem::take(&mut self.chosen),
+        );
+        let mut taken = Self {
+            layer: self.layer,
+            ids: Vec::new(),
+            chosen: Vec::new(),
+        };
+        for (index, (id, chosen)) in ids.into_iter().zip(chosen).enumerate() {
+            let part = if is_taken(index) {
+                &mut taken
+            } else {
+                &mut *self
+            };
+            part.ids.push(id);
+            part.chosen.push(chosen);
+        }
+        taken
+    }
+
+    /// Gives each choice a row of its own, so that a sum over these experts is their weighted outputs `[choices, hidden]`,
+    /// not yet added. Returns the row of the input that each of them reads.
+    pub(super) fn products(&self) -> (Self, Vec<u32>) {
+        let mut inputs = Vec::new();
+        let apart = |chosen: &ChosenExpert| {
+            let first = inputs.len() as u32;
+            inputs.extend(&chosen.rows);
+            ChosenExpert {
+                rows: (first..inputs.len() as u32).collect(),
+                ..chosen.clone()
+            }
+        };
+        let chosen = self.chosen.iter().map(apart).collect();
+        let products = Self {
+            layer: self.layer,
+            ids: self.ids.clone(),
+            chosen,
+        };
+        (products, inputs)
+    }
+
+    /// Enters, for each choice of these experts, the row of its product; theirs begin at row `first`.
+    pub(super) fn place_products(&self, first: usize, rows: &mut [u32]) {
+        let choices = self.chosen.iter().flat_map(|chosen| &chosen.choices);
+        for (row, choice) in (first as u32..).zip(choices) {
+            if let Some(place) = rows.get_mut(*choice as usize) {
+                *place = row;
+            }
+        }
     }
 
     /// Runs them for `x` `[rows, hidden]`, as many at a time as the policy can hold, and returns the sum of their weighted
@@ -98,12 +168,14 @@ fn by_expert(routing: &Routing, experts: usize) -> Vec<ChosenExpert> {
             expert,
             rows: Vec::new(),
             weights: Vec::new(),
+            choices: Vec::new(),
         })
         .collect();
     for (i, (expert, weight)) in routing.experts.iter().zip(&routing.weights).enumerate() {
         let chosen = &mut all[*expert as usize];
         chosen.rows.push((i / routing.top_k) as u32);
         chosen.weights.push(*weight);
+        chosen.choices.push(i as u32);
     }
     all.retain(|chosen| !chosen.rows.is_empty());
     all
@@ -120,15 +192,16 @@ mod tests {
             experts: vec![1, 3, 0, 3, 1, 3],
             weights: vec![0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
         };
-        let chosen = |expert, rows: &[u32], weights: &[f32]| ChosenExpert {
+        let chosen = |expert, rows: &[u32], weights: &[f32], choices: &[u32]| ChosenExpert {
             expert,
             rows: rows.into(),
             weights: weights.into(),
+            choices: choices.into(),
         };
         let want = vec![
-            chosen(0, &[1], &[0.3]),
-            chosen(1, &[0, 2], &[0.1, 0.5]),
-            chosen(3, &[0, 1, 2], &[0.2, 0.4, 0.6]),
+            chosen(0, &[1], &[0.3], &[2]),
+            chosen(1, &[0, 2], &[0.1, 0.5], &[0, 4]),
+            chosen(3, &[0, 1, 2], &[0.2, 0.4, 0.6], &[1, 3, 5]),
         ];
         assert_eq!(by_expert(&routing, 5), want);
     }

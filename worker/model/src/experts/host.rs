@@ -4,41 +4,33 @@
 //! takes the normalised rows and the router's choice, and returns the sum of the experts' outputs, while the device goes
 //! on with the shared experts or with another flight. A layer takes one round trip.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use hearth_kernels::{Backend, KernelError, Routing};
+use hearth_kernels::{Backend, KernelError};
 
 use super::chosen::ChosenExperts;
+use super::hot::{self, OnDevice, Split};
 use super::{Experts, PendingExperts, RoutedLayer};
+use crate::residency::ExpertCache;
 use crate::{ModelError, Residency, ResidencyError, ResidencyStats};
 
 /// Longest time between two looks at whether a pass is still wanted.
 const CHECK_PERIOD: Duration = Duration::from_millis(20);
+/// Share of the newest measurement in the time that an expert takes.
+const NEWEST_SHARE: f64 = 0.1;
 
 /// Experts that a thread computes on a backend of its own.
 pub(crate) struct HostExperts<B: Backend> {
     device: Arc<B>,
-    /// `None` once the thread is to end.
-    jobs: Mutex<Option<Sender<Job>>>,
-    thread: Option<JoinHandle<()>>,
-    numerics: String,
-    stats: Box<dyn Fn() -> ResidencyStats + Send + Sync>,
+    host: Host,
+    /// Some experts are on the device too.
+    cache: Option<Arc<dyn ExpertCache<B>>>,
     begin_pass: Box<dyn Fn(usize) + Send + Sync>,
-}
-
-/// A layer's experts for some rows.
-struct Job {
-    layer: RoutedLayer,
-    routing: Routing,
-    /// Normalised rows `[rows, hidden]`.
-    x: Vec<f32>,
-    hidden: usize,
-    is_given_up: Arc<AtomicBool>,
-    reply: SyncSender<Result<Vec<f32>, ModelError>>,
+    stats: Box<dyn Fn() -> ResidencyStats + Send + Sync>,
 }
 
 impl<B: Backend> HostExperts<B> {
@@ -50,57 +42,16 @@ impl<B: Backend> HostExperts<B> {
         device: Arc<B>,
         host: Arc<H>,
         residency: Arc<dyn Residency<H>>,
+        cache: Option<Arc<dyn ExpertCache<B>>>,
     ) -> Result<Self, ModelError> {
-        let (jobs, inbox) = channel();
-        let (bound, is_bound) = sync_channel(1);
-        let numerics = host.numerics();
-        let of_thread = Arc::clone(&residency);
-        let thread = std::thread::Builder::new()
-            .name("experts".to_owned())
-            .spawn(move || {
-                // Nobody waits for a thread whose start was given up.
-                let _ = bound.send(host.bind_thread());
-                drop(bound);
-                serve(&*host, &*of_thread, &inbox);
-            })
-            .map_err(|source| ResidencyError::System {
-                what: "start the thread that computes experts".to_owned(),
-                source,
-                remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
-            })?;
-        match is_bound.recv() {
-            Ok(result) => result?,
-            Err(_) => return Err(ModelError::ExpertsEnded),
-        }
         let of_pass = Arc::clone(&residency);
         Ok(Self {
             device,
-            jobs: Mutex::new(Some(jobs)),
-            thread: Some(thread),
-            numerics,
-            stats: Box::new(move || residency.stats()),
+            host: Host::start(host, Arc::clone(&residency))?,
+            cache,
             begin_pass: Box::new(move |rows| of_pass.begin_pass(rows)),
+            stats: Box::new(move || residency.stats()),
         })
-    }
-
-    fn send(&self, job: Job) -> Result<(), ModelError> {
-        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        let sent = jobs.as_ref().map(|jobs| jobs.send(job));
-        match sent {
-            Some(Ok(())) => Ok(()),
-            Some(Err(_)) | None => Err(ModelError::ExpertsEnded),
-        }
-    }
-}
-
-impl<B: Backend> Drop for HostExperts<B> {
-    fn drop(&mut self) {
-        let jobs = self.jobs.get_mut().unwrap_or_else(PoisonError::into_inner);
-        *jobs = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic of the thread was reported by itself.
-            let _ = thread.join();
-        }
     }
 }
 
@@ -116,37 +67,38 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
         chosen: B::Chosen,
     ) -> Result<Box<dyn PendingExperts<B>>, ModelError> {
         let (routing, rows) = self.device.routing_and_rows(chosen, x)?;
-        let (reply, output) = sync_channel(1);
-        let is_given_up = Arc::new(AtomicBool::new(false));
-        self.send(Job {
-            layer,
-            routing,
-            x: rows,
-            hidden: self.device.shape(x).1,
-            is_given_up: Arc::clone(&is_given_up),
-            reply,
-        })?;
+        let mut chosen = ChosenExperts::new(layer, &routing);
+        let (count, hidden) = self.device.shape(x);
+        if let Some(cache) = self.cache.as_ref().filter(|_| count <= hot::MOST_ROWS)
+            && let Some(on_device) = OnDevice::take(&**cache, &mut chosen, self.host.expert_ms())
+        {
+            let places = (&self.device, cache);
+            let on_host = (&self.host, chosen);
+            let split = Split::begin(places, routing, on_device, on_host, (x, rows))?;
+            return Ok(Box::new(split));
+        }
         Ok(Box::new(OnHost {
             device: Arc::clone(&self.device),
-            output,
-            is_given_up,
+            output: self.host.begin(chosen, None, rows, hidden)?,
         }))
     }
 
     fn numerics(&self) -> Option<String> {
-        Some(self.numerics.clone())
+        Some(self.host.numerics.clone())
     }
 
     fn stats(&self) -> ResidencyStats {
-        (self.stats)()
+        match &self.cache {
+            Some(cache) => (self.stats)() + cache.stats(),
+            None => (self.stats)(),
+        }
     }
 }
 
-/// Experts that the thread computes.
+/// Experts that the thread computes, all of a layer's.
 struct OnHost<B: Backend> {
     device: Arc<B>,
-    output: Receiver<Result<Vec<f32>, ModelError>>,
-    is_given_up: Arc<AtomicBool>,
+    output: HostOutput,
 }
 
 impl<B: Backend> PendingExperts<B> for OnHost<B> {
@@ -156,9 +108,48 @@ impl<B: Backend> PendingExperts<B> for OnHost<B> {
         check: &mut dyn FnMut() -> Result<(), ModelError>,
     ) -> Result<B::Tensor, ModelError> {
         let (rows, hidden) = self.device.shape(x);
+        let output = self.output.wait(check)?;
+        Ok(self.device.upload(rows, hidden, &output)?)
+    }
+}
+
+/// The thread that computes.
+pub(super) struct Host {
+    /// `None` once the thread is to end.
+    jobs: Mutex<Option<Sender<Job>>>,
+    thread: Option<JoinHandle<()>>,
+    numerics: String,
+    /// Microseconds that an expert takes, a running mean; 0: not measured yet.
+    expert_us: Arc<AtomicU64>,
+}
+
+/// A layer's experts for some rows.
+struct Job {
+    chosen: ChosenExperts,
+    /// Rows of `x` that the experts read; `None`: all, in order.
+    inputs: Option<Vec<u32>>,
+    /// Normalised rows `[rows, hidden]`.
+    x: Vec<f32>,
+    hidden: usize,
+    is_given_up: Arc<AtomicBool>,
+    reply: SyncSender<Result<Vec<f32>, ModelError>>,
+}
+
+/// The output of a job.
+pub(super) struct HostOutput {
+    output: Receiver<Result<Vec<f32>, ModelError>>,
+    is_given_up: Arc<AtomicBool>,
+}
+
+impl HostOutput {
+    /// Waits for the output `[rows, hidden]`; `check` is called meanwhile, and its error ends the wait.
+    pub(super) fn wait(
+        &self,
+        check: &mut dyn FnMut() -> Result<(), ModelError>,
+    ) -> Result<Vec<f32>, ModelError> {
         loop {
             match self.output.recv_timeout(CHECK_PERIOD) {
-                Ok(output) => return Ok(self.device.upload(rows, hidden, &output?)?),
+                Ok(output) => return output,
                 Err(RecvTimeoutError::Timeout) => check()?,
                 Err(RecvTimeoutError::Disconnected) => return Err(ModelError::ExpertsEnded),
             }
@@ -166,19 +157,94 @@ impl<B: Backend> PendingExperts<B> for OnHost<B> {
     }
 }
 
-impl<B: Backend> Drop for OnHost<B> {
+impl Drop for HostOutput {
     fn drop(&mut self) {
-        // After `finish` nothing looks at it any more.
+        // Of no effect on a job that is done.
         self.is_given_up.store(true, Ordering::Relaxed);
     }
 }
 
-/// Computes jobs in order until there are no more.
-fn serve<H: Backend>(host: &H, residency: &dyn Residency<H>, jobs: &Receiver<Job>) {
-    while let Ok(job) = jobs.recv() {
-        let output = job.run(host, residency);
-        // Nobody waits for a pass that was given up.
-        let _ = job.reply.send(output);
+impl Host {
+    fn start<H: Backend>(
+        host: Arc<H>,
+        residency: Arc<dyn Residency<H>>,
+    ) -> Result<Self, ModelError> {
+        let (jobs, inbox) = channel::<Job>();
+        let (bound, is_bound) = sync_channel(1);
+        let numerics = host.numerics();
+        let expert_us = Arc::new(AtomicU64::new(0));
+        let measured = Arc::clone(&expert_us);
+        let thread = std::thread::Builder::new()
+            .name("experts".to_owned())
+            .spawn(move || {
+                // Nobody waits for a thread whose start was given up.
+                let _ = bound.send(host.bind_thread());
+                drop(bound);
+                while let Ok(job) = inbox.recv() {
+                    let output = job.run(&*host, &*residency, &measured);
+                    // Nobody waits for a pass that was given up.
+                    let _ = job.reply.send(output);
+                }
+            })
+            .map_err(|source| ResidencyError::System {
+                what: "start the thread that computes experts".to_owned(),
+                source,
+                remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
+            })?;
+        match is_bound.recv() {
+            Ok(result) => result?,
+            Err(_) => return Err(ModelError::ExpertsEnded),
+        }
+        Ok(Self {
+            jobs: Mutex::new(Some(jobs)),
+            thread: Some(thread),
+            numerics,
+            expert_us,
+        })
+    }
+
+    /// Milliseconds that an expert takes; 0: not measured yet.
+    fn expert_ms(&self) -> f64 {
+        self.expert_us.load(Ordering::Relaxed) as f64 / 1e3
+    }
+
+    /// Begins to compute experts for the rows `x` `[rows, hidden]`, or those of them that `inputs` names.
+    pub(super) fn begin(
+        &self,
+        chosen: ChosenExperts,
+        inputs: Option<Vec<u32>>,
+        x: Vec<f32>,
+        hidden: usize,
+    ) -> Result<HostOutput, ModelError> {
+        let (reply, output) = sync_channel(1);
+        let is_given_up = Arc::new(AtomicBool::new(false));
+        let job = Job {
+            chosen,
+            inputs,
+            x,
+            hidden,
+            is_given_up: Arc::clone(&is_given_up),
+            reply,
+        };
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        match jobs.as_ref().map(|jobs| jobs.send(job)) {
+            Some(Ok(())) => Ok(HostOutput {
+                output,
+                is_given_up,
+            }),
+            Some(Err(_)) | None => Err(ModelError::ExpertsEnded),
+        }
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let jobs = self.jobs.get_mut().unwrap_or_else(PoisonError::into_inner);
+        *jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread was reported by itself.
+            let _ = thread.join();
+        }
     }
 }
 
@@ -187,18 +253,28 @@ impl Job {
         &self,
         host: &H,
         residency: &dyn Residency<H>,
+        expert_us: &AtomicU64,
     ) -> Result<Vec<f32>, ModelError> {
+        let started = Instant::now();
         let rows = self.x.len().checked_div(self.hidden).unwrap_or(0);
-        let chosen = ChosenExperts::new(self.layer, &self.routing);
-        residency.announce(chosen.ids());
+        residency.announce(self.chosen.ids());
         let mut check = || match self.is_given_up.load(Ordering::Relaxed) {
             true => Err(ModelError::GivenUp),
             false => Ok(()),
         };
         check()?;
-        let x = host.upload(rows, self.hidden, &self.x)?;
-        let total = chosen.run(host, residency, &x, &mut check)?;
+        let mut x = host.upload(rows, self.hidden, &self.x)?;
+        if let Some(inputs) = &self.inputs {
+            x = host.rows(&x, inputs)?;
+        }
+        let total = self.chosen.run(host, residency, &x, &mut check)?;
         let output: Result<Vec<f32>, KernelError> = host.download(&total);
+        let each_us = started.elapsed().as_secs_f64() * 1e6 / self.chosen.ids().len().max(1) as f64;
+        let mean_us = match expert_us.load(Ordering::Relaxed) {
+            0 => each_us,
+            mean => (1.0 - NEWEST_SHARE) * mean as f64 + NEWEST_SHARE * each_us,
+        };
+        expert_us.store(mean_us.max(1.0) as u64, Ordering::Relaxed);
         Ok(output?)
     }
 }

@@ -2,6 +2,7 @@
 
 mod chosen;
 mod host;
+mod hot;
 mod local;
 
 use hearth_kernels::Backend;

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
+use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuBackend, KvDType};
 use hearth_model::{Model, Residency, modules};
 use hearth_residency::{
     LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident, ResidentOptions,
-    StreamLoading, StreamLoadingOptions,
+    StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
 };
 use hearth_virtual::VirtualBackend;
 
@@ -130,6 +131,7 @@ pub(crate) fn open(
         placing: options.placing,
     };
     let policy = options.residency;
+    let trace = options.device.trace().cloned();
     Ok(match options.device.open()? {
         OnDevice::Cpu(backend) => {
             let residency = match policy {
@@ -164,7 +166,7 @@ pub(crate) fn open(
                 }
                 ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
                 ResidencyPolicy::StreamLoading { slots } => {
-                    (files.streamed(&backend, slots)?, STREAMED_TILE_ROWS)
+                    (files.streamed(&backend, slots, trace)?, STREAMED_TILE_ROWS)
                 }
             };
             let loaded = files.model(backend, residency)?;
@@ -220,13 +222,14 @@ impl Files<'_> {
         &self,
         backend: &Arc<B>,
         slots: Option<usize>,
+        trace: Option<Arc<Trace>>,
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
         let (modules, backend) = (modules(&self.config)?, Arc::clone(backend));
         let moe = self.config.moe.as_ref();
         let options = StreamLoadingOptions {
             slots,
             experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
-            listener: None,
+            listener: trace.map(listener),
         };
         let policy = StreamLoading::open(&self.checkpoint, &modules, backend, options)?;
         tracing::info!(slots = policy.slots(), "experts are streamed");
@@ -256,6 +259,14 @@ impl Files<'_> {
             checkpoint: self.checkpoint,
         })
     }
+}
+
+/// Tells a trace which experts come and go.
+fn listener(trace: Arc<Trace>) -> StreamListener {
+    Box::new(move |event| match event {
+        StreamEvent::Loaded(id) => trace.loaded(&id.to_string()),
+        StreamEvent::Released(id) => trace.released(&id.to_string()),
+    })
 }
 
 /// Identifies everything that must be equal for two workers to compute the same bits: kernels, cache type, form of latent

@@ -34,10 +34,7 @@ fn options() -> CpuOptions {
 }
 
 fn device(memory_bytes: u64) -> Arc<VirtualBackend> {
-    let options = VirtualOptions {
-        memory_bytes,
-        cpu: options(),
-    };
+    let options = VirtualOptions::exact(memory_bytes, options());
     Arc::new(VirtualBackend::new(options).unwrap())
 }
 

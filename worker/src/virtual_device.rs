@@ -21,7 +21,9 @@ const NAMES: [&str; 10] = [
 ];
 
 /// Those that a device without a model of time has no use for.
-const MODELLED: &[&str] = &NAMES[3..];
+const MODELLED: [&str; 7] = [
+    "read", "compute", "launch", "stretch", "routing", "seed", "copies",
+];
 
 const DEFAULT_LAUNCH_US: f64 = 5.0;
 const DEFAULT_STRETCH: f64 = 10.0;

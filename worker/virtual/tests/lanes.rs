@@ -168,7 +168,6 @@ fn results_of_a_modelled_device_come_when_they_are_due() {
     for _ in 0..4 {
         device.rows(&x, &[0, 1]).unwrap();
     }
-    // Nothing has waited yet, unless this thread was kept from running.
     let values = device.download(&x).unwrap();
     assert_eq!(values, vec![0.0; 2 * HIDDEN]);
     let took_us = (device.elapsed_ns() - before_ns) as f64 / 1e3;

@@ -220,7 +220,8 @@ fn a_weight_is_of_no_use_once_its_slot_was_given_away() {
     // The other slot is none of its business.
     device.reuse(&slots[1], None).unwrap();
     assert!(device.linear(&x, &weight, None).is_ok());
-    device.reuse(&slots[0], None).unwrap();
+    let read = device.computed().unwrap();
+    device.reuse(&slots[0], Some(&read)).unwrap();
     device.load(&second, &slots[0], 0).unwrap();
     let error = device.linear(&x, &weight, None).err().unwrap().to_string();
     assert!(error.contains("given to another one"), "{error}");

@@ -52,7 +52,19 @@ def read(path):
     for e in timed:
         begin = (e["ts"] - start) / 1e3
         by_lane[lanes[e["tid"]]].append((begin, begin + e.get("dur", 0) / 1e3, e["name"]))
+    by_lane["copy"] = joined(by_lane["copy"])
     return by_lane
+
+
+def joined(copies):
+    """One event for the matrices of a module that were copied one after the other."""
+    out = []
+    for begin, end, name in sorted(copies):
+        if out and out[-1][2] == name and begin - out[-1][1] < 1e-3:
+            out[-1] = (out[-1][0], end, name)
+        else:
+            out.append((begin, end, name))
+    return out
 
 
 def text(x, y, words, size=13, anchor="start", fill="#222"):

@@ -97,7 +97,8 @@ fn a_modelled_device_takes_the_time_that_its_rates_say() {
     let report = json_of(&mut command);
     let lanes = &report["prefill_lanes"];
     let number = |name: &str| lanes[name].as_f64().expect("a number");
-    assert!(number("wall_ms") >= number("copy_ms"), "{report}");
+    // Copies of experts that nobody chose may end after the pass.
+    assert!(number("wall_ms") > 0.5 * number("copy_ms"), "{report}");
     assert!(number("copy_ms") > 0.0, "{report}");
     let text = std::fs::read_to_string(&trace).expect("a trace");
     let trace: Value = serde_json::from_str(&text).expect("JSON");

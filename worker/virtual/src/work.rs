@@ -6,7 +6,6 @@ use hearth_kernels::{CpuBackend, CpuTensor, KernelError};
 
 use crate::device::Computer;
 use crate::lanes::{Lane, Times};
-
 use crate::{VirtualBackend, VirtualTensor, VirtualWeight};
 
 /// An operation.

@@ -74,6 +74,42 @@ fn logits_are_the_same_bits_in_chunks_and_on_other_thread_counts() {
     assert_eq!(scalar.0, whole.0);
 }
 
+/// Times are the device's own, and its trace has an event for each copy.
+#[test]
+fn a_modelled_device_takes_the_time_that_its_rates_say() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let trace = folder.path().join("trace.json");
+    let device =
+        "virtual:memory=64Mi,mode=modelled,copy=10MB/s,read=1TB/s,compute=1TFLOPS,stretch=1";
+    let mut command = worker();
+    command
+        .args(["bench", "--prefill", "64", "--decode", "1", "--json"])
+        .args([
+            "--residency",
+            "stream-loading",
+            "--device",
+            device,
+            "--model",
+        ])
+        .arg(demo())
+        .arg("--trace")
+        .arg(&trace);
+    let report = json_of(&mut command);
+    let lanes = &report["prefill_lanes"];
+    let number = |name: &str| lanes[name].as_f64().expect("a number");
+    // Copies of experts that nobody chose may end after the pass.
+    assert!(number("wall_ms") > 0.5 * number("copy_ms"), "{report}");
+    assert!(number("copy_ms") > 0.0, "{report}");
+    let text = std::fs::read_to_string(&trace).expect("a trace");
+    let trace: Value = serde_json::from_str(&text).expect("JSON");
+    let events = trace["traceEvents"].as_array().expect("events");
+    let count = |part: &str| {
+        let names = events.iter().filter_map(|event| event["name"].as_str());
+        names.filter(|name| name.ends_with(part)).count()
+    };
+    assert!(count(" ON") > 0 && count(" OFF") > 0, "{text}");
+}
+
 #[test]
 fn a_virtual_device_holds_what_it_has_room_for() {
     let bench_with = |device: &str, more: &[&str]| {
@@ -269,7 +305,7 @@ fn profile_tells_of_this_machine() {
 #[test]
 fn wrong_calls_are_told_why() {
     let out = tempfile::tempdir().expect("directory");
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 10] = [
         (
             &["logits", "--tokens", "99999999", "--out", "x.safetensors"],
             "vocabulary",
@@ -281,6 +317,20 @@ fn wrong_calls_are_told_why() {
         (
             &["bench", "--ring-slots", "4"],
             "no effect with --residency resident",
+        ),
+        (
+            &["bench", "--trace", "trace.json"],
+            "use --device virtual:memory=8Gi",
+        ),
+        (
+            &[
+                "generate",
+                "--tokens",
+                "1",
+                "--device",
+                "virtual:memory=1Gi,mode=modelled,copy=1GB/s,read=1GB/s,compute=1TFLOPS",
+            ],
+            "the result of generate would mean nothing",
         ),
         (
             &["bench", "--device", "virtual:memory=1Ki"],

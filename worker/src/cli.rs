@@ -4,11 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hearth_kernels::{CpuOptions, Isa, KvDType};
-use hearth_virtual::VirtualOptions;
 
-use crate::device::{
-    ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, KernelDirectories, VirtualArg,
-};
+use crate::device::{ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, KernelDirectories};
 use crate::environment::Environment;
 use crate::{roles, tools};
 
@@ -133,7 +130,8 @@ fn ring_slots(text: &str) -> Result<u32, String> {
 /// Which device computes, with which kernels, on how many threads.
 #[derive(Args, Clone)]
 pub(crate) struct ComputeArgs {
-    /// cpu, cuda (the first GPU), cuda:UUID, or virtual:memory=8Gi (a device of that memory, computed by the CPU)
+    /// cpu, cuda (the first GPU), cuda:UUID, or virtual:memory=8Gi (a device of that memory, computed by the CPU; docs/gpu.md
+    /// has its other properties)
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub(crate) device: DeviceArg,
     /// Instruction set; auto takes the best that the CPU has
@@ -230,12 +228,7 @@ impl ComputeArgs {
                 uuid.clone(),
                 self.device_memory,
             )),
-            DeviceArg::Virtual(VirtualArg { memory_bytes }) => {
-                DeviceOptions::Virtual(VirtualOptions {
-                    memory_bytes: *memory_bytes,
-                    cpu,
-                })
-            }
+            DeviceArg::Virtual(device) => DeviceOptions::Virtual(device.options(cpu)),
         })
     }
 
@@ -250,21 +243,24 @@ impl ComputeArgs {
 
     /// What would be without effect is more likely a mistake than meant.
     fn refuse_idle_options(&self, uses_cpus: bool) -> anyhow::Result<()> {
-        let (here, is_gpu) = match self.device {
-            DeviceArg::Cpu => ("cpu", false),
-            DeviceArg::Cuda(_) => ("cuda", true),
-            DeviceArg::Virtual(_) => ("virtual", false),
+        let (here, is_gpu, has_cpu) = match &self.device {
+            DeviceArg::Cpu => ("cpu", false, true),
+            DeviceArg::Cuda(_) => ("cuda", true, uses_cpus),
+            DeviceArg::Virtual(device) if device.is_modelled() => {
+                ("virtual and mode=modelled", false, uses_cpus)
+            }
+            DeviceArg::Virtual(_) => ("virtual", false, true),
         };
         let given = [
-            ("--isa", is_gpu && !uses_cpus && self.isa != IsaArg::Auto),
-            ("--threads", is_gpu && !uses_cpus && self.threads.is_some()),
+            ("--isa", !has_cpu && self.isa != IsaArg::Auto),
+            ("--threads", !has_cpu && self.threads.is_some()),
             ("--device-memory", !is_gpu && self.device_memory.is_some()),
             (
                 "--activations",
                 !is_gpu && self.gpu.activations != ActivationsArg::F32,
             ),
         ];
-        let there = if is_gpu { "cpu" } else { "cuda" };
+        let there = if has_cpu { "cuda" } else { "cpu" };
         match given.iter().find(|(_, is_idle)| *is_idle) {
             Some((option, _)) => anyhow::bail!(
                 "{option} has no effect with --device {here}\n  leave it out, or use --device {there}"

@@ -4,12 +4,14 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use hearth_crds::MemoryQuantity;
+use hearth_kernels::trace::Trace;
 use hearth_kernels::{CpuBackend, CpuOptions};
 use hearth_virtual::{VirtualBackend, VirtualOptions};
 
+pub(crate) use crate::virtual_device::VirtualArg;
+
 /// A device by name, as accepted by `--device`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum DeviceArg {
     /// This machine's CPU.
     #[default]
@@ -18,13 +20,6 @@ pub(crate) enum DeviceArg {
     Cuda(Option<String>),
     /// A virtual device.
     Virtual(VirtualArg),
-}
-
-/// Properties of a virtual device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct VirtualArg {
-    /// Bytes of its memory.
-    pub(crate) memory_bytes: u64,
 }
 
 impl FromStr for DeviceArg {
@@ -45,41 +40,17 @@ impl FromStr for DeviceArg {
     }
 }
 
-impl FromStr for VirtualArg {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let mut memory_bytes = None;
-        for property in text.split(',') {
-            let (name, value) = property.split_once('=').unwrap_or((property, ""));
-            match name {
-                "" if text.is_empty() => {}
-                "mode" if value == "exact" => {}
-                "mode" => {
-                    return Err(format!(
-                        "mode={value}: a virtual device computes what a GPU would, mode=exact"
-                    ));
-                }
-                "memory" if memory_bytes.is_some() => {
-                    return Err("memory is written twice: write it once".to_owned());
-                }
-                "memory" => {
-                    let quantity: MemoryQuantity = value
-                        .parse()
-                        .map_err(|error| format!("memory={value}: {error}"))?;
-                    memory_bytes = Some(quantity.bytes());
-                }
-                _ => {
-                    return Err(format!(
-                        "a virtual device has no property `{property}`: write virtual:memory=8Gi"
-                    ));
-                }
-            }
-        }
-        match memory_bytes {
-            Some(0) => Err("its memory is 0 bytes: give it some, as in memory=8Gi".to_owned()),
-            Some(memory_bytes) => Ok(Self { memory_bytes }),
-            None => Err("a virtual device needs memory: write virtual:memory=8Gi".to_owned()),
+impl DeviceArg {
+    /// Refuses a device that computes nothing, for a tool whose result would mean nothing.
+    ///
+    /// # Errors
+    /// An error that says what to use.
+    pub(crate) fn must_compute(&self, tool: &str) -> anyhow::Result<()> {
+        match self {
+            Self::Virtual(virtual_device) if virtual_device.is_modelled() => anyhow::bail!(
+                "--device virtual with mode=modelled computes nothing, so the result of {tool} would mean nothing\n  use mode=exact, or hearth-worker bench"
+            ),
+            _ => Ok(()),
         }
     }
 }
@@ -175,6 +146,27 @@ impl DeviceOptions {
         }
     }
 
+    /// Gives the device a trace, which is returned.
+    ///
+    /// # Errors
+    /// An error if the device records none.
+    pub(crate) fn traced(&mut self) -> anyhow::Result<Arc<Trace>> {
+        match self {
+            Self::Cpu(_) | Self::Gpu(_) => anyhow::bail!(
+                "--trace has no effect with this device, which records nothing\n  leave it out, or use --device virtual:memory=8Gi"
+            ),
+            Self::Virtual(options) => Ok(Arc::clone(options.trace.insert(Arc::default()))),
+        }
+    }
+
+    /// The trace that the device was given.
+    pub(crate) fn trace(&self) -> Option<&Arc<Trace>> {
+        match self {
+            Self::Cpu(_) | Self::Gpu(_) => None,
+            Self::Virtual(options) => options.trace.as_ref(),
+        }
+    }
+
     /// Opens the device.
     ///
     /// # Errors
@@ -245,26 +237,13 @@ mod tests {
             parse("cuda:GPU-1a"),
             Ok(DeviceArg::Cuda(Some("GPU-1a".to_owned())))
         );
-        let memory_bytes = 3 << 29;
-        for text in ["virtual:memory=1.5Gi", "virtual:mode=exact,memory=1.5Gi"] {
-            let wanted = DeviceArg::Virtual(VirtualArg { memory_bytes });
-            assert_eq!(parse(text), Ok(wanted));
-        }
         for (wrong, says) in [
             ("gpu", "cuda:UUID"),
             ("cuda:", "cuda:UUID"),
             ("cpu:0", "cuda:UUID"),
             ("", "cuda:UUID"),
             ("virtual", "needs memory"),
-            ("virtual:", "needs memory"),
-            ("virtual:memory", "memory="),
-            ("virtual:memory=many", "memory=many"),
             ("virtual:memory=0", "0 bytes"),
-            ("virtual:memory=0.5", "0 bytes"),
-            ("virtual:memory=1Gi,", "no property ``"),
-            ("virtual:memory=1Gi,mode=modelled", "mode=exact"),
-            ("virtual:memory=1Gi,memory=2Gi", "twice"),
-            ("virtual:memory=1Gi,speed=2", "no property `speed=2`"),
         ] {
             let error = parse(wrong).unwrap_err();
             assert!(error.contains(says), "{wrong}: {error}");

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
+use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuBackend, CpuOptions, KvDType};
 use hearth_model::{Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
     LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident, ResidentOptions,
-    StreamLoading, StreamLoadingOptions, note_unused,
+    StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions, note_unused,
 };
 use hearth_virtual::VirtualBackend;
 
@@ -153,6 +154,7 @@ pub(crate) fn open(
         placing: options.placing,
     };
     let (policy, host) = (options.residency, options.host);
+    let trace = options.device.trace().cloned();
     let loaded = match options.device.open()? {
         OnDevice::Cpu(backend) => {
             let residency = match policy {
@@ -190,7 +192,7 @@ pub(crate) fn open(
             }
             ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
             ResidencyPolicy::StreamLoading { slots } => {
-                let residency = files.streamed(&backend, slots)?;
+                let residency = files.streamed(&backend, slots, trace)?;
                 OnDevice::Virtual(files.model(backend, residency)?.in_row_tiles())
             }
             ResidencyPolicy::HostExperts { budget_bytes } => OnDevice::Virtual(
@@ -279,12 +281,13 @@ impl Files<'_> {
         &self,
         backend: &Arc<B>,
         slots: Option<usize>,
+        trace: Option<Arc<Trace>>,
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
         let moe = self.config.moe.as_ref();
         let options = StreamLoadingOptions {
             slots,
             experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
-            listener: None,
+            listener: trace.map(listener),
         };
         let backend = Arc::clone(backend);
         let policy = StreamLoading::open(&self.checkpoint, &self.modules, backend, options)?;
@@ -354,6 +357,14 @@ impl Files<'_> {
             checkpoint: self.checkpoint,
         })
     }
+}
+
+/// Tells a trace which experts come and go.
+fn listener(trace: Arc<Trace>) -> StreamListener {
+    Box::new(move |event| match event {
+        StreamEvent::Loaded(id) => trace.loaded(&id.to_string()),
+        StreamEvent::Released(id) => trace.released(&id.to_string()),
+    })
 }
 
 /// Identifies everything that must be equal for two workers to compute the same bits: kernels, cache type, form of latent

@@ -13,6 +13,7 @@ mod logging;
 mod roles;
 mod signals;
 mod tools;
+mod virtual_device;
 
 fn main() -> ExitCode {
     signals::end_when_told();

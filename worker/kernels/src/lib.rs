@@ -20,6 +20,7 @@ pub mod probe;
 pub mod reference;
 pub mod sampling;
 pub mod thread_pool;
+pub mod trace;
 
 mod arch;
 mod cpu;

@@ -22,6 +22,10 @@ use hearth_model::{
 use crate::ring::Ring;
 use crate::store::Store;
 
+/// Groups of experts that a ring has room for. A group runs in one invocation, which a GPU needs to be busy with experts of few
+/// rows; one group's copies at the begin of a pass and one group's computation at its end overlap with nothing.
+const GROUPS: usize = 16;
+
 /// Options of the ring.
 pub struct StreamLoadingOptions {
     /// Slots, from 2 to the number of experts; `None`: the experts of a layer, or as many as a quarter of the device's memory
@@ -365,10 +369,11 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         self.shared.changed.notify_all();
     }
 
-    /// Those that have arrived, and half of the ring at most: others are copied while these compute.
+    /// Those whose copies are queued, and a small part of the ring at most: computation waits for the copies of a whole group,
+    /// and its slots become free together.
     fn group(&self, upcoming: &[ModuleId]) -> usize {
         let ready = self.shared.state().ring.ready(upcoming);
-        ready.min(self.slots() / 2).max(1)
+        ready.min(self.slots() / GROUPS).max(1)
     }
 
     fn stats(&self) -> ResidencyStats {

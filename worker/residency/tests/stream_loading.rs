@@ -16,7 +16,9 @@ use hearth_model::{
 use hearth_residency::{
     Resident, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
 };
-use hearth_virtual::{VirtualBackend, VirtualOptions};
+use hearth_virtual::{
+    CopyModel, LaneUse, Modelled, RoutingModel, VirtualBackend, VirtualMode, VirtualOptions,
+};
 
 const CASES: [&str; 4] = ["deepseek_v3", "deepseek_v3_fp8", "kimi_k2", "qwen3_moe"];
 
@@ -34,10 +36,7 @@ fn options() -> CpuOptions {
 }
 
 fn device(memory_bytes: u64) -> Arc<VirtualBackend> {
-    let options = VirtualOptions {
-        memory_bytes,
-        cpu: options(),
-    };
+    let options = VirtualOptions::exact(memory_bytes, options());
     Arc::new(VirtualBackend::new(options).unwrap())
 }
 
@@ -396,4 +395,50 @@ fn what_cannot_be_streamed_is_refused_by_name() {
     );
     let dense = text(1000, 2);
     assert!(dense.contains("too little memory for weights"), "{dense}");
+}
+
+/// A prompt on a modelled device whose copies and whose operations take about as long: what its lanes did.
+fn modelled_prompt(files: &Files, slots: usize) -> LaneUse {
+    let mode = VirtualMode::Modelled(Modelled {
+        copy_bytes_per_s: files.expert_bytes() as f64 / 2e-3,
+        read_bytes_per_s: 1e15,
+        compute_flops: 1e18,
+        launch_us: 10.0,
+        stretch: 100.0,
+        routing: RoutingModel::Uniform,
+        seed: 1,
+        copies: CopyModel::None,
+    });
+    let options = VirtualOptions {
+        mode,
+        ..VirtualOptions::exact(1 << 30, options())
+    };
+    let device = Arc::new(VirtualBackend::new(options).unwrap());
+    let streamed = files.streamed(&device, Some(slots)).unwrap();
+    let mut runner = files.model(Arc::clone(&device), streamed);
+    let before = device.lane_use().unwrap();
+    runner.run(0, &prompt());
+    device.lane_use().unwrap().since(&before)
+}
+
+#[test]
+fn copies_overlap_with_computation_where_the_ring_has_room() {
+    let files = Files::of("deepseek_v3");
+    let overlap = |slots: usize| {
+        for _ in 0..10 {
+            let used = modelled_prompt(&files, slots);
+            if used.late_operations * 100 <= used.operations {
+                return Some((used.compute_busy_ms + used.copy_busy_ms) / used.wall_ms);
+            }
+        }
+        None
+    };
+    let (Some(short), Some(long)) = (overlap(2), overlap(files.experts())) else {
+        eprintln!("skipped: this machine is too busy to model time");
+        return;
+    };
+    assert!(
+        long > short && long > 1.25,
+        "lanes overlap {long:.2} with a slot for each expert, {short:.2} with two"
+    );
 }

@@ -1,14 +1,17 @@
 //! `hearth-worker bench`: prefill and decode rates compared with the memory's bandwidth, in one run.
 
-use std::time::Instant;
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::Args;
 use hearth_kernels::Backend;
 use serde::Serialize;
 
+use super::lanes::{Clock, LaneReport};
 use super::session::{Session, argmax};
+use super::trace;
 use crate::cli::ModelArgs;
-use crate::device::on_device;
+use crate::device::{OnDevice, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn};
 use crate::logging::print_data;
@@ -35,12 +38,15 @@ pub(crate) struct BenchArgs {
     /// Prompt tokens per step
     #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(1..))]
     chunk: u32,
+    /// Where to write what the lanes of a virtual device did, for chrome://tracing or ui.perfetto.dev
+    #[arg(long, value_name = "FILE.json")]
+    trace: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// Results of one benchmark. Times are medians for decode, wall time for prefill.
+/// Results of one benchmark. Times are medians for decode, wall time for prefill; of a modelled device, they are its own.
 #[derive(Serialize)]
 struct Report {
     model: String,
@@ -67,13 +73,30 @@ struct Report {
     device_peak_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     device_budget_bytes: Option<u64>,
+    /// What the lanes of a modelled device did; absent for others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_lanes: Option<LaneReport>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    decode_lanes: Option<LaneReport>,
 }
 
 /// Measures and prints the results.
 pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result<()> {
-    let options = LoadOptions::from_args(&args.model, environment)?;
+    let mut options = LoadOptions::from_args(&args.model, environment)?;
+    let traced = match &args.trace {
+        Some(path) => Some((path, options.device.traced()?)),
+        None => None,
+    };
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
-    let report = on_device!(loaded, loaded => run_on(args, &loaded))?;
+    let device = match &loaded {
+        OnDevice::Virtual(loaded) => Some(Arc::clone(loaded.model.backend())),
+        OnDevice::Cpu(_) | OnDevice::Gpu(_) => None,
+    };
+    let clock = Clock::new(device, traced.as_ref().map(|(_, trace)| Arc::clone(trace)));
+    let report = on_device!(loaded, loaded => run_on(args, &loaded, &clock))?;
+    if let Some((path, trace)) = &traced {
+        trace::write(path, &report.device, &trace.take())?;
+    }
     if args.json {
         print_data(&format!("{}\n", serde_json::to_string_pretty(&report)?))
     } else {
@@ -81,10 +104,14 @@ pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result
     }
 }
 
-fn run_on<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result<Report> {
+fn run_on<B: Backend>(
+    args: &BenchArgs,
+    loaded: &LoadedOn<B>,
+    clock: &Clock,
+) -> anyhow::Result<Report> {
     let backend = loaded.model.backend();
     let before_gbps = backend.read_bandwidth_gbps(PROBE_BYTES)?;
-    let timings = measure(args, loaded)?;
+    let timings = measure(args, loaded, clock)?;
     let after_gbps = backend.read_bandwidth_gbps(PROBE_BYTES)?;
     let read_gbps = f64::midpoint(before_gbps, after_gbps);
     Ok(report(args, loaded, &timings, read_gbps))
@@ -94,9 +121,15 @@ struct Timings {
     prefill_ms: f64,
     step_ms: Vec<f64>,
     bytes_per_step: u64,
+    prefill_lanes: Option<LaneReport>,
+    decode_lanes: Option<LaneReport>,
 }
 
-fn measure<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result<Timings> {
+fn measure<B: Backend>(
+    args: &BenchArgs,
+    loaded: &LoadedOn<B>,
+    clock: &Clock,
+) -> anyhow::Result<Timings> {
     let vocab = loaded.model.config().vocab_size as u32;
     let batch = args.batch as usize;
     let capacity = args.prefill as usize + args.decode as usize + WARMUP_STEPS + 1;
@@ -108,9 +141,9 @@ fn measure<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result
             .collect()
     };
 
-    let started = Instant::now();
+    let started = clock.read();
     let mut last = prefill(&mut session, 0, &prompt(0), args.chunk as usize)?;
-    let prefill_ms = started.elapsed().as_secs_f64() * 1e3;
+    let (prefill_ms, prefill_lanes) = clock.since(&started, "prefill");
     let mut next = vec![argmax(&last)];
     for sequence in 1..batch {
         last = prefill(
@@ -122,11 +155,31 @@ fn measure<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result
         next.push(argmax(&last));
     }
 
+    let (step_ms, decode_lanes, bytes) = decode(args, loaded, clock, &mut session, next)?;
+    Ok(Timings {
+        prefill_ms,
+        step_ms,
+        bytes_per_step: bytes / u64::from(args.decode),
+        prefill_lanes,
+        decode_lanes,
+    })
+}
+
+/// Decodes one token of each sequence a step, from the tokens `next`: the time of each step after the first few, what the
+/// lanes did in these, and the bytes of weights that they read.
+fn decode<B: Backend>(
+    args: &BenchArgs,
+    loaded: &LoadedOn<B>,
+    clock: &Clock,
+    session: &mut Session<'_, B>,
+    mut next: Vec<u32>,
+) -> anyhow::Result<(Vec<f64>, Option<LaneReport>, u64)> {
+    let vocab = loaded.model.config().vocab_size;
     let mut step_ms = Vec::with_capacity(args.decode as usize);
-    let mut bytes_before = loaded.model.stats().read_bytes;
+    let mut before = (clock.read(), loaded.model.stats().read_bytes);
     for step in 0..WARMUP_STEPS + args.decode as usize {
         if step == WARMUP_STEPS {
-            bytes_before = loaded.model.stats().read_bytes;
+            before = (clock.read(), loaded.model.stats().read_bytes);
         }
         let tokens: Vec<[u32; 1]> = next.iter().map(|&token| [token]).collect();
         let appended: Vec<(usize, &[u32])> = tokens
@@ -134,19 +187,17 @@ fn measure<B: Backend>(args: &BenchArgs, loaded: &LoadedOn<B>) -> anyhow::Result
             .enumerate()
             .map(|(sequence, token)| (sequence, token.as_slice()))
             .collect();
-        let started = Instant::now();
+        let started = clock.read();
         let logits = session.step(&appended, false)?;
         if step >= WARMUP_STEPS {
-            step_ms.push(started.elapsed().as_secs_f64() * 1e3);
+            step_ms.push(clock.since(&started, "decode step").0);
         }
-        next = logits.chunks(vocab as usize).map(argmax).collect();
+        next = logits.chunks(vocab).map(argmax).collect();
     }
+    let (started, bytes_before) = before;
+    let (_, lanes) = clock.since(&started, "decode");
     let bytes_read = loaded.model.stats().read_bytes - bytes_before;
-    Ok(Timings {
-        prefill_ms,
-        step_ms,
-        bytes_per_step: bytes_read / u64::from(args.decode),
-    })
+    Ok((step_ms, lanes, bytes_read))
 }
 
 fn prefill<B: Backend>(
@@ -191,6 +242,8 @@ fn report<B: Backend>(
         peak_rss_bytes: peak_rss_bytes(),
         device_peak_bytes: memory.map(|memory| memory.peak_bytes),
         device_budget_bytes: memory.map(|memory| memory.budget_bytes),
+        prefill_lanes: timings.prefill_lanes,
+        decode_lanes: timings.decode_lanes,
     }
 }
 
@@ -211,12 +264,19 @@ fn table(report: &Report) -> String {
         ),
         _ => String::new(),
     };
+    let lanes: String = [
+        ("prefill", &report.prefill_lanes),
+        ("decode", &report.decode_lanes),
+    ]
+    .iter()
+    .filter_map(|(phase, lanes)| Some(format!("lanes    {phase}: {}\n", lanes.as_ref()?)))
+    .collect();
     format!(
         "model    {}  on {}, KV {}\n\
          prefill  {} tokens in {:.1} ms: {:.1} tokens/s\n\
          decode   batch {}: {:.2} ms a step (median of {}), {:.1} tokens/s\n\
          memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the device reads\n\
-         {device}",
+         {device}{lanes}",
         report.model,
         report.device,
         report.kv_dtype,

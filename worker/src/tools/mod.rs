@@ -7,11 +7,13 @@ mod facts;
 mod fetch;
 mod generate;
 mod inspect;
+mod lanes;
 mod logits;
 mod own;
 mod profile;
 mod random;
 mod session;
+mod trace;
 
 pub(crate) use bench::{BenchArgs, run as bench};
 #[cfg(feature = "cuda")]

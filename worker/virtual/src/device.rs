@@ -3,74 +3,157 @@
 use std::sync::Arc;
 
 use hearth_kernels::ops::{DeviceMemory, DeviceOps, SampleOps};
-use hearth_kernels::{CpuBackend, CpuOptions, KernelError};
+use hearth_kernels::{CpuBackend, KernelError};
 
+use crate::lanes::{LaneUse, Lanes};
 use crate::memory::Memory;
+use crate::options::{Modelled, RoutingModel, VirtualMode, VirtualOptions};
+use crate::routing::Routings;
 
-/// Options of a virtual device.
-#[derive(Clone, Debug)]
-pub struct VirtualOptions {
-    /// Bytes of its memory: for weights, KV and activations together.
-    pub memory_bytes: u64,
-    /// Kernels and threads that compute for it.
-    pub cpu: CpuOptions,
+/// A [`Backend`](hearth_kernels::Backend) with memory of a fixed size and two lanes, computed by the CPU's kernels or, in
+/// modelled mode, by nobody.
+pub struct VirtualBackend {
+    pub(crate) computer: Computer,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) lanes: Lanes,
+    pub(crate) routings: Routings,
 }
 
-/// A [`Backend`](hearth_kernels::Backend) with memory of a fixed size, computed by the CPU's kernels.
-pub struct VirtualBackend {
-    pub(crate) cpu: CpuBackend,
-    pub(crate) memory: Arc<Memory>,
+/// What stands behind the operations.
+pub(crate) enum Computer {
+    /// The CPU's kernels.
+    Exact {
+        cpu: CpuBackend,
+        copy_bytes_per_s: Option<f64>,
+    },
+    /// Nothing but the time that they take.
+    Modelled(Modelled),
 }
 
 impl VirtualBackend {
     /// Starts the threads that compute.
     ///
     /// # Errors
-    /// Same as [`CpuBackend::new`]; [`KernelError::Device`] for a device without memory.
+    /// Same as [`CpuBackend::new`]; [`KernelError::Device`] for a device without memory, or a rate that is not positive.
     pub fn new(options: VirtualOptions) -> Result<Self, KernelError> {
         if options.memory_bytes == 0 {
-            return Err(KernelError::Device {
-                device: "virtual".to_owned(),
-                detail: "its memory is 0 bytes\n  give it some: --device virtual:memory=8Gi"
-                    .to_owned(),
-            });
+            return Err(fault(
+                "its memory is 0 bytes\n  give it some: --device virtual:memory=8Gi",
+            ));
         }
+        options.mode.check()?;
+        let (computer, stretch) = match options.mode {
+            VirtualMode::Exact { copy_bytes_per_s } => {
+                let cpu = CpuBackend::new(options.cpu)?;
+                let exact = Computer::Exact {
+                    cpu,
+                    copy_bytes_per_s,
+                };
+                (exact, None)
+            }
+            VirtualMode::Modelled(modelled) => {
+                (Computer::Modelled(modelled), Some(modelled.stretch))
+            }
+        };
         Ok(Self {
-            cpu: CpuBackend::new(options.cpu)?,
+            computer,
             memory: Memory::new(options.memory_bytes),
+            lanes: Lanes::new(stretch, options.trace),
+            routings: Routings::default(),
         })
+    }
+
+    /// Time since the device was opened, by its clock, ns.
+    pub fn elapsed_ns(&self) -> u64 {
+        self.lanes.elapsed_ns()
+    }
+
+    /// What the lanes have done since the device was opened; `None` in exact mode, which claims no times.
+    pub fn lane_use(&self) -> Option<LaneUse> {
+        self.lanes.read()
+    }
+}
+
+/// A fault that the device reports.
+pub(crate) fn fault(detail: &str) -> KernelError {
+    KernelError::Device {
+        device: "virtual".to_owned(),
+        detail: detail.to_owned(),
     }
 }
 
 impl DeviceOps for VirtualBackend {
     fn bind_thread(&self) -> Result<(), KernelError> {
-        self.cpu.bind_thread()
+        match &self.computer {
+            Computer::Exact { cpu, .. } => cpu.bind_thread(),
+            Computer::Modelled(_) => Ok(()),
+        }
     }
 
     fn bind_compute_threads(&self, cpus: &[usize]) -> Result<usize, KernelError> {
-        self.cpu.bind_compute_threads(cpus)
+        match &self.computer {
+            Computer::Exact { cpu, .. } => cpu.bind_compute_threads(cpus),
+            Computer::Modelled(_) => Ok(0),
+        }
     }
 
     fn describe(&self) -> String {
         let mib = self.memory.read().budget_bytes >> 20;
-        format!("virtual {mib} MiB on {}", self.cpu.describe())
+        match &self.computer {
+            Computer::Exact { cpu, .. } => format!("virtual {mib} MiB on {}", cpu.describe()),
+            Computer::Modelled(modelled) => format!(
+                "virtual {mib} MiB, modelled: copy {} GB/s, read {} GB/s, compute {} TFLOPS, launch {} us, times stretched {}×",
+                modelled.copy_bytes_per_s / 1e9,
+                modelled.read_bytes_per_s / 1e9,
+                modelled.compute_flops / 1e12,
+                modelled.launch_us,
+                modelled.stretch,
+            ),
+        }
     }
 
-    /// The CPU's: the same kernels compute.
+    /// The CPU's in exact mode: the same kernels compute. Equal to no other in modelled mode, where tokens mean nothing.
     fn numerics(&self) -> String {
-        self.cpu.numerics()
+        match &self.computer {
+            Computer::Exact { cpu, .. } => cpu.numerics(),
+            Computer::Modelled(modelled) => {
+                let routing = match modelled.routing {
+                    RoutingModel::Uniform => "uniform".to_owned(),
+                    RoutingModel::Zipf { exponent } => format!("zipf:{exponent}"),
+                };
+                let seed = modelled.seed;
+                format!("virtual modelled (meaningless tokens) routing={routing} seed={seed}")
+            }
+        }
     }
 
     fn read_bandwidth_gbps(&self, bytes: usize) -> Result<f64, KernelError> {
-        self.cpu.read_bandwidth_gbps(bytes)
+        match &self.computer {
+            Computer::Exact { cpu, .. } => cpu.read_bandwidth_gbps(bytes),
+            Computer::Modelled(modelled) => Ok(modelled.read_bytes_per_s / 1e9),
+        }
     }
 
     fn longest_operation_products(&self) -> Option<u64> {
-        self.cpu.longest_operation_products()
+        match &self.computer {
+            Computer::Exact { cpu, .. } => cpu.longest_operation_products(),
+            Computer::Modelled(_) => None,
+        }
     }
 
     fn device_memory(&self) -> Option<DeviceMemory> {
         Some(self.memory.read())
+    }
+
+    fn begin_pass(&self, _rows: usize) -> Result<(), KernelError> {
+        self.lanes.begin_pass();
+        Ok(())
+    }
+
+    /// Waits until everything was computed.
+    fn finish(&self) -> Result<(), KernelError> {
+        self.lanes.wait_for_compute();
+        Ok(())
     }
 }
 

@@ -1,14 +1,17 @@
 //! Operations whose cost is dominated by touching their operands.
 
-use hearth_kernels::ops::{ElementwiseOps, MemoryOps};
-use hearth_kernels::{KernelError, RopeTable};
+use hearth_kernels::ops::ElementwiseOps;
+use hearth_kernels::{KernelError, RopeTable, checks};
 
+use crate::work::Work;
 use crate::{VirtualBackend, VirtualTensor, VirtualVector, VirtualWeight};
 
 impl ElementwiseOps for VirtualBackend {
     fn embed(&self, table: &VirtualWeight, tokens: &[u32]) -> Result<VirtualTensor, KernelError> {
-        let shape = (tokens.len(), table.matrix.cols());
-        self.output(shape, |cpu| cpu.embed(table.matrix()?, tokens))
+        checks::embed(tokens, table.rows)?;
+        let shape = (tokens.len(), table.cols);
+        let work = Work::new("embed", shape.0 * shape.1).rows_of(table, tokens.len());
+        self.output(&work, shape, |cpu| cpu.embed(&table.matrix()?, tokens))
     }
 
     fn rms_norm(
@@ -17,8 +20,10 @@ impl ElementwiseOps for VirtualBackend {
         weight: &VirtualVector,
         eps: f32,
     ) -> Result<VirtualTensor, KernelError> {
-        self.output(self.shape(x), |cpu| {
-            cpu.rms_norm(&x.values, &weight.values, eps)
+        checks::rms_norm(x.shape.1, weight.values.len())?;
+        let work = Work::new("rms_norm", 2 * x.elements());
+        self.output(&work, x.shape, |cpu| {
+            cpu.rms_norm(x.values()?, &weight.values, eps)
         })
     }
 
@@ -29,13 +34,21 @@ impl ElementwiseOps for VirtualBackend {
         weight: &VirtualVector,
         eps: f32,
     ) -> Result<VirtualTensor, KernelError> {
-        self.output(self.shape(residual), |cpu| {
-            cpu.add_rms_norm(&mut residual.values, &delta.values, &weight.values, eps)
+        checks::same("add_assign", residual.shape, delta.shape)?;
+        checks::rms_norm(residual.shape.1, weight.values.len())?;
+        let work = Work::new("add_rms_norm", 4 * delta.elements());
+        self.output(&work, delta.shape, |cpu| {
+            cpu.add_rms_norm(residual.values_mut()?, delta.values()?, &weight.values, eps)
         })
     }
 
     fn add_assign(&self, x: &mut VirtualTensor, delta: &VirtualTensor) -> Result<(), KernelError> {
-        self.cpu.add_assign(&mut x.values, &delta.values)
+        checks::same("add_assign", x.shape, delta.shape)?;
+        let work = Work::new("add_assign", 3 * delta.elements());
+        self.run(&work, |cpu| {
+            cpu.add_assign(x.values_mut()?, delta.values()?)
+        })?;
+        Ok(())
     }
 
     fn silu_mul(
@@ -43,8 +56,10 @@ impl ElementwiseOps for VirtualBackend {
         gate: &VirtualTensor,
         up: &VirtualTensor,
     ) -> Result<VirtualTensor, KernelError> {
-        self.output(self.shape(gate), |cpu| {
-            cpu.silu_mul(&gate.values, &up.values)
+        checks::same("silu_mul", gate.shape, up.shape)?;
+        let work = Work::new("silu_mul", 3 * gate.elements());
+        self.output(&work, gate.shape, |cpu| {
+            cpu.silu_mul(gate.values()?, up.values()?)
         })
     }
 
@@ -55,8 +70,12 @@ impl ElementwiseOps for VirtualBackend {
         first: usize,
         cols: usize,
     ) -> Result<VirtualTensor, KernelError> {
-        let shape = (self.shape(x).0, groups.saturating_mul(cols));
-        self.output(shape, |cpu| cpu.columns(&x.values, groups, first, cols))
+        checks::columns(x.shape.1, groups, first, cols)?;
+        let shape = (x.shape.0, groups * cols);
+        let work = Work::new("columns", 2 * shape.0 * shape.1);
+        self.output(&work, shape, |cpu| {
+            cpu.columns(x.values()?, groups, first, cols)
+        })
     }
 
     fn interleave(
@@ -65,15 +84,19 @@ impl ElementwiseOps for VirtualBackend {
         b: &VirtualTensor,
         groups: usize,
     ) -> Result<VirtualTensor, KernelError> {
-        let ((rows, a_cols), (_, b_cols)) = (self.shape(a), self.shape(b));
-        self.output((rows, a_cols + b_cols), |cpu| {
-            cpu.interleave(&a.values, &b.values, groups)
+        checks::interleave(a.shape, b.shape, groups)?;
+        let shape = (a.shape.0, a.shape.1 + b.shape.1);
+        let work = Work::new("interleave", 2 * shape.0 * shape.1);
+        self.output(&work, shape, |cpu| {
+            cpu.interleave(a.values()?, b.values()?, groups)
         })
     }
 
     fn rows(&self, x: &VirtualTensor, rows: &[u32]) -> Result<VirtualTensor, KernelError> {
-        let shape = (rows.len(), self.shape(x).1);
-        self.output(shape, |cpu| cpu.rows(&x.values, rows))
+        checks::rows(rows, x.shape.0)?;
+        let shape = (rows.len(), x.shape.1);
+        let work = Work::new("rows", 2 * shape.0 * shape.1);
+        self.output(&work, shape, |cpu| cpu.rows(x.values()?, rows))
     }
 
     fn put_rows(
@@ -82,7 +105,12 @@ impl ElementwiseOps for VirtualBackend {
         first: usize,
         tile: &VirtualTensor,
     ) -> Result<(), KernelError> {
-        self.cpu.put_rows(&mut x.values, first, &tile.values)
+        checks::put_rows(x.shape, first, tile.shape)?;
+        let work = Work::new("put_rows", 2 * tile.elements());
+        self.run(&work, |cpu| {
+            cpu.put_rows(x.values_mut()?, first, tile.values()?)
+        })?;
+        Ok(())
     }
 
     fn rope(
@@ -92,6 +120,11 @@ impl ElementwiseOps for VirtualBackend {
         positions: &[u32],
         table: &RopeTable,
     ) -> Result<(), KernelError> {
-        self.cpu.rope(&mut x.values, heads, positions, table)
+        checks::rope(x.shape, heads, positions.len(), table)?;
+        let work = Work::new("rope", 2 * x.elements());
+        self.run(&work, |cpu| {
+            cpu.rope(x.values_mut()?, heads, positions, table)
+        })?;
+        Ok(())
     }
 }

@@ -2,19 +2,25 @@
 
 use std::convert::Infallible;
 
-use hearth_kernels::expert_sum::PARTIAL_SUMS;
-use hearth_kernels::ops::{ExpertOps, MemoryOps, RouterOps};
+use hearth_kernels::expert_sum::{ExpertOrder, PARTIAL_SUMS};
+use hearth_kernels::ops::{ExpertOps, RouterOps};
 use hearth_kernels::{
     CpuExpertSum, ExpertCall, ExpertProducts, ExpertWeights, HostMatrix, KernelError, RouterSpec,
     Routing, checks,
 };
 
+use crate::device::Computer;
 use crate::memory::Held;
+use crate::tensor::no_values;
+use crate::work::Work;
 use crate::{VirtualBackend, VirtualTensor, VirtualVector, VirtualWeight};
 
 /// Sum of the outputs of a layer's experts.
 pub struct VirtualExpertSum {
-    sum: CpuExpertSum,
+    /// `None` in modelled mode.
+    sum: Option<CpuExpertSum>,
+    order: ExpertOrder,
+    shape: (usize, usize),
     /// Memory of the total.
     total: Held,
     /// Memory of the other partial sums, once there may be some.
@@ -33,10 +39,24 @@ impl RouterOps for VirtualBackend {
         spec: RouterSpec,
     ) -> Result<Routing, KernelError> {
         let bias = bias.map(|bias| &bias.values);
-        self.cpu.route(&logits.values, bias, spec)
+        let (tokens, experts) = logits.shape;
+        checks::route(experts, bias.map(|bias| bias.len()), &spec)?;
+        let work = Work::new("route", logits.elements());
+        let chosen = self.run(&work, |cpu| cpu.route(logits.values()?, bias, spec))?;
+        match (chosen, &self.computer) {
+            (Some(chosen), _) => Ok(chosen),
+            (None, Computer::Modelled(modelled)) => {
+                Ok(self.routings.choose(modelled, tokens, experts, spec))
+            }
+            (None, Computer::Exact { .. }) => Err(no_values()),
+        }
     }
 
+    /// Waits until the router has chosen.
     fn routing(&self, chosen: Routing) -> Result<Routing, KernelError> {
+        let work = Work::new("routing", 0).over_link(chosen.experts.len() * 8);
+        self.run(&work, |_| Ok(()))?;
+        self.lanes.wait_for_compute();
         Ok(chosen)
     }
 }
@@ -52,8 +72,14 @@ impl ExpertOps for VirtualBackend {
         experts: usize,
     ) -> Result<VirtualExpertSum, KernelError> {
         let matrix_bytes = tokens.saturating_mul(hidden).saturating_mul(4);
+        let sum = match &self.computer {
+            Computer::Exact { cpu, .. } => Some(cpu.expert_sum(tokens, hidden, experts)?),
+            Computer::Modelled(_) => None,
+        };
         Ok(VirtualExpertSum {
-            sum: self.cpu.expert_sum(tokens, hidden, experts)?,
+            sum,
+            order: ExpertOrder::new(experts),
+            shape: (tokens, hidden),
             total: self.memory.take(matrix_bytes, "activations")?,
             partial: None,
             matrix_bytes,
@@ -74,26 +100,38 @@ impl ExpertOps for VirtualBackend {
             let bytes = (PARTIAL_SUMS - 1).saturating_mul(sum.matrix_bytes);
             sum.partial = Some(self.memory.take(bytes, "partial sums of experts")?);
         }
+        for call in calls {
+            let matrices = [call.gate, call.up, call.down].map(VirtualWeight::shape);
+            checks::expert(sum.shape, x.shape, matrices)?;
+            checks::expert_rows(call.rows, call.weights.len(), x.shape.0)?;
+        }
+        sum.order.take(calls, is_last)?;
         // One expert after the other, so that what they need at most does not depend on how many come at once.
         for (index, call) in calls.iter().enumerate() {
-            let on_host = on_host(call)?;
-            let inner_bytes = call.rows.len() * on_host.gate.rows() * 4;
-            let _inner = self.memory.take(inner_bytes, "experts' activations")?;
             let is_last = is_last && index + 1 == calls.len();
-            self.cpu
-                .experts(&mut sum.sum, &x.values, &[on_host], is_last)?;
-            // The slot was not given away meanwhile.
-            call.down.matrix()?;
+            self.expert(sum, x, call, is_last)?;
         }
-        match is_last && calls.is_empty() {
-            true => self.cpu.experts(&mut sum.sum, &x.values, &[], true),
-            false => Ok(()),
+        if is_last && calls.is_empty() {
+            let work = Work::new("experts", 2 * x.elements());
+            let inner = &mut sum.sum;
+            self.run(&work, |cpu| {
+                let sum = inner.as_mut().ok_or_else(no_values)?;
+                cpu.experts(sum, x.values()?, &[], true)
+            })?;
         }
+        Ok(())
     }
 
     fn expert_total(&self, sum: VirtualExpertSum) -> Result<VirtualTensor, KernelError> {
+        checks::ensure(sum.order.is_complete(), "experts", || {
+            "the total of a sum without its last calls".to_owned()
+        })?;
+        let inner = sum.sum;
+        let work = Work::new("expert_total", 2 * sum.shape.0 * sum.shape.1);
+        let values = self.run(&work, |cpu| cpu.expert_total(inner.ok_or_else(no_values)?))?;
         Ok(VirtualTensor {
-            values: self.cpu.expert_total(sum.sum)?,
+            shape: sum.shape,
+            values,
             _held: sum.total,
         })
     }
@@ -103,10 +141,9 @@ impl ExpertOps for VirtualBackend {
         products: &VirtualTensor,
         of: ExpertProducts<'_>,
     ) -> Result<VirtualTensor, KernelError> {
-        let tokens = checks::product_sum(self.shape(products).0, &of)?;
-        self.output((tokens, self.shape(products).1), |cpu| {
-            cpu.product_sum(&products.values, of)
-        })
+        let shape = (checks::product_sum(products.shape.0, &of)?, products.shape.1);
+        let work = Work::new("product_sum", products.elements() + shape.0 * shape.1);
+        self.output(&work, shape, |cpu| cpu.product_sum(products.values()?, of))
     }
 
     /// Returns `None`: the host chooses, and runs what it chose.
@@ -127,15 +164,39 @@ impl ExpertOps for VirtualBackend {
     }
 }
 
-fn on_host<'a>(
-    call: &ExpertCall<'a, VirtualWeight>,
-) -> Result<ExpertCall<'a, HostMatrix>, KernelError> {
-    Ok(ExpertCall {
-        expert: call.expert,
-        gate: call.gate.matrix()?,
-        up: call.up.matrix()?,
-        down: call.down.matrix()?,
-        rows: call.rows,
-        weights: call.weights,
-    })
+impl VirtualBackend {
+    /// Adds the output of one expert: an operation.
+    fn expert(
+        &self,
+        sum: &mut VirtualExpertSum,
+        x: &VirtualTensor,
+        call: &ExpertCall<'_, VirtualWeight>,
+        is_last: bool,
+    ) -> Result<(), KernelError> {
+        let rows = call.rows.len();
+        let inner_bytes = rows * call.gate.rows * 4;
+        let _inner = self.memory.take(inner_bytes, "experts' activations")?;
+        // The input is read, and the sum is read and written.
+        let work = Work::new("expert", 3 * rows * sum.shape.1)
+            .bytes(2 * inner_bytes)
+            .indexed(call.expert)
+            .product(rows, call.gate)
+            .product(rows, call.up)
+            .product(rows, call.down);
+        let inner = &mut sum.sum;
+        self.run(&work, |cpu| {
+            let [gate, up, down] = &[call.gate.matrix()?, call.up.matrix()?, call.down.matrix()?];
+            let on_host: ExpertCall<'_, HostMatrix> = ExpertCall {
+                expert: call.expert,
+                gate,
+                up,
+                down,
+                rows: call.rows,
+                weights: call.weights,
+            };
+            let sum = inner.as_mut().ok_or_else(no_values)?;
+            cpu.experts(sum, x.values()?, &[on_host], is_last)
+        })?;
+        Ok(())
+    }
 }

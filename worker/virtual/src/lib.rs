@@ -1,22 +1,33 @@
 //! A virtual device, to try, test and measure without a GPU what a plan does with one.
 //!
 //! It has memory of a fixed size: weights are copied into it, and the KV cache, activations and the experts' working room
-//! are taken out of it, to the byte. What does not fit is refused as a GPU refuses it. The CPU's kernels compute, so tokens are
-//! those of the CPU; nothing is claimed about time.
+//! are taken out of it, to the byte. What does not fit is refused as a GPU refuses it. It has two lanes, as a GPU with a stream
+//! for computation and one for copies has, and marks in them.
+//!
+//! In exact mode the CPU's kernels compute, so tokens are those of the CPU; nothing is claimed about time. In modelled mode
+//! nothing is computed, and operations take the time that given rates say.
 //!
 //! **Invariant**: no operation writes a tensor whose bytes were not taken from the device's memory.
+//! **Invariant**: in either mode, a weight is read only behind a mark of its copy, and a slot is filled only behind the
+//! operations that read it.
 #![forbid(unsafe_code)]
 
 mod attention;
 mod device;
 mod elementwise;
 mod experts;
+mod lanes;
 mod linear;
 mod memory;
+mod options;
+mod routing;
 mod slots;
 mod tensor;
+mod work;
 
-pub use device::{VirtualBackend, VirtualOptions};
+pub use device::VirtualBackend;
 pub use experts::VirtualExpertSum;
+pub use lanes::{LATE_US, LaneUse, VirtualMark};
+pub use options::{CopyModel, Modelled, RoutingModel, VirtualMode, VirtualOptions};
 pub use slots::VirtualSlot;
 pub use tensor::{VirtualKv, VirtualTensor, VirtualVector, VirtualWeight};

@@ -1,8 +1,9 @@
 //! Products of activations with weights.
 
-use hearth_kernels::ops::{LinearOps, MemoryOps};
-use hearth_kernels::{KernelError, MlaHeads};
+use hearth_kernels::ops::LinearOps;
+use hearth_kernels::{KernelError, MlaHeads, checks};
 
+use crate::work::Work;
 use crate::{VirtualBackend, VirtualTensor, VirtualVector, VirtualWeight};
 
 impl LinearOps for VirtualBackend {
@@ -12,11 +13,14 @@ impl LinearOps for VirtualBackend {
         w: &VirtualWeight,
         bias: Option<&VirtualVector>,
     ) -> Result<VirtualTensor, KernelError> {
-        let shape = (self.shape(x).0, w.matrix.rows());
         let bias = bias.map(|bias| &bias.values);
-        let y = self.output(shape, |cpu| cpu.linear(&x.values, w.matrix()?, bias))?;
-        w.matrix()?;
-        Ok(y)
+        checks::linear(x.shape, w.shape(), bias.map(|bias| bias.len()))?;
+        let shape = (x.shape.0, w.rows);
+        let touched = x.elements() + shape.0 * shape.1;
+        let work = Work::new("linear", touched).product(x.shape.0, w);
+        self.output(&work, shape, |cpu| {
+            cpu.linear(x.values()?, &w.matrix()?, bias)
+        })
     }
 
     fn mla_absorb(
@@ -25,9 +29,11 @@ impl LinearOps for VirtualBackend {
         kv_b: &VirtualWeight,
         heads: MlaHeads,
     ) -> Result<VirtualTensor, KernelError> {
-        let shape = (self.shape(q_nope).0, heads.heads * heads.rank);
-        self.output(shape, |cpu| {
-            cpu.mla_absorb(&q_nope.values, kv_b.matrix()?, heads)
+        checks::mla("mla_absorb", q_nope.shape, heads.nope, kv_b.shape(), heads)?;
+        let shape = (q_nope.shape.0, heads.heads * heads.rank);
+        let work = mla("mla_absorb", q_nope, kv_b, heads.nope, heads);
+        self.output(&work, shape, |cpu| {
+            cpu.mla_absorb(q_nope.values()?, &kv_b.matrix()?, heads)
         })
     }
 
@@ -37,9 +43,27 @@ impl LinearOps for VirtualBackend {
         kv_b: &VirtualWeight,
         heads: MlaHeads,
     ) -> Result<VirtualTensor, KernelError> {
-        let shape = (self.shape(latent).0, heads.heads * heads.v);
-        self.output(shape, |cpu| {
-            cpu.mla_expand(&latent.values, kv_b.matrix()?, heads)
+        checks::mla("mla_expand", latent.shape, heads.rank, kv_b.shape(), heads)?;
+        let shape = (latent.shape.0, heads.heads * heads.v);
+        let work = mla("mla_expand", latent, kv_b, heads.v, heads);
+        self.output(&work, shape, |cpu| {
+            cpu.mla_expand(latent.values()?, &kv_b.matrix()?, heads)
         })
     }
+}
+
+/// Products with `width` of the rows of each head of `kv_b`.
+fn mla<'a>(
+    name: &'static str,
+    x: &VirtualTensor,
+    kv_b: &'a VirtualWeight,
+    width: usize,
+    heads: MlaHeads,
+) -> Work<'a> {
+    let rows = x.shape.0;
+    let touched = rows * heads.heads * (heads.rank + width);
+    let flops = 2.0 * rows as f64 * (heads.heads * heads.rank * width) as f64;
+    Work::new(name, touched)
+        .rows_of(kv_b, heads.heads * width)
+        .flops(flops)
 }

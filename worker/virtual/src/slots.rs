@@ -1,48 +1,95 @@
-//! Slots for weights that come and go.
+//! Slots for weights that come and go, and the marks that keep copies and operations in order.
 //!
-//! Both lanes run where they are called: a copy is done when its call returns, and so is an operation. A mark is reached
-//! when it is made.
+//! A slot owns the bytes of its weights, and a weight refers to them: once the slot is given to others the bytes are gone, so
+//! that a weight of before reads nothing rather than what luck left there.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::{HostMatrix, KernelError};
 
+use crate::device::{Computer, fault};
+use crate::lanes::{Lane, Times, VirtualMark};
 use crate::memory::Held;
+use crate::options::CopyModel;
 use crate::tensor::Storage;
 use crate::{VirtualBackend, VirtualWeight};
+
+/// Bytes that a real copy makes between two looks at the clock.
+const COPY_CHUNK_BYTES: usize = 128 << 10;
 
 /// Memory that weights are loaded into, again and again.
 pub struct VirtualSlot {
     bytes: usize,
-    /// Number of times that it was given to other weights.
-    uses: Arc<AtomicU64>,
+    shared: Arc<Shared>,
     _held: Held,
+}
+
+/// What a slot shares with the weights in it.
+#[derive(Default)]
+struct Shared {
+    /// Number of times that it was given to other weights.
+    uses: AtomicU64,
+    /// Serial of the last operation that read it.
+    last_read: AtomicU64,
+    contents: Mutex<Contents>,
+}
+
+#[derive(Default)]
+struct Contents {
+    matrices: Vec<Arc<HostMatrix>>,
+    /// Where real copies of modelled mode go.
+    copied: Vec<u8>,
+}
+
+impl Shared {
+    fn contents(&self) -> MutexGuard<'_, Contents> {
+        // Each change is complete before anything can panic.
+        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The time for which a slot is a weight's own.
 #[derive(Clone)]
 pub(crate) struct Tenancy {
-    uses: Arc<AtomicU64>,
+    slot: Arc<Shared>,
     use_index: u64,
+    /// Serial of the weight's copy.
+    copy: u64,
 }
 
 impl Tenancy {
-    pub(crate) fn lasts(&self) -> bool {
-        self.uses.load(Ordering::Acquire) == self.use_index
+    /// Checks that the slot was not given to other weights.
+    pub(crate) fn check(&self) -> Result<(), KernelError> {
+        match self.slot.uses.load(Ordering::Acquire) == self.use_index {
+            true => Ok(()),
+            false => Err(fault(
+                "a weight was used after its slot was given to another one",
+            )),
+        }
+    }
+
+    /// Lets the operation `serial` read the slot, where computation has waited for copies up to `waited`.
+    pub(crate) fn read(&self, serial: u64, waited: u64) -> Result<(), KernelError> {
+        self.check()?;
+        if waited < self.copy {
+            return Err(fault("a weight was used before its copy was waited for"));
+        }
+        self.slot.last_read.fetch_max(serial, Ordering::AcqRel);
+        Ok(())
     }
 }
 
 impl LoadOps for VirtualBackend {
-    type Mark = ();
+    type Mark = VirtualMark;
     type Slot = VirtualSlot;
 
     fn slots(&self, bytes: usize, count: usize) -> Result<Vec<VirtualSlot>, KernelError> {
         let slot = |_| {
             Ok(VirtualSlot {
                 bytes,
-                uses: Arc::default(),
+                shared: Arc::default(),
                 _held: self.memory.take(bytes, "a slot of the experts' ring")?,
             })
         };
@@ -54,8 +101,22 @@ impl LoadOps for VirtualBackend {
         matrix.size_bytes() + scales
     }
 
-    fn reuse(&self, slot: &VirtualSlot, _free: Option<&()>) -> Result<(), KernelError> {
-        slot.uses.fetch_add(1, Ordering::AcqRel);
+    /// Frees the bytes of the slot's weights.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if copies have not waited for an operation that reads the slot: a GPU would overwrite
+    /// what it reads.
+    fn reuse(&self, slot: &VirtualSlot, free: Option<&VirtualMark>) -> Result<(), KernelError> {
+        if let Some(mark) = free {
+            self.lanes.wait_in(Lane::Copy, mark);
+        }
+        if self.lanes.waited(Lane::Copy) < slot.shared.last_read.load(Ordering::Acquire) {
+            return Err(fault(
+                "a slot was given to another weight before the operations that read it were waited for",
+            ));
+        }
+        slot.shared.uses.fetch_add(1, Ordering::AcqRel);
+        slot.shared.contents().matrices.clear();
         Ok(())
     }
 
@@ -65,28 +126,79 @@ impl LoadOps for VirtualBackend {
         slot: &VirtualSlot,
         at: usize,
     ) -> Result<VirtualWeight, KernelError> {
-        let end = at.saturating_add(self.slot_bytes(matrix));
+        let bytes = self.slot_bytes(matrix);
+        let end = at.saturating_add(bytes);
         hearth_kernels::checks::ensure(end <= slot.bytes, "load", || {
             format!("bytes {at} to {end} of a slot of {} bytes", slot.bytes)
         })?;
-        Ok(VirtualWeight {
-            matrix: matrix.copied()?,
-            storage: Storage::Slot(Tenancy {
-                uses: Arc::clone(&slot.uses),
-                use_index: slot.uses.load(Ordering::Acquire),
-            }),
-        })
+        let (copy, mut times) = self.lanes.queue(Lane::Copy, self.link_us(bytes));
+        let contents = match &self.computer {
+            Computer::Exact {
+                copy_bytes_per_s, ..
+            } => {
+                let own = Arc::new(matrix.copied()?);
+                if let Some(rate) = copy_bytes_per_s {
+                    self.lanes
+                        .wait_until(times.begin_ns + (bytes as f64 / *rate * 1e9) as u64);
+                }
+                times.end_ns = self.lanes.now_ns();
+                slot.shared.contents().matrices.push(Arc::clone(&own));
+                Arc::downgrade(&own)
+            }
+            Computer::Modelled(modelled) => {
+                if modelled.copies == CopyModel::Real {
+                    self.copy_in_time(matrix.data(), slot, at, times);
+                }
+                Weak::new()
+            }
+        };
+        self.lanes.trace(Lane::Copy, times, || "copy".into());
+        let tenancy = Tenancy {
+            slot: Arc::clone(&slot.shared),
+            use_index: slot.shared.uses.load(Ordering::Acquire),
+            copy,
+        };
+        Ok(VirtualWeight::new(
+            matrix,
+            bytes,
+            Storage::Slot { tenancy, contents },
+        ))
     }
 
-    fn copied(&self) -> Result<(), KernelError> {
-        Ok(())
+    fn copied(&self) -> Result<VirtualMark, KernelError> {
+        Ok(self.lanes.mark(Lane::Copy))
     }
 
-    fn computed(&self) -> Result<(), KernelError> {
-        Ok(())
+    fn computed(&self) -> Result<VirtualMark, KernelError> {
+        Ok(self.lanes.mark(Lane::Compute))
     }
 
-    fn after(&self, _mark: &()) -> Result<(), KernelError> {
+    fn after(&self, mark: &VirtualMark) -> Result<(), KernelError> {
+        self.lanes.wait_in(Lane::Compute, mark);
         Ok(())
+    }
+}
+
+impl VirtualBackend {
+    /// Copies bytes to a slot, chunk by chunk, as fast as the link takes them.
+    fn copy_in_time(&self, from: &[u8], slot: &VirtualSlot, at: usize, times: Times) {
+        let mut contents = slot.shared.contents();
+        contents.copied.resize(slot.bytes, 0);
+        let to = &mut contents.copied[at..at + from.len()];
+        let total_bytes = from.len() as f64;
+        let took_ns = (times.end_ns - times.begin_ns) as f64;
+        self.lanes.wait_until(times.begin_ns);
+        let mut done = 0;
+        for (from, to) in from
+            .chunks(COPY_CHUNK_BYTES)
+            .zip(to.chunks_mut(COPY_CHUNK_BYTES))
+        {
+            to.copy_from_slice(from);
+            done += from.len();
+            let part = done as f64 / total_bytes;
+            self.lanes
+                .wait_until(times.begin_ns + (took_ns * part) as u64);
+        }
+        self.lanes.copied_late(times.end_ns);
     }
 }

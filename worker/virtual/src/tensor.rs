@@ -1,51 +1,112 @@
 //! What lives in the device's memory: activations, weights, vectors and the KV cache.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use hearth_kernels::ops::{LoadOps, MemoryOps};
-use hearth_kernels::{CpuBackend, CpuKv, CpuTensor, HostMatrix, KernelError};
+use hearth_kernels::{CpuKv, CpuTensor, HostMatrix, KernelError, KvLayout, checks};
 
 use crate::VirtualBackend;
+use crate::device::{Computer, fault};
 use crate::memory::Held;
 use crate::slots::Tenancy;
+use crate::work::Work;
 
 /// f32 activations `[rows, cols]`.
 pub struct VirtualTensor {
-    pub(crate) values: CpuTensor,
+    pub(crate) shape: (usize, usize),
+    /// `None` if they were modelled.
+    pub(crate) values: Option<CpuTensor>,
     pub(crate) _held: Held,
+}
+
+impl VirtualTensor {
+    pub(crate) fn values(&self) -> Result<&CpuTensor, KernelError> {
+        self.values.as_ref().ok_or_else(no_values)
+    }
+
+    pub(crate) fn values_mut(&mut self) -> Result<&mut CpuTensor, KernelError> {
+        self.values.as_mut().ok_or_else(no_values)
+    }
+
+    pub(crate) fn elements(&self) -> usize {
+        self.shape.0.saturating_mul(self.shape.1)
+    }
+}
+
+/// A device that computes was given what another one modelled.
+pub(crate) fn no_values() -> KernelError {
+    fault("a device with mode=exact cannot use what a device with mode=modelled made")
 }
 
 /// A weight matrix; clones share it.
 #[derive(Clone)]
 pub struct VirtualWeight {
-    pub(crate) matrix: HostMatrix,
-    pub(crate) storage: Storage,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// With scales.
+    pub(crate) bytes: usize,
+    storage: Storage,
 }
 
-/// Memory of a weight.
+/// Memory of a weight. There is no matrix in modelled mode.
 #[derive(Clone)]
 pub(crate) enum Storage {
     /// Of its own.
-    Own { _held: Arc<Held> },
+    Own {
+        matrix: Option<HostMatrix>,
+        _held: Arc<Held>,
+    },
     /// A slot, until that is used again.
-    Slot(Tenancy),
+    Slot {
+        tenancy: Tenancy,
+        contents: Weak<HostMatrix>,
+    },
 }
 
 impl VirtualWeight {
-    /// The matrix, for an operation.
+    pub(crate) fn new(matrix: &HostMatrix, bytes: usize, storage: Storage) -> Self {
+        Self {
+            rows: matrix.rows(),
+            cols: matrix.cols(),
+            bytes,
+            storage,
+        }
+    }
+
+    pub(crate) fn shape(&self) -> (usize, usize) {
+        (self.rows, self.cols)
+    }
+
+    /// The matrix, for the CPU's kernels; it shares the weight's bytes.
     ///
     /// # Errors
     /// [`KernelError::Device`] if its slot was used again: a GPU would read another weight there.
-    pub(crate) fn matrix(&self) -> Result<&HostMatrix, KernelError> {
-        if let Storage::Slot(tenancy) = &self.storage
-            && !tenancy.lasts()
-        {
-            return Err(KernelError::Device {
-                device: "virtual".to_owned(),
-                detail: "a weight was used after its slot was given to another one".to_owned(),
-            });
+    pub(crate) fn matrix(&self) -> Result<HostMatrix, KernelError> {
+        self.check()?;
+        let matrix = match &self.storage {
+            Storage::Own { matrix, .. } => matrix.clone(),
+            Storage::Slot { contents, .. } => contents.upgrade().map(|matrix| (*matrix).clone()),
+        };
+        matrix.ok_or_else(no_values)
+    }
+
+    /// Lets the operation `serial` read it, where computation has waited for copies up to `waited`.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if its slot was used again, or nothing has waited for its copy.
+    pub(crate) fn read(&self, serial: u64, waited: u64) -> Result<(), KernelError> {
+        match &self.storage {
+            Storage::Own { .. } => Ok(()),
+            Storage::Slot { tenancy, .. } => tenancy.read(serial, waited),
         }
-        Ok(&self.matrix)
+    }
+
+    /// Checks that its slot was not used again.
+    pub(crate) fn check(&self) -> Result<(), KernelError> {
+        match &self.storage {
+            Storage::Own { .. } => Ok(()),
+            Storage::Slot { tenancy, .. } => tenancy.check(),
+        }
     }
 }
 
@@ -58,23 +119,29 @@ pub struct VirtualVector {
 
 /// Paged keys and values of all layers.
 pub struct VirtualKv {
-    pub(crate) kv: CpuKv,
-    pub(crate) _held: Held,
+    pub(crate) layout: KvLayout,
+    pub(crate) blocks: usize,
+    /// `None` in modelled mode.
+    kv: Option<CpuKv>,
+    _held: Held,
 }
 
-impl VirtualBackend {
-    /// Takes memory for activations `[rows, cols]`, and computes them.
-    pub(crate) fn output(
-        &self,
-        (rows, cols): (usize, usize),
-        compute: impl FnOnce(&CpuBackend) -> Result<CpuTensor, KernelError>,
-    ) -> Result<VirtualTensor, KernelError> {
-        let bytes = rows.saturating_mul(cols).saturating_mul(4);
-        let held = self.memory.take(bytes, "activations")?;
-        Ok(VirtualTensor {
-            values: compute(&self.cpu)?,
+impl VirtualKv {
+    pub(crate) fn new(layout: KvLayout, blocks: usize, kv: Option<CpuKv>, held: Held) -> Self {
+        Self {
+            layout,
+            blocks,
+            kv,
             _held: held,
-        })
+        }
+    }
+
+    pub(crate) fn values(&self) -> Result<&CpuKv, KernelError> {
+        self.kv.as_ref().ok_or_else(no_values)
+    }
+
+    pub(crate) fn values_mut(&mut self) -> Result<&mut CpuKv, KernelError> {
+        self.kv.as_mut().ok_or_else(no_values)
     }
 }
 
@@ -85,19 +152,23 @@ impl MemoryOps for VirtualBackend {
 
     /// Copies the matrix, with its scales, to the device's memory.
     fn weight(&self, matrix: &HostMatrix) -> Result<VirtualWeight, KernelError> {
-        let held = self.memory.take(self.slot_bytes(matrix), "weights")?;
-        Ok(VirtualWeight {
-            matrix: matrix.copied()?,
-            storage: Storage::Own {
-                _held: Arc::new(held),
-            },
-        })
+        let bytes = self.slot_bytes(matrix);
+        let held = Arc::new(self.memory.take(bytes, "weights")?);
+        let own = match &self.computer {
+            Computer::Exact { .. } => Some(matrix.copied()?),
+            Computer::Modelled(_) => None,
+        };
+        let storage = Storage::Own {
+            matrix: own,
+            _held: held,
+        };
+        Ok(VirtualWeight::new(matrix, bytes, storage))
     }
 
     fn vector(&self, values: &[f32]) -> Result<VirtualVector, KernelError> {
         let held = self.memory.take(size_of_val(values), "a vector")?;
         Ok(VirtualVector {
-            values: self.cpu.vector(values)?,
+            values: values.into(),
             _held: Arc::new(held),
         })
     }
@@ -108,18 +179,25 @@ impl MemoryOps for VirtualBackend {
         cols: usize,
         values: &[f32],
     ) -> Result<VirtualTensor, KernelError> {
-        self.output((rows, cols), |cpu| cpu.upload(rows, cols, values))
+        checks::upload((rows, cols), values.len())?;
+        let work = Work::new("upload", 0).over_link(size_of_val(values));
+        self.output(&work, (rows, cols), |cpu| cpu.upload(rows, cols, values))
     }
 
+    /// Waits until the activations were computed; zeros in modelled mode.
     fn download(&self, x: &VirtualTensor) -> Result<Vec<f32>, KernelError> {
-        self.cpu.download(&x.values)
+        let work = Work::new("download", 0).over_link(x.elements().saturating_mul(4));
+        let values = self.run(&work, |cpu| cpu.download(x.values()?))?;
+        self.lanes.wait_for_compute();
+        Ok(values.unwrap_or_else(|| vec![0.0; x.elements()]))
     }
 
     fn shape(&self, x: &VirtualTensor) -> (usize, usize) {
-        self.cpu.shape(&x.values)
+        x.shape
     }
 
     fn zeros(&self, rows: usize, cols: usize) -> Result<VirtualTensor, KernelError> {
-        self.output((rows, cols), |cpu| cpu.zeros(rows, cols))
+        let work = Work::new("zeros", rows.saturating_mul(cols));
+        self.output(&work, (rows, cols), |cpu| cpu.zeros(rows, cols))
     }
 }

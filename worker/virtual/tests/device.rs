@@ -31,11 +31,7 @@ fn options() -> CpuOptions {
 }
 
 fn device(memory_bytes: u64) -> VirtualBackend {
-    VirtualBackend::new(VirtualOptions {
-        memory_bytes,
-        cpu: options(),
-    })
-    .unwrap()
+    VirtualBackend::new(VirtualOptions::exact(memory_bytes, options())).unwrap()
 }
 
 /// Numbers between -1 and 1 that depend on `seed`.
@@ -196,10 +192,7 @@ fn what_does_not_fit_is_refused_by_name() {
     let cache = text(small.kv_alloc(LAYOUT, usize::MAX).map(drop));
     assert!(cache.contains("the KV cache"), "{cache}");
     assert_eq!(memory(&small).used_bytes, 0);
-    let none = VirtualBackend::new(VirtualOptions {
-        memory_bytes: 0,
-        cpu: options(),
-    });
+    let none = VirtualBackend::new(VirtualOptions::exact(0, options()));
     assert!(
         none.err()
             .unwrap()
@@ -227,7 +220,8 @@ fn a_weight_is_of_no_use_once_its_slot_was_given_away() {
     // The other slot is none of its business.
     device.reuse(&slots[1], None).unwrap();
     assert!(device.linear(&x, &weight, None).is_ok());
-    device.reuse(&slots[0], None).unwrap();
+    let read = device.computed().unwrap();
+    device.reuse(&slots[0], Some(&read)).unwrap();
     device.load(&second, &slots[0], 0).unwrap();
     let error = device.linear(&x, &weight, None).err().unwrap().to_string();
     assert!(error.contains("given to another one"), "{error}");

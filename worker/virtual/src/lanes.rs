@@ -1,0 +1,307 @@
+//! The two lanes of a device: what it computes, and what is copied to it.
+//!
+//! An operation or copy has a serial in its lane, and a mark is the serial of the last one that was queued. In exact mode both
+//! lanes run where they are called, so that nothing would ever go wrong; what the lanes have waited for is recorded all the
+//! same, and a use of memory that nothing but luck put in order is an error.
+//!
+//! In modelled mode an operation begins when it was called, the one before it in its lane has ended, and the marks that the lane
+//! waits for are reached; it ends after the time that the rates give it. Calls return at once. What reads results waits for
+//! that deadline, so the host's thread meets the device as it would meet a GPU.
+//!
+//! **Late operations.** A host that computed nothing in no time would queue everything the moment a pass begins or a result
+//! that it waited for is there. An operation whose lane stood idle for more than [`LATE_US`] modelled microseconds after that
+//! moment is late: its begin says more about this machine's threads than about the device.
+
+use std::borrow::Cow;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_kernels::trace::{Trace, TraceEvent, TraceLane};
+
+/// Idle time of a lane from which on an operation is late, modelled µs.
+pub const LATE_US: f64 = 50.0;
+
+/// How long before a deadline a waiting thread stops sleeping, since the system wakes threads late.
+const SPIN: Duration = Duration::from_micros(120);
+
+/// One of the two lanes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lane {
+    Compute,
+    Copy,
+}
+
+/// A point in the order of a lane.
+#[derive(Clone, Copy, Debug)]
+pub struct VirtualMark {
+    lane: Lane,
+    /// Operations or copies that were queued before it.
+    serial: u64,
+    /// When a modelled lane reaches it, real ns; 0 in exact mode.
+    due_ns: u64,
+}
+
+/// What the lanes of a modelled device have done since it was opened. Times are modelled ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LaneUse {
+    /// Time since the device was opened, ms.
+    pub wall_ms: f64,
+    /// Time for which it computed, ms.
+    pub compute_busy_ms: f64,
+    /// Time for which the link was busy, ms.
+    pub copy_busy_ms: f64,
+    /// Operations and copies.
+    pub operations: u64,
+    /// Those that began late because of the host's threads.
+    pub late_operations: u64,
+    /// Time for which a lane was idle because of the host's threads, ms.
+    pub host_idle_ms: f64,
+}
+
+impl LaneUse {
+    /// What was done since an earlier reading.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        Self {
+            wall_ms: self.wall_ms - before.wall_ms,
+            compute_busy_ms: self.compute_busy_ms - before.compute_busy_ms,
+            copy_busy_ms: self.copy_busy_ms - before.copy_busy_ms,
+            operations: self.operations - before.operations,
+            late_operations: self.late_operations - before.late_operations,
+            host_idle_ms: self.host_idle_ms - before.host_idle_ms,
+        }
+    }
+}
+
+/// The lanes of one device.
+pub(crate) struct Lanes {
+    opened: Instant,
+    /// Real seconds of a modelled one; `None` in exact mode.
+    stretch: Option<f64>,
+    state: Mutex<State>,
+    trace: Option<Arc<Trace>>,
+}
+
+#[derive(Default)]
+struct State {
+    compute: Queue,
+    copy: Queue,
+    /// When the host last had no more to wait for, real ns.
+    host_from_ns: u64,
+}
+
+#[derive(Default)]
+struct Queue {
+    queued: u64,
+    /// Serial of the other lane that this one has waited for.
+    waited: u64,
+    busy_until_ns: u64,
+    not_before_ns: u64,
+    busy_ns: u64,
+    idle_ns: u64,
+    late: u64,
+}
+
+/// Begin and end of a modelled operation, real ns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    pub(crate) begin_ns: u64,
+    pub(crate) end_ns: u64,
+}
+
+impl Lanes {
+    pub(crate) fn new(stretch: Option<f64>, trace: Option<Arc<Trace>>) -> Self {
+        Self {
+            opened: Instant::now(),
+            stretch,
+            state: Mutex::default(),
+            trace,
+        }
+    }
+
+    /// Real time since the device was opened.
+    pub(crate) fn now_ns(&self) -> u64 {
+        self.opened.elapsed().as_nanos() as u64
+    }
+
+    /// Time since the device was opened: modelled, or real in exact mode.
+    pub(crate) fn elapsed_ns(&self) -> u64 {
+        (self.now_ns() as f64 / self.stretch.unwrap_or(1.0)) as u64
+    }
+
+    /// Begins a pass: the host did nothing before.
+    pub(crate) fn begin_pass(&self) {
+        self.state().host_from_ns = self.now_ns();
+    }
+
+    /// Queues an operation or copy of `took_us` modelled µs; its serial, and in modelled mode its times.
+    pub(crate) fn queue(&self, lane: Lane, took_us: f64) -> (u64, Times) {
+        let now_ns = self.now_ns();
+        let mut state = self.state();
+        let host_from_ns = state.host_from_ns;
+        let queue = state.queue(lane);
+        queue.queued += 1;
+        let Some(stretch) = self.stretch else {
+            let times = Times {
+                begin_ns: now_ns,
+                end_ns: now_ns,
+            };
+            return (queue.queued, times);
+        };
+        let ready_ns = queue.busy_until_ns.max(queue.not_before_ns);
+        let begin_ns = ready_ns.max(now_ns);
+        let idle_ns = begin_ns - ready_ns.max(host_from_ns).min(begin_ns);
+        queue.idle_ns += idle_ns;
+        queue.late += u64::from(idle_ns as f64 > LATE_US * 1e3 * stretch);
+        let took_ns = (took_us * 1e3 * stretch) as u64;
+        queue.busy_ns += took_ns;
+        queue.busy_until_ns = begin_ns + took_ns;
+        let times = Times {
+            begin_ns,
+            end_ns: begin_ns + took_ns,
+        };
+        (queue.queued, times)
+    }
+
+    /// Counts a copy that the host's memory made later than the link was to have it.
+    pub(crate) fn copied_late(&self, end_ns: u64) {
+        if let Some(stretch) = self.stretch {
+            let over_ns = self.now_ns().saturating_sub(end_ns);
+            let is_late = over_ns as f64 > LATE_US * 1e3 * stretch;
+            self.state().copy.late += u64::from(is_late);
+        }
+    }
+
+    /// A mark behind everything that was queued in a lane so far.
+    pub(crate) fn mark(&self, lane: Lane) -> VirtualMark {
+        let mut state = self.state();
+        let queue = state.queue(lane);
+        VirtualMark {
+            lane,
+            serial: queue.queued,
+            due_ns: queue.busy_until_ns,
+        }
+    }
+
+    /// Lets what is queued in `lane` from now on wait for a mark; one of the lane itself is always reached.
+    pub(crate) fn wait_in(&self, lane: Lane, mark: &VirtualMark) {
+        if mark.lane != lane {
+            let mut state = self.state();
+            let queue = state.queue(lane);
+            queue.waited = queue.waited.max(mark.serial);
+            queue.not_before_ns = queue.not_before_ns.max(mark.due_ns);
+        }
+    }
+
+    /// Serial of the other lane that everything that is queued in `lane` from now on follows.
+    pub(crate) fn waited(&self, lane: Lane) -> u64 {
+        self.state().queue(lane).waited
+    }
+
+    /// Makes the host wait until the device has computed what was queued so far.
+    pub(crate) fn wait_for_compute(&self) {
+        let due_ns = self.mark(Lane::Compute).due_ns;
+        self.wait_until(due_ns);
+        let mut state = self.state();
+        state.host_from_ns = state.host_from_ns.max(due_ns);
+    }
+
+    /// Sleeps until a moment, real ns since the device was opened.
+    pub(crate) fn wait_until(&self, due_ns: u64) {
+        loop {
+            let left = Duration::from_nanos(due_ns.saturating_sub(self.now_ns()));
+            match left.checked_sub(SPIN) {
+                _ if left.is_zero() => return,
+                Some(long) if !long.is_zero() => std::thread::sleep(long),
+                _ => std::hint::spin_loop(),
+            }
+        }
+    }
+
+    /// Records an event, if somebody wants it; times are real ns.
+    pub(crate) fn trace(&self, lane: Lane, times: Times, name: impl FnOnce() -> Cow<'static, str>) {
+        let Some(trace) = &self.trace else { return };
+        let stretch = self.stretch.unwrap_or(1.0);
+        let modelled_ns = |real_ns: u64| (real_ns as f64 / stretch) as u64;
+        trace.record(TraceEvent {
+            lane: match lane {
+                Lane::Compute => TraceLane::Compute,
+                Lane::Copy => TraceLane::Copy,
+            },
+            name: name(),
+            begin_ns: modelled_ns(times.begin_ns),
+            end_ns: modelled_ns(times.end_ns),
+        });
+    }
+
+    /// What the lanes did; `None` in exact mode, which claims no times.
+    pub(crate) fn read(&self) -> Option<LaneUse> {
+        let stretch = self.stretch?;
+        let modelled_ms = |real_ns: u64| real_ns as f64 / 1e6 / stretch;
+        let state = self.state();
+        let [compute, copy] = [&state.compute, &state.copy];
+        Some(LaneUse {
+            wall_ms: modelled_ms(self.now_ns()),
+            compute_busy_ms: modelled_ms(compute.busy_ns),
+            copy_busy_ms: modelled_ms(copy.busy_ns),
+            operations: compute.queued + copy.queued,
+            late_operations: compute.late + copy.late,
+            host_idle_ms: modelled_ms(compute.idle_ns + copy.idle_ns),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Each change is complete before anything can panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn queue(&mut self, lane: Lane) -> &mut Queue {
+        match lane {
+            Lane::Compute => &mut self.compute,
+            Lane::Copy => &mut self.copy,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lane_is_in_order_and_waits_for_marks_of_the_other() {
+        // Stretched so far that the test's own time is nothing beside it.
+        let lanes = Lanes::new(Some(1e6), None);
+        let (_, copy) = lanes.queue(Lane::Copy, 100.0);
+        let copied = lanes.mark(Lane::Copy);
+        let (_, other) = lanes.queue(Lane::Copy, 1000.0);
+        assert_eq!(other.begin_ns, copy.end_ns);
+        let (_, free) = lanes.queue(Lane::Compute, 1.0);
+        assert!(free.begin_ns < copy.end_ns);
+        lanes.wait_in(Lane::Compute, &copied);
+        let (_, waits) = lanes.queue(Lane::Compute, 10.0);
+        assert_eq!(waits.begin_ns, copy.end_ns);
+        lanes.wait_in(Lane::Compute, &lanes.mark(Lane::Compute));
+        let (serial, next) = lanes.queue(Lane::Compute, 10.0);
+        assert_eq!((serial, next.begin_ns), (3, waits.end_ns));
+        let used = lanes.read().unwrap();
+        assert!((used.copy_busy_ms - 1.1).abs() < 1e-9, "{used:?}");
+        assert!((used.compute_busy_ms - 0.021).abs() < 1e-9, "{used:?}");
+    }
+
+    #[test]
+    fn an_operation_is_late_if_nothing_but_the_host_kept_it_waiting() {
+        let lanes = Lanes::new(Some(1.0), None);
+        let late = || lanes.read().unwrap().late_operations;
+        std::thread::sleep(Duration::from_millis(3));
+        lanes.begin_pass();
+        lanes.queue(Lane::Compute, 20_000.0);
+        assert_eq!(late(), 0, "nothing to do before the pass");
+        lanes.wait_for_compute();
+        std::thread::sleep(Duration::from_millis(3));
+        lanes.queue(Lane::Compute, 1.0);
+        assert_eq!(late(), 1, "3 ms after a result");
+        assert!(lanes.read().unwrap().host_idle_ms >= 3.0);
+    }
+}

@@ -1,0 +1,291 @@
+//! Waits that are missing are found in either mode, and a modelled device takes the time and the memory that it should.
+
+#![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
+
+use std::sync::Arc;
+
+use hearth_kernels::ops::*;
+use hearth_kernels::trace::{Trace, TraceLane};
+use hearth_kernels::{
+    CpuOptions, DType, ExpertCall, HostMatrix, KernelError, RouterScore, RouterSpec, Routing,
+};
+use hearth_virtual::{
+    CopyModel, Modelled, RoutingModel, VirtualBackend, VirtualMode, VirtualOptions,
+};
+
+const HIDDEN: usize = 64;
+const INNER: usize = 32;
+
+const MODELLED: Modelled = Modelled {
+    copy_bytes_per_s: 1e9,
+    read_bytes_per_s: 1e12,
+    compute_flops: 1e12,
+    launch_us: 1.0,
+    // Much longer than what the test itself takes.
+    stretch: 1e4,
+    routing: RoutingModel::Uniform,
+    seed: 1,
+    copies: CopyModel::None,
+};
+
+fn device(mode: VirtualMode) -> VirtualBackend {
+    let cpu = CpuOptions {
+        threads: 1,
+        ..CpuOptions::default()
+    };
+    let options = VirtualOptions {
+        mode,
+        ..VirtualOptions::exact(1 << 24, cpu)
+    };
+    VirtualBackend::new(options).unwrap()
+}
+
+fn modelled(change: impl FnOnce(&mut Modelled)) -> VirtualBackend {
+    let mut modelled = MODELLED;
+    change(&mut modelled);
+    device(VirtualMode::Modelled(modelled))
+}
+
+/// A device of each mode.
+fn devices() -> [VirtualBackend; 2] {
+    let exact = VirtualMode::Exact {
+        copy_bytes_per_s: None,
+    };
+    [device(exact), modelled(|_| {})]
+}
+
+fn matrix(rows: usize, cols: usize) -> HostMatrix {
+    let data: Vec<u8> = vec![1.0f32; rows * cols]
+        .iter()
+        .flat_map(|v| v.to_le_bytes())
+        .collect();
+    HostMatrix::new(data.into(), DType::F32, rows, cols, None).unwrap()
+}
+
+fn fault<T>(result: Result<T, KernelError>) -> String {
+    match result {
+        Ok(_) => panic!("a missing wait went unnoticed"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn a_weight_that_is_used_before_its_copy_was_waited_for_is_found() {
+    for device in devices() {
+        let matrix = matrix(INNER, HIDDEN);
+        let slots = device.slots(device.slot_bytes(&matrix), 2).unwrap();
+        let x = device.zeros(1, HIDDEN).unwrap();
+        device.reuse(&slots[0], None).unwrap();
+        let first = device.load(&matrix, &slots[0], 0).unwrap();
+        let copied = device.copied().unwrap();
+        device.reuse(&slots[1], None).unwrap();
+        let second = device.load(&matrix, &slots[1], 0).unwrap();
+        let error = fault(device.linear(&x, &first, None));
+        assert!(error.contains("before its copy was waited for"), "{error}");
+        device.after(&copied).unwrap();
+        assert!(device.linear(&x, &first, None).is_ok());
+        // A mark of an earlier copy says nothing about a later one.
+        let error = fault(device.linear(&x, &second, None));
+        assert!(error.contains("before its copy was waited for"), "{error}");
+        device.after(&device.copied().unwrap()).unwrap();
+        assert!(device.linear(&x, &second, None).is_ok());
+    }
+}
+
+#[test]
+fn a_slot_that_is_filled_before_its_last_operation_was_waited_for_is_found() {
+    for device in devices() {
+        let matrix = matrix(INNER, HIDDEN);
+        let slots = device.slots(device.slot_bytes(&matrix), 1).unwrap();
+        let x = device.zeros(1, HIDDEN).unwrap();
+        device.reuse(&slots[0], None).unwrap();
+        let weight = device.load(&matrix, &slots[0], 0).unwrap();
+        device.after(&device.copied().unwrap()).unwrap();
+        let early = device.computed().unwrap();
+        device.linear(&x, &weight, None).unwrap();
+        for mark in [None, Some(&early)] {
+            let error = fault(device.reuse(&slots[0], mark));
+            assert!(
+                error.contains("before the operations that read it"),
+                "{error}"
+            );
+        }
+        // The slot is as it was.
+        assert!(device.linear(&x, &weight, None).is_ok());
+        device
+            .reuse(&slots[0], Some(&device.computed().unwrap()))
+            .unwrap();
+        let error = fault(device.linear(&x, &weight, None));
+        assert!(error.contains("given to another one"), "{error}");
+        // Copies run in order: what one has waited for, all later ones have.
+        device.reuse(&slots[0], None).unwrap();
+    }
+}
+
+#[test]
+fn modelled_operations_have_shapes_memory_and_time_but_no_values() {
+    let device = modelled(|_| {});
+    let [gate, up] = [(); 2].map(|()| device.weight(&matrix(INNER, HIDDEN)).unwrap());
+    let down = device.weight(&matrix(HIDDEN, INNER)).unwrap();
+    let before = device.device_memory().unwrap().used_bytes;
+    assert_eq!(before as usize, 3 * 4 * INNER * HIDDEN);
+    let x = device.zeros(1000, HIDDEN).unwrap();
+    assert_eq!(device.shape(&x), (1000, HIDDEN));
+    let used = device.device_memory().unwrap().used_bytes - before;
+    assert_eq!(used as usize, 1000 * HIDDEN * 4);
+    let mut sum = device.expert_sum(1000, HIDDEN, 1).unwrap();
+    let rows: Vec<u32> = (0..1000).collect();
+    let call = ExpertCall {
+        expert: 0,
+        gate: &gate,
+        up: &up,
+        down: &down,
+        rows: &rows,
+        weights: &[1.0; 1000],
+    };
+    let lanes = device.lane_use().unwrap();
+    device.experts(&mut sum, &x, &[call], true).unwrap();
+    let took_us = 1e3 * device.lane_use().unwrap().since(&lanes).compute_busy_ms;
+    // Three products at 1 TFLOPS, and the launch.
+    let want_us = 3.0 * 2.0 * (1000 * INNER * HIDDEN) as f64 / 1e12 * 1e6 + 1.0;
+    assert!((took_us / want_us - 1.0).abs() < 1e-3, "{took_us} µs");
+    let total = device.expert_total(sum).unwrap();
+    assert_eq!(device.shape(&total), (1000, HIDDEN));
+    // Shapes are checked as ever.
+    assert!(device.linear(&x, &down, None).is_err());
+    let numerics = device.numerics();
+    assert!(numerics.contains("meaningless"), "{numerics}");
+}
+
+#[test]
+fn results_of_a_modelled_device_come_when_they_are_due() {
+    let device = modelled(|modelled| {
+        modelled.stretch = 100.0;
+        modelled.launch_us = 200.0;
+    });
+    let before_ns = device.elapsed_ns();
+    let x = device.zeros(2, HIDDEN).unwrap();
+    for _ in 0..4 {
+        device.rows(&x, &[0, 1]).unwrap();
+    }
+    let values = device.download(&x).unwrap();
+    assert_eq!(values, vec![0.0; 2 * HIDDEN]);
+    let took_us = (device.elapsed_ns() - before_ns) as f64 / 1e3;
+    assert!(took_us >= 1200.0, "{took_us} µs for 6 operations");
+}
+
+#[test]
+fn copies_and_computation_overlap_behind_their_marks() {
+    let trace = Arc::new(Trace::new());
+    let options = VirtualOptions {
+        mode: VirtualMode::Modelled(MODELLED),
+        trace: Some(Arc::clone(&trace)),
+        ..VirtualOptions::exact(1 << 24, CpuOptions::default())
+    };
+    let device = VirtualBackend::new(options).unwrap();
+    let matrix = matrix(INNER, HIDDEN);
+    let bytes = device.slot_bytes(&matrix);
+    let slots = device.slots(bytes, 1).unwrap();
+    let x = device.zeros(100, HIDDEN).unwrap();
+    let mut free = None;
+    for name in ["first", "second"] {
+        device.reuse(&slots[0], free.as_ref()).unwrap();
+        let weight = device.load(&matrix, &slots[0], 0).unwrap();
+        trace.loaded(name);
+        device.after(&device.copied().unwrap()).unwrap();
+        device.linear(&x, &weight, None).unwrap();
+        free = Some(device.computed().unwrap());
+        trace.released(name);
+    }
+    let events = trace.take();
+    let of = |lane: TraceLane, name: &str| {
+        let all = events.iter().filter(|e| e.lane == lane && e.name == name);
+        all.map(|e| (e.begin_ns, e.end_ns)).collect::<Vec<_>>()
+    };
+    let [(_, first), (begin, second)] = ["first", "second"].map(|of_copy| {
+        let copies = of(TraceLane::Copy, of_copy);
+        assert_eq!(copies.len(), 1);
+        let took_ns = copies[0].1 - copies[0].0;
+        assert!(took_ns.abs_diff(bytes as u64) <= 1, "1 GB/s: {took_ns} ns");
+        copies[0]
+    });
+    let linear = of(TraceLane::Compute, "linear");
+    assert!(linear[0].0 >= first && linear[1].0 >= second);
+    assert!(begin >= linear[0].1, "the slot was free");
+    assert_eq!(of(TraceLane::Modules, "first ON"), [(first, first)]);
+    assert_eq!(
+        of(TraceLane::Modules, "first OFF"),
+        [(linear[0].1, linear[0].1)]
+    );
+}
+
+#[test]
+fn a_real_copy_keeps_the_pace_of_the_link() {
+    let device = modelled(|modelled| {
+        modelled.stretch = 1.0;
+        modelled.copy_bytes_per_s = 50e6;
+        modelled.copies = CopyModel::Real;
+    });
+    let matrix = matrix(512, 512);
+    let slots = device.slots(device.slot_bytes(&matrix), 1).unwrap();
+    let before_ns = device.elapsed_ns();
+    device.reuse(&slots[0], None).unwrap();
+    device.load(&matrix, &slots[0], 0).unwrap();
+    let took_ms = (device.elapsed_ns() - before_ns) as f64 / 1e6;
+    assert!(took_ms >= 20.0, "1 MiB took {took_ms} ms at 50 MB/s");
+}
+
+fn choices(device: &VirtualBackend, tokens: usize, experts: usize) -> Routing {
+    let logits = device.zeros(tokens, experts).unwrap();
+    let spec = RouterSpec {
+        score: RouterScore::Softmax,
+        top_k: 4,
+        groups: 1,
+        top_groups: 1,
+        normalize: true,
+        scaling: 1.0,
+    };
+    device.route(&logits, None, spec).unwrap()
+}
+
+#[test]
+fn routing_is_a_function_of_seed_call_and_row() {
+    let zipf = RoutingModel::Zipf { exponent: 1.5 };
+    for routing in [RoutingModel::Uniform, zipf] {
+        let of_seed = |seed| modelled(|m| (m.seed, m.routing) = (seed, routing));
+        let (a, b, other) = (of_seed(1), of_seed(1), of_seed(2));
+        let first = choices(&a, 500, 32);
+        assert_eq!(first, choices(&b, 500, 32));
+        assert_ne!(first, choices(&other, 500, 32));
+        let second = choices(&a, 500, 32);
+        assert_ne!(first, second, "another layer");
+        // A row's choice does not depend on how many others there are.
+        assert_eq!(choices(&b, 100, 32).experts[..], second.experts[..400]);
+        for token in first.experts.chunks(4) {
+            assert!(token.windows(2).all(|pair| pair[0] < pair[1]), "{token:?}");
+            assert!(token[3] < 32);
+        }
+        assert_eq!(first.weights, vec![0.25; 2000]);
+        let mut counts = vec![0; 32];
+        first.experts.iter().for_each(|&e| counts[e as usize] += 1);
+        counts.sort_unstable();
+        match routing {
+            RoutingModel::Uniform => assert!(counts[0] > 35 && counts[31] < 95, "{counts:?}"),
+            RoutingModel::Zipf { .. } => assert!(counts[31] > 10 * counts[0], "{counts:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_rate_that_is_not_positive_is_refused() {
+    let mode = VirtualMode::Modelled(Modelled {
+        read_bytes_per_s: 0.0,
+        ..MODELLED
+    });
+    let options = VirtualOptions {
+        mode,
+        ..VirtualOptions::exact(1, CpuOptions::default())
+    };
+    let error = VirtualBackend::new(options).err().unwrap().to_string();
+    assert!(error.contains("read is 0"), "{error}");
+}

@@ -144,14 +144,20 @@ pub(crate) fn open(
             OnDevice::Cpu(files.model(backend, residency)?)
         }
         OnDevice::Gpu(backend) => {
-            let residency = match policy {
-                ResidencyPolicy::Resident => files.resident(&backend, resident, progress)?,
+            let (residency, tile_rows) = match policy {
+                ResidencyPolicy::Resident => {
+                    (files.resident(&backend, resident, progress)?, usize::MAX)
+                }
                 ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
-                ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
-                    "--residency stream-loading does not exist for GPUs yet\n  use --residency resident, or --device virtual:memory=8Gi to try it"
-                ),
+                ResidencyPolicy::StreamLoading { slots } => {
+                    (files.streamed_to_gpu(&backend, slots)?, STREAMED_TILE_ROWS)
+                }
             };
-            OnDevice::Gpu(files.model(backend, residency)?)
+            let loaded = files.model(backend, residency)?;
+            OnDevice::Gpu(LoadedOn {
+                model: loaded.model.in_row_tiles(tile_rows),
+                ..loaded
+            })
         }
         OnDevice::Virtual(backend) => {
             let (residency, tile_rows) = match policy {
@@ -231,6 +237,26 @@ impl Files<'_> {
         let policy = StreamLoading::open(&self.checkpoint, &modules, backend, options)?;
         tracing::info!(slots = policy.slots(), "experts are streamed");
         Ok(Arc::new(policy))
+    }
+
+    /// Lets routed experts pass through a ring of slots in a GPU's memory.
+    #[cfg(feature = "cuda")]
+    fn streamed_to_gpu(
+        &self,
+        backend: &Arc<GpuBackend>,
+        slots: Option<usize>,
+    ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
+        self.streamed(backend, slots)
+    }
+
+    /// The same in a build that opens no GPU.
+    #[cfg(not(feature = "cuda"))]
+    fn streamed_to_gpu(
+        &self,
+        _backend: &Arc<GpuBackend>,
+        _slots: Option<usize>,
+    ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
+        anyhow::bail!(crate::device::WITHOUT_GPUS)
     }
 
     /// Adds the remedy that a model with experts has where not all of it fits.

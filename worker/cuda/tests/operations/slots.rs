@@ -165,5 +165,7 @@ fn one_reuse_of_a_slot() {
         gpu.embed(&weight, &[3]).unwrap();
         free = Some(gpu.computed().unwrap());
     }
+    // Both streams have ended then.
+    gpu.after(&gpu.copied().unwrap()).unwrap();
     gpu.synchronize().unwrap();
 }

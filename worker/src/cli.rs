@@ -319,7 +319,7 @@ pub(crate) enum ResidencyArg {
     Resident,
     /// Weights are read ahead and dropped after use, within a budget
     MmapPrefetch,
-    /// On a virtual device: routed experts pass through a ring of slots in its memory, all else stays there
+    /// On a GPU or a virtual device: routed experts pass through a ring of slots in its memory, all else stays there
     StreamLoading,
     /// On a device: routed experts stay in the machine's memory and are computed by its CPUs, all else on the device
     HostExperts,

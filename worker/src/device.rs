@@ -217,11 +217,13 @@ fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
     Ok(OnDevice::Gpu(Arc::new(backend)))
 }
 
+/// Why this build opens no GPU.
+#[cfg(not(feature = "cuda"))]
+pub(crate) const WITHOUT_GPUS: &str = "this hearth-worker was built without GPUs\n  build it with the feature `cuda` (the default), or use --device cpu";
+
 #[cfg(not(feature = "cuda"))]
 fn open_gpu(_options: GpuOptions) -> anyhow::Result<AnyBackend> {
-    anyhow::bail!(
-        "this hearth-worker was built without GPUs\n  build it with the feature `cuda` (the default), or use --device cpu"
-    )
+    anyhow::bail!(WITHOUT_GPUS)
 }
 
 #[cfg(test)]

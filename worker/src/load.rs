@@ -155,50 +155,17 @@ pub(crate) fn open(
     };
     let (policy, host) = (options.residency, options.host);
     let trace = options.device.trace().cloned();
+    let keep = (resident, progress);
     let loaded = match options.device.open()? {
-        OnDevice::Cpu(backend) => {
-            let residency = match policy {
-                ResidencyPolicy::Resident => files.resident(&backend, resident, progress)?,
-                ResidencyPolicy::MmapPrefetch { budget_bytes } => {
-                    files.prefetched(&backend, files.modules.clone(), budget_bytes)?
-                }
-                ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
-                    "--residency stream-loading has no effect on the CPU, which computes where the weights are\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
-                ),
-                ResidencyPolicy::HostExperts { .. } => anyhow::bail!(
-                    "--residency host-experts has no effect on the CPU, which computes the experts anyway\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
-                ),
-            };
-            OnDevice::Cpu(files.model(backend, residency)?)
+        OnDevice::Cpu(backend) => OnDevice::Cpu(files.on_cpu(backend, policy, keep)?),
+        OnDevice::Gpu(backend) => {
+            OnDevice::Gpu(files.on_device(backend, policy, host, keep, Files::streamed_to_gpu)?)
         }
-        OnDevice::Gpu(backend) => match policy {
-            ResidencyPolicy::Resident => {
-                let residency = files.resident(&backend, resident, progress)?;
-                OnDevice::Gpu(files.model(backend, residency)?)
-            }
-            ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
-            ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
-                "--residency stream-loading does not exist for GPUs yet\n  use --residency resident, or --device virtual:memory=8Gi to try it"
-            ),
-            ResidencyPolicy::HostExperts { budget_bytes } => OnDevice::Gpu(
-                files.with_host_experts(backend, host, budget_bytes, (resident, progress))?,
-            ),
-        },
-        OnDevice::Virtual(backend) => match policy {
-            ResidencyPolicy::Resident => {
-                let residency = files.resident(&backend, resident, progress);
-                let residency = residency.map_err(|error| files.or_elsewhere(error))?;
-                OnDevice::Virtual(files.model(backend, residency)?)
-            }
-            ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
-            ResidencyPolicy::StreamLoading { slots } => {
-                let residency = files.streamed(&backend, slots, trace)?;
-                OnDevice::Virtual(files.model(backend, residency)?.in_row_tiles())
-            }
-            ResidencyPolicy::HostExperts { budget_bytes } => OnDevice::Virtual(
-                files.with_host_experts(backend, host, budget_bytes, (resident, progress))?,
-            ),
-        },
+        OnDevice::Virtual(backend) => {
+            let streamed =
+                |files: &Files<'_>, backend: &_, slots| files.streamed(backend, slots, trace);
+            OnDevice::Virtual(files.on_device(backend, policy, host, keep, streamed)?)
+        }
     };
     Ok(match (options.is_dual_batch, loaded) {
         (false, loaded) => loaded,
@@ -208,14 +175,10 @@ pub(crate) fn open(
     })
 }
 
-impl<B: Backend> LoadedOn<B> {
-    fn in_row_tiles(self) -> Self {
-        Self {
-            model: self.model.in_row_tiles(STREAMED_TILE_ROWS),
-            ..self
-        }
-    }
+/// How weights stay in memory, and who is told of it.
+type Keep<'a, 'p> = (ResidentOptions<'a>, &'p mut dyn FnMut(LoadProgress));
 
+impl<B: Backend> LoadedOn<B> {
     fn in_dual_batches(self) -> Self {
         Self {
             model: self.model.in_dual_batches(),
@@ -236,6 +199,58 @@ struct Files<'a> {
 }
 
 impl Files<'_> {
+    /// The model on the CPUs, which compute where the weights are.
+    fn on_cpu(
+        self,
+        backend: Arc<CpuBackend>,
+        policy: ResidencyPolicy,
+        (resident, progress): Keep<'_, '_>,
+    ) -> anyhow::Result<LoadedOn<CpuBackend>> {
+        let residency = match policy {
+            ResidencyPolicy::Resident => self.resident(&backend, resident, progress)?,
+            ResidencyPolicy::MmapPrefetch { budget_bytes } => {
+                self.prefetched(&backend, self.modules.clone(), budget_bytes)?
+            }
+            ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
+                "--residency stream-loading has no effect on the CPU, which computes where the weights are\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
+            ),
+            ResidencyPolicy::HostExperts { .. } => anyhow::bail!(
+                "--residency host-experts has no effect on the CPU, which computes the experts anyway\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
+            ),
+        };
+        self.model(backend, residency)
+    }
+
+    /// The model on a device with memory of its own; `streamed` opens the policy that streams experts there.
+    fn on_device<B: Backend>(
+        self,
+        backend: Arc<B>,
+        policy: ResidencyPolicy,
+        host: CpuOptions,
+        keep: Keep<'_, '_>,
+        streamed: impl FnOnce(&Self, &Arc<B>, Option<usize>) -> anyhow::Result<Arc<dyn Residency<B>>>,
+    ) -> anyhow::Result<LoadedOn<B>> {
+        match policy {
+            ResidencyPolicy::Resident => {
+                let residency = self.resident(&backend, keep.0, keep.1);
+                let residency = residency.map_err(|error| self.or_elsewhere(error))?;
+                self.model(backend, residency)
+            }
+            ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
+            ResidencyPolicy::StreamLoading { slots } => {
+                let residency = streamed(&self, &backend, slots)?;
+                let loaded = self.model(backend, residency)?;
+                Ok(LoadedOn {
+                    model: loaded.model.in_row_tiles(STREAMED_TILE_ROWS),
+                    ..loaded
+                })
+            }
+            ResidencyPolicy::HostExperts { budget_bytes } => {
+                self.with_host_experts(backend, host, budget_bytes, keep)
+            }
+        }
+    }
+
     /// Keeps all weights in memory.
     fn resident<B: Backend>(
         &self,
@@ -295,13 +310,33 @@ impl Files<'_> {
         Ok(Arc::new(policy))
     }
 
+    /// Lets routed experts pass through a ring of slots in a GPU's memory.
+    #[cfg(feature = "cuda")]
+    fn streamed_to_gpu(
+        &self,
+        backend: &Arc<GpuBackend>,
+        slots: Option<usize>,
+    ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
+        self.streamed(backend, slots, None)
+    }
+
+    /// The same in a build that opens no GPU.
+    #[cfg(not(feature = "cuda"))]
+    fn streamed_to_gpu(
+        &self,
+        _backend: &Arc<GpuBackend>,
+        _slots: Option<usize>,
+    ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
+        anyhow::bail!(crate::device::WITHOUT_GPUS)
+    }
+
     /// Keeps routed experts in the machine's memory, where its CPUs compute them, and all else on the device.
     fn with_host_experts<B: Backend>(
         self,
         backend: Arc<B>,
         host: CpuOptions,
         budget_bytes: Option<u64>,
-        (resident, progress): (ResidentOptions<'_>, &mut dyn FnMut(LoadProgress)),
+        (resident, progress): Keep<'_, '_>,
     ) -> anyhow::Result<LoadedOn<B>> {
         if self.config.moe.is_none() {
             anyhow::bail!(

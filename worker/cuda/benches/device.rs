@@ -263,7 +263,7 @@ fn copies(gpu: &CudaBackend) {
     let file = std::fs::File::open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
     // SAFETY: no one else has the file open any more.
-    let mapped = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+    let mapped = bytes::Bytes::from_owner(unsafe { memmap2::Mmap::map(&file) }.unwrap());
     let rates = gpu.measure_copies(&mapped).unwrap();
     println!(
         "copies {:.1} GB/s from a mapped file, {:.1} GB/s from pinned memory: {:.2}",

@@ -8,7 +8,7 @@ mkdir -p "$out"
 flags="-std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffp-contract=off -Wall -Wextra -Werror -I$here/include"
 
 driver="access async_copy atomic collectives config device diagnosis driver_device driver_graph driver_memory driver_module driver_stream
-    elements executor fault fiber launch memory module race_clock races shadow shared_memory stream transfer warpgroup"
+    elements executor fault fiber launch memory module race_clock races shadow shared_memory stream stream_order stream_races transfer warpgroup"
 compiler="compile config embedded_headers entry_points files nvrtc options"
 
 objects=$(mktemp -d)

@@ -141,7 +141,7 @@ fn the_model_passes_its_own_tests() {
         "{} is not there: run `make test`, whose bootstrap installs it",
         python.display()
     );
-    for script in ["test_driver.py", "test_operations.py"] {
+    for script in ["test_driver.py", "test_streams.py", "test_operations.py"] {
         let output = Command::new(&python)
             .arg(selftest().with_file_name(script))
             .arg(hearth_cuda_host::libraries())

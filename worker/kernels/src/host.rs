@@ -240,6 +240,28 @@ impl HostMatrix {
         self.data.len()
     }
 
+    /// Whether an FP8 matrix holds a code of NaN; false for other types, whose NaN needs no care. Every row is searched once
+    /// in the life of the matrix, its clones and slices.
+    pub fn has_nan(&self) -> bool {
+        if self.dtype != DType::F8E4m3 || self.cols == 0 {
+            return false;
+        }
+        for (row, codes) in self.data.chunks_exact(self.cols).enumerate() {
+            if self.is_free_of_nan(row) {
+                continue;
+            }
+            // Without a branch, so that it takes no longer than reading.
+            if codes
+                .iter()
+                .fold(false, |found, code| found | (code & 0x7f == 0x7f))
+            {
+                return true;
+            }
+            self.remember_free_of_nan(row);
+        }
+        false
+    }
+
     /// Whether a row is known to hold no NaN. Only FP8 matrices keep track of this.
     pub(crate) fn is_free_of_nan(&self, row: usize) -> bool {
         self.free_of_nan.get(self.first_row + row)
@@ -326,6 +348,34 @@ mod tests {
             let short = data[1..].to_vec();
             assert!(HostMatrix::new(short.into(), dtype, rows, cols, None).is_err());
         }
+    }
+
+    #[test]
+    fn codes_of_nan_are_found_in_every_row_and_slice() {
+        let (rows, cols) = (130, 5);
+        let with = |at: usize, code: u8| {
+            let scales = BlockScales {
+                values: vec![1.0; 2].into(),
+                blocks_per_row: 1,
+            };
+            let mut data = vec![0x7e; rows * cols];
+            data[at] = code;
+            HostMatrix::new(data.into(), DType::F8E4m3, rows, cols, Some(scales)).unwrap()
+        };
+        for at in [0, 4, 64 * cols, rows * cols - 1] {
+            for (code, is_nan) in [(0x7f, true), (0xff, true), (0xfe, false), (0, false)] {
+                let matrix = with(at, code);
+                assert_eq!(matrix.row_slice(at / cols, 1).unwrap().has_nan(), is_nan);
+                // A second time, now that some rows are known.
+                assert_eq!([matrix.has_nan(), matrix.has_nan()], [is_nan; 2], "{at}");
+            }
+        }
+        let data = vec![0xff; 12].into();
+        assert!(
+            !HostMatrix::new(data, DType::Bf16, 2, 3, None)
+                .unwrap()
+                .has_nan()
+        );
     }
 
     #[test]

@@ -141,7 +141,10 @@ impl ExpertOps for VirtualBackend {
         products: &VirtualTensor,
         of: ExpertProducts<'_>,
     ) -> Result<VirtualTensor, KernelError> {
-        let shape = (checks::product_sum(products.shape.0, &of)?, products.shape.1);
+        let shape = (
+            checks::product_sum(products.shape.0, &of)?,
+            products.shape.1,
+        );
         let work = Work::new("product_sum", products.elements() + shape.0 * shape.1);
         self.output(&work, shape, |cpu| cpu.product_sum(products.values()?, of))
     }

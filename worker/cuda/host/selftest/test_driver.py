@@ -84,10 +84,10 @@ class Setup(Model):
 def test_copies_wait_for_their_stream(m):
     pointer, host = m.pinned(m.n)
     stream = m.stream()
-    host[:] = 1
+    host[:] = 2
     m.call("cuMemcpyHtoDAsync_v2", m.x, pointer, C.c_size_t(4 * m.n), stream)
-    host[:] = 2  # Too early: the copy sees it.
     m.call("cuStreamSynchronize", stream)
+    host[:] = 1
     assert (m.values() == 2).all()
     m.call("cuMemcpyDtoHAsync_v2", pointer, m.x, C.c_size_t(4 * m.n), stream)
     host[:] = 7
@@ -312,21 +312,27 @@ def test_entries_by_name(m):
     assert m.code("cuGetProcAddress_v2", b"cuNothing", C.byref(entry), 12080, C.c_uint64(0), C.byref(found)) == 500
 
 
-def main(out):
-    tests = [name for name in globals() if name.startswith("test_")]
-    for name in tests:
+def main(out, file, names, seeds=("",)):
+    """Runs each test in a process of its own, once for each order of threads and streams."""
+    for name, seed in [(name, seed) for name in names for seed in seeds]:
         with tempfile.NamedTemporaryFile("r") as report:
-            environment = dict(os.environ, HEARTH_HOST_MODEL_REPORT=report.name)
-            result = subprocess.run([sys.executable, __file__, out, name], env=environment, capture_output=True, text=True)
+            environment = dict(os.environ, HEARTH_HOST_MODEL_REPORT=report.name, HEARTH_HOST_MODEL_SEED=seed)
+            if seed == "":
+                del environment["HEARTH_HOST_MODEL_SEED"]
+            result = subprocess.run([sys.executable, file, out, name], env=environment, capture_output=True, text=True)
             text = report.read()
         begins = result.stdout.strip()
         passed = result.returncode == 0 and text.startswith(begins) and (begins != "" or text == "")
-        assert passed, f"{name}: {result.returncode}\nreport: {text}\n{result.stdout}{result.stderr}"
-        print(name)
+        assert passed, f"{name}, seed {seed!r}: {result.returncode}\nreport: {text}\n{result.stdout}{result.stderr}"
+        print(name, seed)
+
+
+def tests(names):
+    return [name for name in names if name.startswith("test_")]
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         print(globals()[sys.argv[2]](Setup(sys.argv[1])) or "")
     else:
-        main(sys.argv[1])
+        main(sys.argv[1], __file__, tests(globals()))

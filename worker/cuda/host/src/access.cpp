@@ -4,6 +4,7 @@
 #include "device.h"
 #include "module.h"
 #include "races.h"
+#include "stream_order.h"
 
 namespace hearth {
 namespace {
@@ -14,7 +15,7 @@ const Module* module;     // of the running kernel
 // Whether the accesses in `labels` are ordered before `mine`, as far as that shows without looking at single bytes.
 template <bool SHARED, unsigned BYTES>
 inline bool ordered_quickly(const Label* labels, const Fiber& fiber) {
-    const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor(), mine = fiber.label;
+    const Label floor = SHARED ? race_clock.barrier_floor() : stream_order.settled_floor(), mine = fiber.label;
     int recent = 0, differs = 0;
     for (unsigned i = 0; i < BYTES; i++) {
         recent |= (labels[i] >= floor) & (labels[i] != mine);
@@ -29,7 +30,7 @@ inline bool read_quickly(Space& space, size_t offset, const Fiber& fiber) {
     Shadow& shadow = *space.shadow;
     if (!shadow.written(offset, BYTES) || !ordered_quickly<SHARED, BYTES>(shadow.writes(offset), fiber)) return false;
     Label* reads = shadow.reads(offset);
-    const Label floor = SHARED ? race_clock.barrier_floor() : race_clock.launch_floor(), mine = fiber.label;
+    const Label floor = SHARED ? race_clock.barrier_floor() : stream_order.settled_floor(), mine = fiber.label;
     int recent = 0, differs = 0;
     for (unsigned i = 0; i < BYTES; i++) {
         recent |= reads[i] >= floor;

@@ -6,6 +6,7 @@
 #include "access.h"
 #include "device.h"
 #include "module.h"
+#include "stream_order.h"
 
 namespace hearth {
 namespace {
@@ -129,6 +130,12 @@ void fail_race(const Access& access, bool is_shared, size_t byte, Label other, b
     std::string place = format("%s of %s, %s", verb(access.use), where(access).c_str(), surroundings(access, is_shared).c_str());
     if (other == PENDING_LABEL) {
         executor().fail(CUDA_ERROR_LAUNCH_FAILED, "cp.async not waited for", place + ", where a cp.async has not landed", access.fiber);
+    }
+    if (!is_shared && !stream_order.is_before(other)) {
+        executor().fail(CUDA_ERROR_LAUNCH_FAILED, "race between streams",
+                        format("%s, whose byte %zu was %s by %s with no event between", place.c_str(), byte,
+                               other_wrote ? "written" : "read", stream_order.describe(other).c_str()),
+                        access.fiber);
     }
     const char* what = !other_wrote ? "read" : (label_who(other) & ATOMIC) != 0 ? "changed by an atomic operation" : "written";
     executor().fail(CUDA_ERROR_LAUNCH_FAILED, is_shared ? "shared memory race" : "global memory race",

@@ -184,7 +184,7 @@ HEARTH_API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice ordinal) {
     if (CUresult status = find_device(ordinal, found); status != CUDA_SUCCESS) return status;
     if (found->retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
     found->retained--;
-    return found->streams.drain_all();
+    return found->streams.synchronize_all();
 }
 
 HEARTH_API CUresult cuCtxSetCurrent(CUcontext context) {
@@ -210,7 +210,7 @@ HEARTH_API CUresult cuCtxGetDevice(CUdevice* ordinal) {
 HEARTH_API CUresult cuCtxSynchronize() {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
-    return entry->streams.drain_all();
+    return entry->streams.synchronize_all();
 }
 
 HEARTH_API CUresult cuGetErrorName(CUresult code, const char** name) {

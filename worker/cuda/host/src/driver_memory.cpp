@@ -1,6 +1,7 @@
 // The driver API: memory and copies.
 #include "config.h"
 #include "device.h"
+#include "stream_races.h"
 #include "transfer.h"
 
 using namespace hearth;
@@ -25,7 +26,7 @@ bool free_memory(Device& device, CUdeviceptr address) {
     char* begin = static_cast<char*>(pointer(address));
     size_t bytes = device.memory.size(begin);
     if (!device.memory.free(begin)) return false;
-    device.shadow.set_written_range(begin - device.memory.base(), bytes, false);
+    device.shadow.forget_range(begin - device.memory.base(), bytes);
     return true;
 }
 
@@ -77,7 +78,7 @@ HEARTH_API CUresult cuMemFree_v2(CUdeviceptr address) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
     if (address == 0) return CUDA_SUCCESS;
-    if (CUresult status = entry->streams.drain_all(); status != CUDA_SUCCESS) return status;
+    if (CUresult status = entry->streams.synchronize_all(); status != CUDA_SUCCESS) return status;
     return free_memory(*entry, address) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -89,6 +90,8 @@ HEARTH_API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
     Device* device = &*entry;
     if (device->memory.size(static_cast<char*>(pointer(address))) == 0) return CUDA_ERROR_INVALID_VALUE;
     return device->streams.add(stream, [device, address]() -> Fault {
+        char* begin = static_cast<char*>(pointer(address));
+        if (Fault fault = check_free(*device, begin, device->memory.size(begin))) return fault;
         if (free_memory(*device, address)) return {};
         return {CUDA_ERROR_ILLEGAL_ADDRESS, format("freed twice: the allocation at %p", pointer(address))};
     });

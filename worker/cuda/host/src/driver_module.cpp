@@ -26,7 +26,7 @@ HEARTH_API CUresult cuModuleUnload(CUmodule module) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
     if (entry->modules.count(module) == 0) return CUDA_ERROR_INVALID_HANDLE;
-    CUresult status = entry->streams.drain_all();
+    CUresult status = entry->streams.synchronize_all();
     entry->modules.erase(module);
     delete module;
     return status;

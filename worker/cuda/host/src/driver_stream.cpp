@@ -32,8 +32,7 @@ HEARTH_API CUresult cuStreamSynchronize(CUstream handle) {
     if (entry.status() != CUDA_SUCCESS) return entry.status();
     Stream* stream = entry->streams.find(handle);
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    if (stream != handle) return entry->streams.drain_blocking();
-    return entry->streams.drain(stream);
+    return entry->streams.synchronize(stream);
 }
 
 // Each query does one piece of work, so that a polling caller makes progress.
@@ -42,16 +41,16 @@ HEARTH_API CUresult cuStreamQuery(CUstream handle) {
     if (entry.status() != CUDA_SUCCESS) return entry.status();
     Stream* stream = entry->streams.find(handle);
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    bool busy = entry->streams.step(stream);
+    bool idle = entry->streams.query(stream);
     if (entry->error != CUDA_SUCCESS) return entry->error;
-    return busy ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+    return idle ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 HEARTH_API CUresult cuEventCreate(CUevent* event, unsigned flags) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
-    *event = new EventHandle{std::make_shared<Event>()};
-    (*event)->event->timed = (flags & CU_EVENT_DISABLE_TIMING) == 0;
+    *event = new EventHandle;
+    (*event)->timed = (flags & CU_EVENT_DISABLE_TIMING) == 0;
     return CUDA_SUCCESS;
 }
 
@@ -62,49 +61,34 @@ HEARTH_API CUresult cuEventDestroy_v2(CUevent event) {
     return CUDA_SUCCESS;
 }
 
-HEARTH_API CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
+HEARTH_API CUresult cuEventRecord(CUevent event, CUstream handle) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
-    Stream* stream = entry->streams.find(stream_handle);
-    if (stream == nullptr || handle == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    std::shared_ptr<Event> event = handle->event;
-    uint64_t record = ++event->recorded;
-    event->stream = stream;
-    return entry->streams.add(stream, [event, record]() -> Fault {
-        event->completed = record;
-        event->when = std::chrono::steady_clock::now();
-        return {};
-    });
+    Stream* stream = entry->streams.find(handle);
+    if (stream == nullptr || event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    return entry->streams.record(stream, *event);
 }
 
-HEARTH_API CUresult cuStreamWaitEvent(CUstream stream_handle, CUevent handle, unsigned) {
+HEARTH_API CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
-    Stream* stream = entry->streams.find(stream_handle);
-    if (stream == nullptr || handle == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    std::shared_ptr<Event> event = handle->event;
-    uint64_t record = event->recorded;
-    Device* device = &*entry;
-    return device->streams.add(stream, [device, event, record]() -> Fault {
-        device->streams.reach(*event, record);
-        return {};
-    });
+    Stream* stream = entry->streams.find(handle);
+    if (stream == nullptr || event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    return entry->streams.wait(stream, *event);
 }
 
-HEARTH_API CUresult cuEventSynchronize(CUevent handle) {
+HEARTH_API CUresult cuEventSynchronize(CUevent event) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
-    if (handle == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    return entry->streams.reach(*handle->event, handle->event->recorded);
+    if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    return event->last != nullptr ? entry->streams.synchronize(*event->last) : CUDA_SUCCESS;
 }
 
-HEARTH_API CUresult cuEventQuery(CUevent handle) {
+HEARTH_API CUresult cuEventQuery(CUevent event) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
-    if (handle == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    const Event& event = *handle->event;
-    if (event.completed == event.recorded) return CUDA_SUCCESS;
-    entry->streams.step(event.stream);
+    if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    if (event->last == nullptr || entry->streams.query(*event->last)) return CUDA_SUCCESS;
     return entry->error != CUDA_SUCCESS ? entry->error : CUDA_ERROR_NOT_READY;
 }
 
@@ -112,9 +96,9 @@ HEARTH_API CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUeve
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
     if (start == nullptr || end == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    const Event &first = *start->event, &last = *end->event;
-    if (!first.timed || !last.timed || first.recorded == 0 || last.recorded == 0) return CUDA_ERROR_INVALID_HANDLE;
-    if (first.completed != first.recorded || last.completed != last.recorded) return CUDA_ERROR_NOT_READY;
+    if (!start->timed || !end->timed || start->last == nullptr || end->last == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    const Record &first = *start->last, &last = *end->last;
+    if (!first.reached || !last.reached) return CUDA_ERROR_NOT_READY;
     *milliseconds = std::chrono::duration<float, std::milli>(last.when - first.when).count();
     return CUDA_SUCCESS;
 }

@@ -7,6 +7,7 @@
 #include "config.h"
 #include "device.h"
 #include "shared_memory.h"
+#include "stream_order.h"
 #include "warpgroup.h"
 
 HearthHostIndices hearth_host_indices;
@@ -58,6 +59,7 @@ Fault Executor::run(Device& device, const Launch& launch) {
     shared_memory.begin_launch(*launch.function, launch.dynamic_shared_bytes);
     if (config().checks) begin_access_checks(device);
     advance_clock(&RaceClock::begin_launch);
+    stream_order.begin(race_clock.now(), "kernel " + launch.function->name);
     uint64_t blocks = (uint64_t)launch.grid[0] * launch.grid[1] * launch.grid[2];
     for (uint64_t block = 0; block < blocks && !fault_; block++) run_block((unsigned)block);
     return fault_;
@@ -197,6 +199,7 @@ void Executor::wait_warp(HearthHostSite site, WarpOperation operation, unsigned 
 void Executor::advance_clock(void (RaceClock::*step)()) {
     if (race_clock.at_limit()) {
         race_clock.restart();
+        stream_order.restart(race_clock.now());
         for (unsigned thread = 0; thread < MAX_THREADS; thread++) fibers_[thread].label = make_label(race_clock.now(), thread);
         if (config().checks) forget_labels();
     }

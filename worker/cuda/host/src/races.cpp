@@ -4,6 +4,7 @@
 
 #include "access.h"
 #include "device.h"
+#include "stream_order.h"
 
 namespace hearth {
 namespace {
@@ -33,7 +34,8 @@ Label merge(Label a, Label b, bool is_shared) {
 bool ordered(Label before, bool is_shared, const Fiber& fiber) {
     unsigned who = label_who(before);
     if (who == PENDING) return false;
-    if (before < (is_shared ? race_clock.barrier_floor() : race_clock.launch_floor())) return true;
+    if (is_shared && before < race_clock.barrier_floor()) return true;
+    if (!is_shared && before < race_clock.launch_floor()) return stream_order.is_before(before);
     who &= ~ATOMIC;
     if (who == GRID_SET || in_earlier_block(before)) return false;
     if (before < race_clock.barrier_floor() || who == fiber.thread) return true;

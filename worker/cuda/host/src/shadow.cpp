@@ -1,6 +1,7 @@
 #include "shadow.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -55,6 +56,22 @@ void Shadow::copy_written_range(size_t to, size_t from, size_t bytes) {
     size_t whole = aligned ? bytes / 8 : 0;
     memmove(written_ + to / 8, written_ + from / 8, whole);
     for (size_t i = whole * 8; i < bytes; i++) set_written_range(to + i, 1, written(from + i, 1));
+}
+
+void Shadow::forget_range(size_t offset, size_t bytes) {
+    if (bytes_ == 0) return;
+    set_written_range(offset, bytes, false);
+    static const uintptr_t page = sysconf(_SC_PAGESIZE);
+    // Allocations begin and end at multiples of 16.
+    auto begin = (uintptr_t)writes(offset), end = begin + label_bytes(bytes);
+    // Whole pages are given back, so that labels of memory that nobody touched take none.
+    uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
+    if (first >= last || madvise((void*)first, last - first, MADV_DONTNEED) != 0) {
+        memset((void*)begin, 0, end - begin);
+        return;
+    }
+    memset((void*)begin, 0, first - begin);
+    memset((void*)last, 0, end - last);
 }
 
 void Shadow::forget_labels() {

@@ -52,6 +52,8 @@ public:
     // Any range. A shadow of zero bytes ignores it.
     void set_written_range(size_t offset, size_t bytes, bool written);
     void copy_written_range(size_t to, size_t from, size_t bytes);
+    // An allocation is gone: its bytes count as unwritten, and who used them no longer matters.
+    void forget_range(size_t offset, size_t bytes);
     // Labels restart when the clock does.
     void forget_labels();
 

@@ -22,6 +22,8 @@ struct Transfer {
     // The driver's ranges of the host buffers at the time of the call; 0 for pageable memory.
     uint64_t to_range = 0;
     uint64_t from_range = 0;
+    // Of the host's bytes at the time of the call.
+    uint64_t checksum = 0;
 };
 
 inline Transfer transfer(Side to_side, void* to, Side from_side, const void* from, size_t bytes) {

@@ -2,12 +2,13 @@
 
 use std::time::Instant;
 
+use bytes::Bytes;
 use hearth_kernels::KernelError;
 use hearth_kernels::ops::{DeviceMemory, DeviceOps};
 
 use super::{Activations, CudaBackend, Kernel, MOST_RECORDED_ROWS};
 use crate::compile::Variant;
-use crate::memory::{Pinned, Pitched};
+use crate::memory::{Pinned, Pitched, Source};
 use crate::queue::{Args, Command};
 
 /// Number of timed passes over the buffer, after one that is not timed.
@@ -78,7 +79,7 @@ impl DeviceOps for CudaBackend {
     }
 
     fn begin_pass(&self, rows: usize) -> Result<(), KernelError> {
-        self.uploader.release()?;
+        self.files.release_read()?;
         self.queue.begin_step(rows <= MOST_RECORDED_ROWS)
     }
 
@@ -101,7 +102,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`KernelError`] if there is no room for the bytes, or the driver fails.
-    pub fn measure_copies(&self, host: &[u8]) -> Result<CopyRates, KernelError> {
+    pub fn measure_copies(&self, host: &Bytes) -> Result<CopyRates, KernelError> {
         let buffer = self.buffer(host.len(), "a measurement")?;
         let to = Pitched {
             address: buffer.address(),
@@ -114,7 +115,7 @@ impl CudaBackend {
         let (mut mapped_s, mut pinned_s) = (f64::INFINITY, f64::INFINITY);
         for _ in 0..PASSES {
             let began = Instant::now();
-            self.send(host, to)?;
+            self.send(Source::Shared(host), to)?;
             mapped_s = mapped_s.min(began.elapsed().as_secs_f64());
             let began = Instant::now();
             self.uploader.copy_pinned(&pinned, to)?;

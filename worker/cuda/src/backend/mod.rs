@@ -9,6 +9,7 @@ mod kv;
 mod linear;
 mod route;
 mod sampling;
+mod slots;
 mod tensor;
 mod weights;
 mod wgmma;
@@ -19,13 +20,14 @@ use std::sync::{Arc, Mutex, OnceLock};
 use hearth_kernels::KernelError;
 
 use crate::compile::{Modules, Variant};
-use crate::driver::{Device, Stream, fault};
-use crate::memory::{Buffer, Memory, Uploader};
+use crate::driver::{Device, Marks, Stream, fault};
+use crate::memory::{Buffer, Memory, RegisteredFiles, Uploader};
 use crate::queue::{Args, Argument, Command, Launch, Queue};
 
 pub use device::CopyRates;
 pub use experts::{CudaBank, CudaExpertSum};
 pub use kv::CudaKv;
+pub use slots::{CudaMark, CudaSlot};
 pub use tensor::CudaTensor;
 pub use tensor::{CudaChosen, CudaVector, CudaWeight};
 
@@ -71,7 +73,12 @@ pub struct CudaBackend {
     queue: Queue,
     memory: Arc<Memory>,
     modules: Arc<Modules>,
+    /// Copies that are waited for.
     uploader: Uploader,
+    /// Copies to slots.
+    loader: Arc<Uploader>,
+    files: Arc<RegisteredFiles>,
+    marks: Arc<Marks>,
     device: Arc<Device>,
     activations: Activations,
     /// Whether FP8 products use wgmma, once that has been tried.
@@ -115,11 +122,15 @@ impl CudaBackend {
             "GPU opened"
         );
         let memory = Memory::new(Arc::clone(&stream), budget_bytes, sentinels);
+        let files = Arc::new(RegisteredFiles::new(&device));
         Ok(Self {
             queue: Queue::new(stream, &memory)?,
             memory,
             modules,
-            uploader: Uploader::new(Stream::new(&device)?)?,
+            uploader: Uploader::new(Stream::new(&device)?, &files)?,
+            loader: Arc::new(Uploader::new(Stream::new(&device)?, &files)?),
+            files,
+            marks: Marks::new(&device),
             device,
             activations,
             wgmma: OnceLock::new(),
@@ -217,10 +228,8 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // Compilers still running use libraries that end with the process;
-        // pages are released while a context is current.
+        // Compilers still running use libraries that end with the process.
         self.modules.wait();
-        let _ = self.uploader.release();
     }
 }
 

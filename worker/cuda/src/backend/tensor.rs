@@ -2,8 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use hearth_kernels::{DType, RouterSpec};
+use hearth_kernels::{DType, HostMatrix, RouterSpec};
 
+use super::slots::SlotMemory;
+use super::weights::WeightLayout;
 use crate::memory::Buffer;
 use crate::queue::Argument;
 
@@ -51,9 +53,29 @@ impl Terms {
 #[derive(Clone)]
 pub struct CudaWeight(pub(super) Arc<WeightData>);
 
+/// Bytes of a weight on the device.
+pub(super) enum WeightBytes {
+    /// A buffer of its own.
+    Own(Buffer),
+    /// A part of a slot.
+    Slot {
+        address: u64,
+        _memory: Arc<SlotMemory>,
+    },
+}
+
+impl WeightBytes {
+    pub(super) fn address(&self) -> u64 {
+        match self {
+            Self::Own(buffer) => buffer.address(),
+            Self::Slot { address, .. } => *address,
+        }
+    }
+}
+
 pub(super) struct WeightData {
-    pub(super) data: Buffer,
-    pub(super) scales: Option<Buffer>,
+    pub(super) data: WeightBytes,
+    pub(super) scales: Option<WeightBytes>,
     pub(super) dtype: DType,
     pub(super) rows: usize,
     pub(super) cols: usize,
@@ -66,6 +88,20 @@ pub(super) struct WeightData {
 }
 
 impl WeightData {
+    /// Describes a matrix whose bytes are, or are being copied, on the device.
+    pub(super) fn new(matrix: &HostMatrix, data: WeightBytes, scales: Option<WeightBytes>) -> Self {
+        Self {
+            data,
+            scales,
+            dtype: matrix.dtype(),
+            rows: matrix.rows(),
+            cols: matrix.cols(),
+            ld: WeightLayout::of(matrix).ld,
+            first_row: matrix.first_row(),
+            scale_cols: matrix.scales().map_or(0, |s| s.blocks_per_row),
+        }
+    }
+
     pub(super) fn shape(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }
@@ -74,7 +110,7 @@ impl WeightData {
     pub(super) fn argument(&self) -> WeightArg {
         WeightArg {
             data: self.data.address(),
-            scales: self.scales.as_ref().map_or(0, Buffer::address),
+            scales: self.scales.as_ref().map_or(0, WeightBytes::address),
             ld: self.ld as i32,
             first_row: self.first_row as i32,
             scale_cols: self.scale_cols as i32,

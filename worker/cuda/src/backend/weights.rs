@@ -5,15 +5,50 @@ use std::sync::Arc;
 use hearth_kernels::ops::MemoryOps;
 use hearth_kernels::{DType, HostMatrix, KernelError, checks};
 
-use super::tensor::{WeightData, weight_type};
+use super::tensor::{WeightBytes, WeightData, weight_type};
 use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
 use crate::compile::Variant;
 use crate::driver::fault;
-use crate::memory::{Buffer, Pitched};
+use crate::memory::{Buffer, Pitched, Source};
 use crate::queue::{Args, Command};
 
 /// Multiple to which rows of a weight are padded, so that kernels need no tail along the sum.
 pub(super) const PADDED_COLS: usize = 128;
+
+/// Rows of a weight on the device.
+pub(super) struct WeightLayout {
+    rows: usize,
+    row_bytes: usize,
+    pitch_bytes: usize,
+    /// Elements from one row to the next.
+    pub(super) ld: usize,
+}
+
+impl WeightLayout {
+    pub(super) fn of(matrix: &HostMatrix) -> Self {
+        let ld = matrix.cols().next_multiple_of(PADDED_COLS);
+        Self {
+            rows: matrix.rows(),
+            row_bytes: matrix.row_bytes(),
+            pitch_bytes: matrix.dtype().row_bytes(ld),
+            ld,
+        }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.rows * self.pitch_bytes
+    }
+
+    /// Destination of a copy to an address.
+    pub(super) fn at(&self, address: u64) -> Pitched {
+        Pitched {
+            address,
+            rows: self.rows,
+            row_bytes: self.row_bytes,
+            pitch_bytes: self.pitch_bytes,
+        }
+    }
+}
 
 impl MemoryOps for CudaBackend {
     type Tensor = CudaTensor;
@@ -21,39 +56,19 @@ impl MemoryOps for CudaBackend {
     type Vector = CudaVector;
 
     fn weight(&self, matrix: &HostMatrix) -> Result<CudaWeight, KernelError> {
-        let (rows, cols, dtype) = (matrix.rows(), matrix.cols(), matrix.dtype());
-        let ld = cols.next_multiple_of(PADDED_COLS);
-        let pitch_bytes = dtype.row_bytes(ld);
-        let data = self.buffer(rows * pitch_bytes, "weights")?;
-        let to = Pitched {
-            address: data.address(),
-            rows,
-            row_bytes: matrix.row_bytes(),
-            pitch_bytes,
-        };
-        self.send(matrix.data(), to)?;
-        let mut scale_cols = 0;
+        let layout = WeightLayout::of(matrix);
+        let data = self.buffer(layout.bytes(), "weights")?;
+        self.send(Source::Shared(matrix.data()), layout.at(data.address()))?;
         let scales = match matrix.scales() {
             None => None,
-            Some(scales) => {
-                scale_cols = scales.blocks_per_row;
-                Some(self.send_floats(&scales.values, "scales of weights")?)
-            }
+            Some(scales) => Some(self.send_floats(&scales.values, "scales of weights")?),
         };
-        let weight = WeightData {
-            data,
-            scales,
-            dtype,
-            rows,
-            cols,
-            ld,
-            first_row: matrix.first_row(),
-            scale_cols,
-        };
-        if dtype == DType::F8E4m3 {
+        let own = WeightBytes::Own;
+        let weight = WeightData::new(matrix, own(data), scales.map(own));
+        if weight.dtype == DType::F8E4m3 {
             self.refuse_nan(&weight)?;
         }
-        self.modules.prepare(self.matrix_variants(dtype));
+        self.modules.prepare(self.matrix_variants(weight.dtype));
         Ok(CudaWeight(Arc::new(weight)))
     }
 
@@ -68,7 +83,7 @@ impl MemoryOps for CudaBackend {
         checks::upload((rows, cols), values.len())?;
         let tensor = self.tensor(rows, cols)?;
         self.send(
-            bytes_of(values),
+            Source::Own(bytes_of(values)),
             close(tensor.address(), size_of_val(values)),
         )?;
         Ok(tensor)
@@ -100,8 +115,8 @@ impl MemoryOps for CudaBackend {
 
 impl CudaBackend {
     /// Copies host bytes into a newly allocated buffer.
-    pub(super) fn send(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
-        if host.is_empty() {
+    pub(super) fn send(&self, host: Source<'_>, to: Pitched) -> Result<(), KernelError> {
+        if to.rows * to.row_bytes == 0 {
             return Ok(());
         }
         // A reused buffer may still be read by commands that were queued before.
@@ -115,7 +130,7 @@ impl CudaBackend {
         what: &'static str,
     ) -> Result<Buffer, KernelError> {
         let buffer = self.buffer(host.len(), what)?;
-        self.send(host, close(buffer.address(), host.len()))?;
+        self.send(Source::Own(host), close(buffer.address(), host.len()))?;
         Ok(buffer)
     }
 
@@ -141,10 +156,7 @@ impl CudaBackend {
             .queue
             .download(found.address(), 4, |b| b.iter().any(|&b| b != 0))?;
         if is_found {
-            return Err(fault(format!(
-                "an FP8 weight [{}, {}] holds NaN (codes 0x7f or 0xff)\n  the file is damaged: download the model again",
-                weight.rows, weight.cols
-            )));
+            return Err(nan_found(weight.rows, weight.cols));
         }
         Ok(())
     }
@@ -158,7 +170,14 @@ impl CudaBackend {
     }
 }
 
-fn close(address: u64, bytes: usize) -> Pitched {
+/// The error of an FP8 weight that holds NaN.
+pub(super) fn nan_found(rows: usize, cols: usize) -> KernelError {
+    fault(format!(
+        "an FP8 weight [{rows}, {cols}] holds NaN (codes 0x7f or 0xff)\n  the file is damaged: download the model again"
+    ))
+}
+
+pub(super) fn close(address: u64, bytes: usize) -> Pitched {
     Pitched {
         address,
         rows: 1,
@@ -167,7 +186,7 @@ fn close(address: u64, bytes: usize) -> Pitched {
     }
 }
 
-fn bytes_of(values: &[f32]) -> &[u8] {
+pub(super) fn bytes_of(values: &[f32]) -> &[u8] {
     // SAFETY: f32 has no padding, and bytes have no alignment.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }

@@ -3,6 +3,7 @@
 //! libcuda is loaded when it is first needed; a machine without it loses only the time of a failed `dlopen`.
 
 mod device;
+mod marks;
 mod stream;
 
 use std::ffi::CStr;
@@ -13,6 +14,7 @@ use hearth_kernels::KernelError;
 
 pub(crate) use device::Device;
 pub use device::{DeviceInfo, devices};
+pub(crate) use marks::{Mark, Marks};
 pub(crate) use stream::{Event, Stream};
 
 /// The oldest driver API version that has every call made here: CUDA 12.0, driver 525.

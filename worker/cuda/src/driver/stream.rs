@@ -53,6 +53,7 @@ impl Stream {
 
     /// Makes work queued from now on wait for `event`.
     pub(crate) fn wait_for(&self, event: &Event) -> Result<(), KernelError> {
+        self.device.bind()?;
         // SAFETY: stream and event live, and an event that was never recorded counts as done.
         check("cuStreamWaitEvent", unsafe {
             sys::cuStreamWaitEvent(self.raw, event.raw, 0)
@@ -98,6 +99,7 @@ impl Event {
 
     /// Marks the end of the work queued in `stream` so far.
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), KernelError> {
+        self.device.bind()?;
         // SAFETY: event and stream live and belong to one context.
         check("cuEventRecord", unsafe {
             sys::cuEventRecord(self.raw, stream.raw)
@@ -106,6 +108,7 @@ impl Event {
 
     /// Waits until the mark is reached; returns immediately if it was never recorded.
     pub(crate) fn wait(&self) -> Result<(), KernelError> {
+        self.device.bind()?;
         // SAFETY: the event lives.
         check("cuEventSynchronize", unsafe {
             sys::cuEventSynchronize(self.raw)

@@ -7,4 +7,5 @@ mod upload;
 
 pub(crate) use pinned::Pinned;
 pub(crate) use pool::{Buffer, Memory};
-pub(crate) use upload::{Pitched, Uploader};
+pub(crate) use regions::RegisteredFiles;
+pub(crate) use upload::{Pitched, Source, Uploader};

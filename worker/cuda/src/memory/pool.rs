@@ -314,7 +314,12 @@ impl Drop for Buffer {
 }
 
 /// Allocations that last as long as the model: they take exactly their size.
-const LASTING: [&str; 3] = ["weights", "scales of weights", "the KV cache"];
+const LASTING: [&str; 4] = [
+    "weights",
+    "scales of weights",
+    "the KV cache",
+    "a slot of the experts' ring",
+];
 
 /// Rounds up the sizes of temporary allocations so that similar ones can share buffers: at most a quarter too large.
 fn size_class(bytes: usize, what: &str) -> usize {

@@ -1,127 +1,269 @@
-//! Regions of mapped files that the GPU reads directly.
+//! Pieces of mapped files that the GPU reads directly.
 //!
-//! Registering pages with the driver takes longer than copying a small tensor from them, and consecutive tensors share
-//! pages. A whole region of the file around a tensor is therefore registered at once and kept for those that follow. A
-//! region is identified by its mapping: memory that was unmapped and mapped again is a different one.
+//! A file is registered with the driver piece by piece, each when the first byte of it is copied. Pieces of which weights are
+//! copied again and again stay registered: registering pages takes longer than copying from them. The others are registered
+//! while they are read, since registered pages cannot leave memory. A registered piece keeps its file mapped.
 
 use std::ffi::c_void;
 use std::fs;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use bytes::Bytes;
 use cudarc::driver::sys::{self, CUresult};
 use hearth_kernels::KernelError;
 
-use crate::driver::check;
+use crate::driver::{Device, check};
 
-/// Size of a region in bytes; a longer tensor has its own.
-const REGION_BYTES: usize = 64 << 20;
-/// Number of regions registered at a time while weights are loaded: their pages cannot leave memory.
-const KEPT: usize = 2;
+/// Size of a piece in bytes; the last one of a file is shorter.
+const PIECE_BYTES: usize = 256 << 20;
+/// Pieces that are registered at a time for weights that are copied once.
+const PASSING: usize = 2;
 
-/// Registered regions, the latest last.
-#[derive(Default)]
-pub(super) struct RegisteredRegions {
-    registered: Vec<RegisteredRegion>,
+/// How often bytes are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reads {
+    /// Once: their pages are released when loading goes on elsewhere, or pauses.
+    Once,
+    /// Again and again: their pages stay registered.
+    Often,
 }
 
-struct RegisteredRegion {
+/// The registered pieces of a device's mapped files.
+pub(crate) struct RegisteredFiles {
+    device: Arc<Device>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// Whether the driver registers pages of files, as far as is known.
+    registers: bool,
+    /// The latest last.
+    pieces: Vec<Piece>,
+}
+
+struct Piece {
     range: Range<usize>,
-    mapping: Mapping,
+    reads: Reads,
+    /// The mapping that the range belongs to, so that it outlives the registration.
+    _file: Bytes,
 }
 
-/// A line of `/proc/self/maps`: a mapped file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Mapping {
-    range: Range<usize>,
-    /// Offset, device and inode, as written there.
-    file: String,
+/// Bytes that the GPU can read. Those that are read once are readable until this is dropped.
+pub(super) struct Readable<'a> {
+    _state: MutexGuard<'a, State>,
+    /// Where pieces end, counted from the first byte; the last one is the end of the bytes. No copy may cross one.
+    pub(super) ends: Vec<usize>,
 }
 
-impl RegisteredRegions {
-    pub(super) fn is_empty(&self) -> bool {
-        self.registered.is_empty()
+impl RegisteredFiles {
+    pub(crate) fn new(device: &Arc<Device>) -> Self {
+        let registers = device.info.registers_read_only;
+        if !registers {
+            tracing::info!(
+                "this GPU cannot read mapped files by itself: weights go through a staging ring"
+            );
+        }
+        Self {
+            device: Arc::clone(device),
+            state: Mutex::new(State {
+                registers,
+                pieces: Vec::new(),
+            }),
+        }
     }
 
-    /// Releases all pages. A context must be current, and every copy done.
-    pub(super) fn clear(&mut self) {
-        self.registered.clear();
-    }
-
-    /// Checks whether the GPU can read `host` directly, after registering the pages needed. `Err(Some(…))` is the
-    /// driver's refusal; `Err(None)`: the bytes belong to no mapped file, so registering them is not worthwhile.
-    pub(super) fn cover(
-        &mut self,
-        host: &[u8],
-    ) -> Result<Result<(), Option<CUresult>>, KernelError> {
+    /// Registers the pieces that hold `host`, if they are not. `None` if the bytes belong to no mapped file, or the driver
+    /// refuses, which is logged once: they are staged then. A context must be current, and no copy from bytes that are read
+    /// once may be in flight.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the device is lost.
+    pub(super) fn readable(
+        &self,
+        host: &Bytes,
+        reads: Reads,
+    ) -> Result<Option<Readable<'_>>, KernelError> {
         let wanted = host.as_ptr() as usize..host.as_ptr() as usize + host.len();
-        let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
-        let Some(mapping) = mapping_of(&maps, &wanted) else {
-            return Ok(Err(None));
-        };
-        let covers = |w: &RegisteredRegion| {
-            w.mapping == mapping && w.range.start <= wanted.start && wanted.end <= w.range.end
-        };
-        if self.registered.iter().any(covers) {
-            return Ok(Ok(()));
+        let mut state = self.state();
+        let mut mapping = None;
+        let mut ends = Vec::new();
+        let mut at = wanted.start;
+        while at < wanted.end {
+            if let Some(piece) = state.pieces.iter_mut().find(|p| p.range.contains(&at)) {
+                if reads == Reads::Often {
+                    piece.reads = reads;
+                }
+                at = piece.range.end;
+                ends.push(at.min(wanted.end) - wanted.start);
+                continue;
+            }
+            if !state.registers {
+                return Ok(None);
+            }
+            if mapping.is_none() {
+                let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+                mapping = mapping_of(&maps, &wanted);
+            }
+            let Some(mapping) = &mapping else {
+                return Ok(None);
+            };
+            state.make_room(&wanted);
+            if !state.register(piece_at(mapping, at), reads, host)? {
+                return Ok(None);
+            }
         }
-        let range = region(&mapping.range, &wanted);
-        let meets = |w: &RegisteredRegion| w.range.start < range.end && range.start < w.range.end;
-        self.registered.retain(|w| !meets(w));
-        if self.registered.len() >= KEPT {
-            self.registered.remove(0);
+        Ok(Some(Readable {
+            _state: state,
+            ends,
+        }))
+    }
+
+    /// Releases the pages of weights that are copied once: loading is over, or pauses. No copy of them may be in flight.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the device is lost.
+    pub(crate) fn release_read(&self) -> Result<(), KernelError> {
+        let mut state = self.state();
+        if state.pieces.iter().any(|piece| piece.reads == Reads::Once) {
+            self.device.bind()?;
+            state.pieces.retain(|piece| piece.reads == Reads::Often);
         }
-        let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY;
-        // SAFETY: the range lies in one mapping of a file, which lives as long as `host` is borrowed; a region whose
-        // mapping is gone is never read again, since it is compared with the current mappings.
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Releases the oldest pieces that were read once, except those with wanted bytes.
+    fn make_room(&mut self, wanted: &Range<usize>) {
+        let is_passed = |piece: &Piece| piece.reads == Reads::Once && !meets(&piece.range, wanted);
+        let passing = self
+            .pieces
+            .iter()
+            .filter(|p| p.reads == Reads::Once)
+            .count();
+        let mut excess = (passing + 1).saturating_sub(PASSING);
+        self.pieces.retain(|piece| {
+            let goes = excess > 0 && is_passed(piece);
+            excess -= usize::from(goes);
+            !goes
+        });
+    }
+
+    /// Registers a piece of the mapping that holds `file`; returns false if the driver refuses, now and from now on.
+    fn register(
+        &mut self,
+        range: Range<usize>,
+        reads: Reads,
+        file: &Bytes,
+    ) -> Result<bool, KernelError> {
+        let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the range lies in the mapping of a file, which the piece keeps until it is unregistered: files are
+        // mapped whole, and bytes of one keep all of its mapping.
         let result =
             unsafe { sys::cuMemHostRegister_v2(range.start as *mut c_void, range.len(), flags) };
         match result {
             CUresult::CUDA_SUCCESS => {
-                self.registered.push(RegisteredRegion { range, mapping });
-                Ok(Ok(()))
+                self.pieces.push(Piece {
+                    range,
+                    reads,
+                    _file: file.clone(),
+                });
+                Ok(true)
             }
             CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
             | CUresult::CUDA_ERROR_NOT_SUPPORTED
             | CUresult::CUDA_ERROR_INVALID_VALUE
             | CUresult::CUDA_ERROR_OPERATING_SYSTEM
             | CUresult::CUDA_ERROR_NOT_PERMITTED
-            | CUresult::CUDA_ERROR_OUT_OF_MEMORY => Ok(Err(Some(result))),
-            other => check("cuMemHostRegister", other).map(|()| Err(None)),
+            | CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                self.registers = false;
+                tracing::info!(
+                    refusal = ?result,
+                    registered_pieces = self.pieces.len(),
+                    "pages of the model's files cannot be registered: weights go through a staging ring"
+                );
+                Ok(false)
+            }
+            other => check("cuMemHostRegister", other).map(|()| false),
         }
     }
 }
 
-impl Drop for RegisteredRegion {
+impl Drop for Piece {
     fn drop(&mut self) {
-        // SAFETY: registered by `cover`, and every copy is awaited before another call.
+        // SAFETY: registered when this was made; whoever drops it has awaited every copy from it.
         unsafe { sys::cuMemHostUnregister(self.range.start as *mut c_void) };
     }
 }
 
-/// Returns the region of a mapping around some of its bytes.
-fn region(mapping: &Range<usize>, wanted: &Range<usize>) -> Range<usize> {
-    let page = rustix::param::page_size();
-    let start = (wanted.start / page * page).max(mapping.start);
-    let end = wanted.end.next_multiple_of(page).max(start + REGION_BYTES);
-    start..end.min(mapping.end)
+impl Drop for RegisteredFiles {
+    fn drop(&mut self) {
+        // Pieces are unregistered while a context is current. An error here cannot be handled.
+        let _ = self.device.bind();
+        self.state().pieces.clear();
+    }
 }
 
-/// Finds the mapped file that contains all of `wanted`.
-fn mapping_of(maps: &str, wanted: &Range<usize>) -> Option<Mapping> {
-    maps.lines().find_map(|line| {
-        let (addresses, rest) = line.split_once(' ')?;
-        let (start, end) = addresses.split_once('-')?;
-        let start = usize::from_str_radix(start, 16).ok()?;
-        let end = usize::from_str_radix(end, 16).ok()?;
-        // Permissions, offset, device, inode, and the path.
-        let mut words = rest.split_whitespace().skip(1);
-        let (offset, device, inode) = (words.next()?, words.next()?, words.next()?);
-        let holds = start <= wanted.start && wanted.end <= end;
-        (holds && inode != "0").then(|| Mapping {
-            range: start..end,
-            file: format!("{offset} {device} {inode}"),
+fn meets(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// Returns the piece of a mapping that holds an address.
+fn piece_at(mapping: &Range<usize>, address: usize) -> Range<usize> {
+    let start = address - (address - mapping.start) % PIECE_BYTES;
+    start..mapping.end.min(start.saturating_add(PIECE_BYTES))
+}
+
+/// A line of `/proc/self/maps` that belongs to a file.
+struct Line<'a> {
+    range: Range<usize>,
+    offset: usize,
+    device: &'a str,
+    inode: &'a str,
+}
+
+impl<'a> Line<'a> {
+    fn read(line: &'a str) -> Option<Self> {
+        let hex = |text| usize::from_str_radix(text, 16).ok();
+        // Addresses, permissions, offset, device, inode, and the path.
+        let mut words = line.split_whitespace();
+        let (start, end) = words.next()?.split_once('-')?;
+        let mut words = words.skip(1);
+        let (offset, device, inode) = (hex(words.next()?)?, words.next()?, words.next()?);
+        (inode != "0").then_some(Self {
+            range: hex(start)?..hex(end)?,
+            offset,
+            device,
+            inode,
         })
-    })
+    }
+
+    /// Whether this continues the mapping that ends with `last`: advice and policies for some of its pages divide it.
+    fn continues(&self, last: &Self) -> bool {
+        self.range.start == last.range.end
+            && self.offset == last.offset + last.range.len()
+            && (self.device, self.inode) == (last.device, last.inode)
+    }
+}
+
+/// Finds the mapping of a file that holds all of `wanted`.
+fn mapping_of(maps: &str, wanted: &Range<usize>) -> Option<Range<usize>> {
+    let mut lines = maps.lines().filter_map(Line::read).peekable();
+    while let Some(mut last) = lines.next() {
+        let start = last.range.start;
+        while let Some(next) = lines.next_if(|next| next.continues(&last)) {
+            last = next;
+        }
+        if start <= wanted.start && wanted.end <= last.range.end {
+            return Some(start..last.range.end);
+        }
+    }
+    None
 }
 
 #[cfg(test)]
@@ -130,37 +272,41 @@ mod tests {
 
     const MAPS: &str = "\
         55d0c0000000-55d0c0021000 rw-p 00000000 00:00 0                          [heap]\n\
-        7f0000000000-7f0010000000 r--s 00001000 fd:00 4711                       /models/a file.safetensors\n";
+        7f0000000000-7f0010000000 r--s 00001000 fd:00 4711                       /models/a file.safetensors\n\
+        7f0010000000-7f0020000000 r--s 10001000 fd:00 4711                       /models/a file.safetensors\n\
+        7f0020000000-7f0030000000 r--s 00000000 fd:00 4711                       /models/a file.safetensors\n";
 
     #[test]
-    fn only_mapped_files_are_windows() {
-        let file = mapping_of(MAPS, &(0x7f00_0000_1000..0x7f00_0000_2000)).unwrap();
-        assert_eq!(file.range, 0x7f00_0000_0000..0x7f00_1000_0000);
-        assert_eq!(file.file, "00001000 fd:00 4711");
-        assert_eq!(
-            mapping_of(MAPS, &(0x55d0_c000_0000..0x55d0_c000_0010)),
-            None
-        );
-        assert_eq!(
-            mapping_of(MAPS, &(0x7f00_0fff_f000..0x7f00_1000_0001)),
-            None
-        );
+    fn a_mapping_is_that_of_one_file_however_it_is_divided() {
+        let whole = Some(0x7f00_0000_0000..0x7f00_2000_0000);
+        for wanted in [
+            0x7f00_0000_1000..0x7f00_0000_2000,
+            0x7f00_0fff_f000..0x7f00_1000_0001,
+            0x7f00_0000_0000..0x7f00_2000_0000,
+            0x7f00_1000_0001..0x7f00_1000_0002,
+        ] {
+            assert_eq!(mapping_of(MAPS, &wanted), whole, "{wanted:x?}");
+        }
+        for wanted in [
+            0x55d0_c000_0000..0x55d0_c000_0010,
+            0x7f00_1fff_f000..0x7f00_2000_0001,
+            0x7f00_2fff_f000..0x7f00_3000_0001,
+            0x6f00_0000_0000..0x6f00_0000_0001,
+        ] {
+            assert_eq!(mapping_of(MAPS, &wanted), None, "{wanted:x?}");
+        }
     }
 
     #[test]
-    fn a_stretch_holds_what_is_wanted_and_stays_in_the_mapping() {
-        let mapping = 0x7f00_0000_0000..0x7f00_1000_0000;
-        let near_end = 0x7f00_0fff_0123..0x7f00_0fff_8000;
-        assert_eq!(
-            region(&mapping, &near_end),
-            0x7f00_0fff_0000..0x7f00_1000_0000
-        );
-        let long = 0x7f00_0000_1000..0x7f00_0800_0001;
-        let got = region(&mapping, &long);
-        assert!(got.start <= long.start && got.end >= long.end && got.end <= mapping.end);
-        assert_eq!(
-            region(&mapping, &(0x7f00_0000_1000..0x7f00_0000_1010)).len(),
-            REGION_BYTES
-        );
+    fn pieces_are_adjacent_and_end_with_the_mapping() {
+        let mapping = 0x1000..0x1000 + 2 * PIECE_BYTES + 4096;
+        let mut at = mapping.start;
+        for bytes in [PIECE_BYTES, PIECE_BYTES, 4096] {
+            let piece = piece_at(&mapping, at);
+            assert_eq!(piece, at..at + bytes);
+            assert_eq!(piece_at(&mapping, at + bytes - 1), piece);
+            at = piece.end;
+        }
+        assert_eq!(at, mapping.end);
     }
 }

@@ -1,25 +1,28 @@
-//! Weights from a mapped file to the GPU.
+//! Host bytes on their way to the GPU.
 //!
-//! The pages of the mapping are registered with the driver (`regions`), so that the GPU reads them directly. If the
-//! driver refuses (no support for read-only pages, a file system that cannot pin), the bytes go through a ring of
-//! pinned buffers instead, which is logged once.
+//! Pages of mapped files are registered with the driver (`regions`), so that the GPU reads them directly. Other bytes, and
+//! those of files where the driver refuses (no support for read-only pages, a file system that cannot pin), go through a
+//! ring of pinned buffers.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytes::Bytes;
 use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUdeviceptr, CUmemorytype};
 use hearth_kernels::KernelError;
 
 use super::Pinned;
-use super::regions::RegisteredRegions;
+use super::regions::{Reads, RegisteredFiles};
 use crate::driver::{Event, Stream, check};
 
 /// Buffers in the staging ring: one is filled while others are copied.
 const STAGES: usize = 4;
 /// Size of each buffer in bytes.
 const STAGE_BYTES: usize = 8 << 20;
-/// Shorter copies are staged: registering pages costs more than it saves.
+/// Alignment of what shares a buffer.
+const STAGED_ALIGN_BYTES: usize = 256;
+/// Shorter bytes that are copied once are staged: registering pages costs more than it saves.
 const REGISTERED_FROM_BYTES: usize = 1 << 20;
 
 /// Rows on the device that may lie further apart than they are long.
@@ -33,76 +36,89 @@ pub(crate) struct Pitched {
     pub(crate) pitch_bytes: usize,
 }
 
+/// Bytes to copy.
+#[derive(Clone, Copy)]
+pub(crate) enum Source<'a> {
+    /// Bytes that may belong to a mapped file.
+    Shared(&'a Bytes),
+    /// The caller's own.
+    Own(&'a [u8]),
+}
+
+impl<'a> Source<'a> {
+    fn bytes(self) -> &'a [u8] {
+        match self {
+            Self::Shared(bytes) => bytes,
+            Self::Own(bytes) => bytes,
+        }
+    }
+}
+
 /// Copies host bytes to the device, in the order of its own stream.
 pub(crate) struct Uploader {
     stream: Stream,
     /// Recorded when the destination may be written.
     ready: Event,
-    registers: AtomicBool,
-    regions: Mutex<RegisteredRegions>,
+    files: Arc<RegisteredFiles>,
     ring: Mutex<Option<Ring>>,
 }
 
-struct Ring {
-    stages: Vec<(Pinned, Event)>,
-    next: usize,
-}
-
 impl Uploader {
-    pub(crate) fn new(stream: Stream) -> Result<Self, KernelError> {
-        let registers = stream.device().info.registers_read_only;
-        if !registers {
-            tracing::info!(
-                "this GPU cannot read mapped files by itself: weights go through a staging ring"
-            );
-        }
+    pub(crate) fn new(stream: Stream, files: &Arc<RegisteredFiles>) -> Result<Self, KernelError> {
         Ok(Self {
             ready: Event::new(stream.device())?,
-            registers: AtomicBool::new(registers),
-            regions: Mutex::default(),
+            files: Arc::clone(files),
             stream,
             ring: Mutex::new(None),
         })
     }
 
-    /// Copies `host`, `rows × row_bytes` bytes, after the work queued in `before`, zeroes the rest of each pitch, and
-    /// returns when everything has arrived.
+    /// The stream in whose order bytes are copied.
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Copies `rows × row_bytes` bytes after the work queued in `before`, zeroes the rest of each pitch, and returns when
+    /// everything has arrived.
     ///
     /// # Errors
     /// [`KernelError::Device`] if the driver fails.
     pub(crate) fn copy(
         &self,
-        host: &[u8],
+        from: Source<'_>,
         to: Pitched,
         before: &Stream,
     ) -> Result<(), KernelError> {
-        debug_assert_eq!(host.len(), to.rows * to.row_bytes);
         self.stream.device().bind()?;
         self.ready.record(before)?;
         self.stream.wait_for(&self.ready)?;
-        if to.row_bytes != to.pitch_bytes {
-            // SAFETY: the range is the caller's buffer.
-            check("cuMemsetD8Async", unsafe {
-                sys::cuMemsetD8Async(to.address, 0, to.rows * to.pitch_bytes, self.stream.raw())
-            })?;
-        }
-        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        if host.len() >= REGISTERED_FROM_BYTES && self.is_readable(&mut regions, host)? {
-            copy_rows(&self.stream, host.as_ptr().cast(), to)?;
+        self.zero_padding(to)?;
+        if let Source::Shared(host) = from
+            && host.len() >= REGISTERED_FROM_BYTES
+            && let Some(readable) = self.files.readable(host, Reads::Once)?
+        {
+            self.copy_pieces(host, to, &readable.ends)?;
+            // The pages stay registered until then.
             return self.stream.synchronize();
         }
-        drop(regions);
-        self.stage(host, to)
+        self.stage(from.bytes(), to)?;
+        self.stream.synchronize()
     }
 
-    /// Releases the registered pages of files: loading is over, or pauses.
-    pub(crate) fn release(&self) -> Result<(), KernelError> {
-        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        if !regions.is_empty() {
-            self.stream.device().bind()?;
-            regions.clear();
+    /// Queues the copy of `rows × row_bytes` bytes that will be copied again, and of zeros to the rest of each pitch. Shared
+    /// bytes must not change; the caller's own may once this has returned.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the driver fails.
+    pub(crate) fn queue(&self, from: Source<'_>, to: Pitched) -> Result<(), KernelError> {
+        self.stream.device().bind()?;
+        self.zero_padding(to)?;
+        if let Source::Shared(host) = from
+            && let Some(readable) = self.files.readable(host, Reads::Often)?
+        {
+            return self.copy_pieces(host, to, &readable.ends);
         }
-        Ok(())
+        self.stage(from.bytes(), to)
     }
 
     /// Copies page-locked bytes, and returns when they have arrived.
@@ -112,103 +128,151 @@ impl Uploader {
         self.stream.synchronize()
     }
 
-    /// Whether the GPU can read these bytes directly; a refusal by the driver is logged once.
-    fn is_readable(
-        &self,
-        regions: &mut RegisteredRegions,
-        host: &[u8],
-    ) -> Result<bool, KernelError> {
-        if !self.registers.load(Ordering::Relaxed) {
-            return Ok(false);
+    fn zero_padding(&self, to: Pitched) -> Result<(), KernelError> {
+        if to.row_bytes == to.pitch_bytes || to.rows == 0 {
+            return Ok(());
         }
-        match regions.cover(host)? {
-            Ok(()) => Ok(true),
-            Err(None) => Ok(false),
-            Err(Some(refusal)) => {
-                if self.registers.swap(false, Ordering::Relaxed) {
-                    tracing::info!(
-                        ?refusal,
-                        "pages of the model's files cannot be registered: weights go through a staging ring"
-                    );
-                }
-                Ok(false)
-            }
-        }
+        // SAFETY: the range is the caller's buffer.
+        check("cuMemsetD8Async", unsafe {
+            sys::cuMemsetD8Async(to.address, 0, to.rows * to.pitch_bytes, self.stream.raw())
+        })
     }
 
-    /// Copies through the ring: rows are cut into chunks that fit a buffer.
+    /// Queues copies from registered pages, none of them across the end of a piece.
+    fn copy_pieces(&self, host: &[u8], to: Pitched, ends: &[usize]) -> Result<(), KernelError> {
+        let mut from = 0;
+        for &end in ends {
+            for part in parts(to, from..end) {
+                let bytes = host[part.host_offset..].as_ptr().cast();
+                copy_rows(&self.stream, bytes, part.to)?;
+            }
+            from = end;
+        }
+        Ok(())
+    }
+
+    /// Queues copies through the ring; waits for the oldest ones if it is full.
     fn stage(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = match &mut *ring {
             Some(ring) => ring,
             empty => empty.insert(Ring::new(&self.stream)?),
         };
-        for chunk in chunks(to) {
-            let (stage, done) = &mut ring.stages[ring.next];
-            done.wait()?;
-            let (from, len) = (chunk.host_offset, chunk.to.rows * chunk.to.row_bytes);
-            stage.bytes_mut()[..len].copy_from_slice(&host[from..from + len]);
-            copy_rows(&self.stream, stage.as_ptr(), chunk.to)?;
-            done.record(&self.stream)?;
-            ring.next = (ring.next + 1) % STAGES;
+        let mut from = 0;
+        while from < host.len() {
+            let (stage, first) = ring.room(host.len() - from)?;
+            let bytes = (host.len() - from).min(STAGE_BYTES - first);
+            let staged = &mut stage.host.bytes_mut()[first..first + bytes];
+            staged.copy_from_slice(&host[from..from + bytes]);
+            for part in parts(to, from..from + bytes) {
+                let bytes = staged[part.host_offset - from..].as_ptr().cast();
+                copy_rows(&self.stream, bytes, part.to)?;
+            }
+            stage.done.record(&self.stream)?;
+            from += bytes;
         }
-        self.stream.synchronize()
+        Ok(())
     }
+}
+
+impl Drop for Uploader {
+    fn drop(&mut self) {
+        // Copies in flight still read the pages and buffers that are dropped with this. An error here cannot be handled.
+        let _ = self.stream.synchronize();
+    }
+}
+
+/// Pinned buffers that are filled one after the other.
+struct Ring {
+    stages: Vec<Stage>,
+    /// The stage that is being filled, and how far.
+    current: usize,
+    filled: usize,
+}
+
+struct Stage {
+    host: Pinned,
+    /// Recorded after the last copy from it.
+    done: Event,
 }
 
 impl Ring {
     fn new(stream: &Stream) -> Result<Self, KernelError> {
         let stage = |_| {
             let device: &Arc<_> = stream.device();
-            Ok((Pinned::new(device, STAGE_BYTES)?, Event::new(device)?))
+            Ok(Stage {
+                host: Pinned::new(device, STAGE_BYTES)?,
+                done: Event::new(device)?,
+            })
         };
         Ok(Self {
             stages: (0..STAGES).map(stage).collect::<Result<_, KernelError>>()?,
-            next: 0,
+            current: 0,
+            filled: 0,
         })
+    }
+
+    /// Returns a stage, and its first byte from which on `bytes` bytes have room, or as many as a stage has.
+    fn room(&mut self, bytes: usize) -> Result<(&mut Stage, usize), KernelError> {
+        if bytes > STAGE_BYTES - self.filled && self.filled > 0 {
+            self.current = (self.current + 1) % STAGES;
+            self.filled = 0;
+            self.stages[self.current].done.wait()?;
+        }
+        let first = self.filled;
+        let taken = bytes.next_multiple_of(STAGED_ALIGN_BYTES);
+        self.filled = taken.saturating_add(first).min(STAGE_BYTES);
+        Ok((&mut self.stages[self.current], first))
     }
 }
 
-/// Part of a copy that fits one buffer.
+/// Part of a copy.
 #[derive(Debug)]
-struct CopyChunk {
+struct CopyPart {
     host_offset: usize,
     to: Pitched,
 }
 
-/// Cuts a copy into chunks of whole rows, or parts of a row that is longer than a buffer.
-fn chunks(to: Pitched) -> Vec<CopyChunk> {
-    let mut out = Vec::new();
-    if to.row_bytes == 0 {
-        return out;
-    }
-    if to.row_bytes > STAGE_BYTES {
-        for row in 0..to.rows {
-            for from in (0..to.row_bytes).step_by(STAGE_BYTES) {
-                let row_bytes = STAGE_BYTES.min(to.row_bytes - from);
-                out.push(CopyChunk {
-                    host_offset: row * to.row_bytes + from,
-                    to: Pitched {
-                        address: to.address + (row * to.pitch_bytes + from) as u64,
-                        rows: 1,
-                        row_bytes,
-                        pitch_bytes: row_bytes,
-                    },
-                });
-            }
+/// Divides the bytes `bytes` of a copy into parts of one row and parts of whole rows.
+fn parts(to: Pitched, bytes: Range<usize>) -> Vec<CopyPart> {
+    let rows = if to.row_bytes == to.pitch_bytes {
+        // Rows without gaps are one.
+        let bytes = to.rows * to.row_bytes;
+        Pitched {
+            rows: 1,
+            row_bytes: bytes,
+            pitch_bytes: bytes,
+            ..to
         }
-        return out;
-    }
-    let rows_each = STAGE_BYTES / to.row_bytes;
-    for first in (0..to.rows).step_by(rows_each) {
-        out.push(CopyChunk {
-            host_offset: first * to.row_bytes,
-            to: Pitched {
-                address: to.address + (first * to.pitch_bytes) as u64,
-                rows: rows_each.min(to.rows - first),
-                ..to
-            },
+    } else {
+        to
+    };
+    let mut out = Vec::new();
+    let mut at = bytes.start;
+    while at < bytes.end {
+        let (row, column) = (at / rows.row_bytes, at % rows.row_bytes);
+        let address = rows.address + (row * rows.pitch_bytes + column) as u64;
+        let left = bytes.end - at;
+        let part = if column == 0 && left >= rows.row_bytes {
+            Pitched {
+                address,
+                rows: left / rows.row_bytes,
+                ..rows
+            }
+        } else {
+            let row_bytes = left.min(rows.row_bytes - column);
+            Pitched {
+                address,
+                rows: 1,
+                row_bytes,
+                pitch_bytes: row_bytes,
+            }
+        };
+        out.push(CopyPart {
+            host_offset: at,
+            to: part,
         });
+        at += part.rows * part.row_bytes;
     }
     out
 }
@@ -219,7 +283,7 @@ fn copy_rows(stream: &Stream, host: *const c_void, to: Pitched) -> Result<(), Ke
         return Ok(());
     }
     if to.row_bytes == to.pitch_bytes {
-        // SAFETY: the caller keeps the host bytes until the stream is synchronised or the stage's event has passed.
+        // SAFETY: registered pages stay, and a stage is filled again when the event behind this copy has passed.
         return check("cuMemcpyHtoDAsync", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to.address, host, to.rows * to.row_bytes, stream.raw())
         });
@@ -252,44 +316,48 @@ fn copy_rows(stream: &Stream, host: *const c_void, to: Pitched) -> Result<(), Ke
 mod tests {
     use super::*;
 
-    fn covered(to: Pitched) -> Vec<(usize, u64)> {
-        let bytes = chunks(to).into_iter().flat_map(|chunk| {
-            (0..chunk.to.rows * chunk.to.row_bytes)
-                .step_by(1 << 20)
-                .map(move |i| {
-                    let (row, column) = (i / chunk.to.row_bytes, i % chunk.to.row_bytes);
-                    let device = chunk.to.address + (row * chunk.to.pitch_bytes + column) as u64;
-                    (chunk.host_offset + i, device)
-                })
-        });
-        bytes.collect()
+    /// Device address of every byte, in the host's order.
+    fn addresses(to: Pitched, ranges: &[Range<usize>]) -> Vec<u64> {
+        let mut out = Vec::new();
+        for part in ranges.iter().flat_map(|range| parts(to, range.clone())) {
+            assert_eq!(part.host_offset, out.len());
+            for byte in 0..part.to.rows * part.to.row_bytes {
+                let (row, column) = (byte / part.to.row_bytes, byte % part.to.row_bytes);
+                out.push(part.to.address + (row * part.to.pitch_bytes + column) as u64);
+            }
+        }
+        out
     }
 
     #[test]
-    fn pieces_cover_every_row_and_fit_a_stage() {
-        for (rows, row_bytes, pitch_bytes) in [
-            (3, 20 << 20, 21 << 20),
-            (40, 1 << 20, 2 << 20),
-            (0, 5, 8),
-            (3, 0, 8),
-        ] {
+    fn parts_cover_every_byte_wherever_a_copy_is_divided() {
+        for (rows, row_bytes, pitch_bytes) in [(7, 10, 16), (7, 16, 16), (1, 40, 64), (3, 1, 8)] {
             let to = Pitched {
                 address: 1 << 40,
                 rows,
                 row_bytes,
                 pitch_bytes,
             };
-            assert!(
-                chunks(to)
-                    .iter()
-                    .all(|p| p.to.rows * p.to.row_bytes <= STAGE_BYTES)
-            );
-            let total: usize = chunks(to).iter().map(|p| p.to.rows * p.to.row_bytes).sum();
-            assert_eq!(total, rows * row_bytes);
-            for (host, device) in covered(to) {
-                let (row, column) = (host / row_bytes, host % row_bytes);
-                assert_eq!(device, (1 << 40) + (row * pitch_bytes + column) as u64);
+            let bytes = rows * row_bytes;
+            let want: Vec<u64> = (0..bytes)
+                .map(|i| (1 << 40) + (i / row_bytes * pitch_bytes + i % row_bytes) as u64)
+                .collect();
+            for first in 0..=bytes {
+                for second in first..=bytes {
+                    let ranges = [0..first, first..second, second..bytes];
+                    assert_eq!(addresses(to, &ranges), want, "{to:?}, {ranges:?}");
+                }
             }
+            assert!(parts(to, 0..bytes).len() == 1);
+        }
+        for (rows, row_bytes) in [(0, 5), (3, 0)] {
+            let to = Pitched {
+                address: 1 << 40,
+                rows,
+                row_bytes,
+                pitch_bytes: 8,
+            };
+            assert!(parts(to, 0..rows * row_bytes).is_empty());
         }
     }
 }

@@ -17,7 +17,7 @@ use cudarc::driver::sys::{self, CUdeviceptr};
 use hearth_kernels::KernelError;
 
 use crate::compile::Function;
-use crate::driver::{Stream, check, fault};
+use crate::driver::{Mark, Marks, Stream, check, fault};
 use crate::memory::{Memory, Pinned};
 
 pub(crate) use args::{Args, Argument};
@@ -131,6 +131,18 @@ impl Queue {
     /// Launches the waiting commands.
     pub(crate) fn flush(&self) -> Result<(), KernelError> {
         self.launch_waiting(&mut *self.state()?)
+    }
+
+    /// Marks the end of everything that was queued so far, after launching it.
+    pub(crate) fn mark(&self, marks: &Arc<Marks>) -> Result<Mark, KernelError> {
+        self.launch_waiting(&mut *self.state()?)?;
+        marks.record(&self.stream)
+    }
+
+    /// Makes commands that are queued from now on wait for a mark; those queued before are launched.
+    pub(crate) fn wait_for(&self, mark: &Mark) -> Result<(), KernelError> {
+        self.launch_waiting(&mut *self.state()?)?;
+        mark.hold_back(&self.stream)
     }
 
     /// Launches the waiting commands, and waits until they are done.

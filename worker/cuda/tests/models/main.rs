@@ -1,5 +1,5 @@
-//! Whole models on the CUDA backend: every architecture against transformers, every way to an answer, and KV that
-//! moves between a GPU and a CPU. They run on the host model of CUDA,
+//! Whole models on the CUDA backend: every architecture against transformers, every way to an answer, experts that are
+//! streamed, and KV that moves between a GPU and a CPU. They run on the host model of CUDA,
 //! or with `HEARTH_TEST_GPU=1` on this machine's GPU.
 #![allow(
     clippy::unwrap_used,
@@ -12,6 +12,7 @@ mod support;
 mod device;
 mod goldens;
 mod sampling;
+mod streaming;
 mod transfer;
 mod upload;
 mod ways;

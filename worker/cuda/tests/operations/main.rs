@@ -25,4 +25,5 @@ mod refusals;
 mod route;
 mod sanitizer;
 mod sequence;
+mod slots;
 mod support;

@@ -1,0 +1,171 @@
+//! Streamed experts give the bits of resident ones, whichever order the device's streams run in.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use hearth_cuda::{CudaBackend, CudaKv};
+use hearth_formats::{Checkpoint, ModelConfig};
+use hearth_kernels::ops::*;
+use hearth_kernels::{BlockId, KvDType, Span};
+use hearth_model::{Batch, Model, Residency, modules};
+use hearth_residency::{Resident, StreamLoading, StreamLoadingOptions};
+
+use crate::device::gpu;
+
+/// Tokens of the prompt: more than a step that is recorded has.
+const PROMPT: u32 = 60;
+
+struct Files {
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+}
+
+impl Files {
+    fn of(case: &str) -> Self {
+        let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
+        Self {
+            config: ModelConfig::read(&goldens.join(case)).unwrap(),
+            checkpoint: Checkpoint::open(&goldens.join(case)).unwrap(),
+        }
+    }
+
+    fn experts(&self) -> usize {
+        self.config.moe.as_ref().unwrap().experts
+    }
+
+    fn resident(&self, gpu: &Arc<CudaBackend>) -> Arc<dyn Residency<CudaBackend>> {
+        let modules = modules(&self.config).unwrap();
+        Arc::new(Resident::open(&self.checkpoint, modules, gpu.clone()).unwrap())
+    }
+
+    fn streamed(
+        &self,
+        gpu: &Arc<CudaBackend>,
+        slots: Option<usize>,
+    ) -> Arc<StreamLoading<CudaBackend>> {
+        let modules = modules(&self.config).unwrap();
+        let options = StreamLoadingOptions {
+            slots,
+            experts_per_token: self.config.moe.as_ref().unwrap().experts_per_token,
+            listener: None,
+        };
+        let gpu = gpu.clone();
+        Arc::new(StreamLoading::open(&self.checkpoint, &modules, gpu, options).unwrap())
+    }
+
+    /// Bits of the logits of a prompt, of a token after it, and of two more.
+    fn bits(
+        &self,
+        gpu: &Arc<CudaBackend>,
+        residency: Arc<dyn Residency<CudaBackend>>,
+        tile_rows: usize,
+    ) -> [Vec<u32>; 3] {
+        let model = Model::new(self.config.clone(), gpu.clone(), residency).unwrap();
+        let mut model = model.in_row_tiles(tile_rows);
+        let layout = model.kv_layout(16, KvDType::F32);
+        let mut kv = gpu.kv_alloc(layout, 8).unwrap();
+        let prompt: Vec<u32> = (0..PROMPT).map(|i| i * 7 % 97).collect();
+        [(0, &prompt[..]), (60, &[5]), (61, &[6, 7])]
+            .map(|(start, tokens)| logits(&mut model, &mut kv, start, tokens))
+    }
+}
+
+fn logits(
+    model: &mut Model<CudaBackend>,
+    kv: &mut CudaKv,
+    start: usize,
+    tokens: &[u32],
+) -> Vec<u32> {
+    let batch = Batch {
+        tokens: tokens.to_vec(),
+        spans: vec![Span {
+            first_row: 0,
+            rows: tokens.len(),
+            start,
+            blocks: (0..8).map(BlockId).collect(),
+        }],
+        logit_rows: (0..tokens.len() as u32).collect(),
+    };
+    let logits = model.forward(&batch, kv, &mut ()).unwrap();
+    logits.into_iter().map(f32::to_bits).collect()
+}
+
+/// Asserts the bits of resident experts for rings of these many slots, the last of them in row tiles too.
+fn assert_rings(case: &str, rings: &[Option<usize>]) {
+    let files = Files::of(case);
+    let gpu = gpu();
+    let want = files.bits(&gpu, files.resident(&gpu), usize::MAX);
+    let tiled = rings.last().map(|&slots| (slots, 7));
+    for (slots, tile_rows) in rings.iter().map(|&slots| (slots, usize::MAX)).chain(tiled) {
+        let got = files.bits(&gpu, files.streamed(&gpu, slots), tile_rows);
+        assert!(got == want, "{case}, {slots:?} slots, tiles of {tile_rows}");
+    }
+}
+
+#[test]
+fn every_ring_gives_the_bits_of_resident_experts() {
+    for case in ["kimi_k2", "qwen3_moe"] {
+        let all = Files::of(case).experts();
+        assert_rings(case, &[None, Some(all), Some(3), Some(2)]);
+    }
+}
+
+#[test]
+fn a_ring_of_fp8_experts_gives_the_bits_of_resident_ones() {
+    assert_rings("deepseek_v3_fp8", &[None, Some(3)]);
+}
+
+/// Environments of the host model: orders of its streams, and a driver that registers no pages.
+const ENVIRONMENTS: [&[(&str, &str)]; 4] = [
+    &[("HEARTH_HOST_MODEL_SEED", "1")],
+    &[("HEARTH_HOST_MODEL_SEED", "2")],
+    &[("HEARTH_HOST_MODEL_NO_REGISTER", "1")],
+    &[
+        ("HEARTH_HOST_MODEL_SEED", "3"),
+        ("HEARTH_HOST_MODEL_NO_REGISTER", "1"),
+    ],
+];
+
+#[test]
+fn the_order_of_streams_and_the_way_of_copies_change_nothing() {
+    if std::env::var_os("HEARTH_TEST_GPU").is_some() {
+        eprintln!("SKIPPED: hardware has one order of streams, which the other test runs in");
+        return;
+    }
+    for environment in ENVIRONMENTS {
+        let report = tempfile::NamedTempFile::new().unwrap();
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "streaming::a_ring_of_fp8_experts_gives_the_bits_of_resident_ones",
+            ])
+            .env("HEARTH_HOST_MODEL_REPORT", report.path())
+            .envs(environment.iter().copied())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        let report = std::fs::read_to_string(report.path()).unwrap();
+        assert!(output.status.success(), "{environment:?}: {report}\n{said}");
+        assert!(said.contains("1 passed"), "{said}");
+    }
+}
+
+#[test]
+fn slots_and_what_is_copied_into_them_come_out_of_the_budget() {
+    let files = Files::of("qwen3_moe");
+    let gpu = gpu();
+    let used = |slots| {
+        let streamed = files.streamed(&gpu, Some(slots));
+        let used = gpu.memory_bytes().0;
+        drop(streamed);
+        used
+    };
+    let before = gpu.memory_bytes().0;
+    let (two, three, four) = (used(2), used(3), used(4));
+    assert!(
+        two < three && three - two == four - three,
+        "{two} {three} {four}"
+    );
+    assert_eq!(gpu.memory_bytes().0, before, "slots are given back");
+}

@@ -15,6 +15,7 @@ use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_residency::Placing;
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
+use hearth_virtual::VirtualOptions;
 
 use super::binding::Binding;
 use super::control::ControlService;
@@ -26,7 +27,7 @@ use super::process::ProcessArgs;
 use super::report::{Report, stay_alive};
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
-use crate::device::{DeviceOptions, GpuOptions, on_device};
+use crate::device::{DeviceArg, DeviceOptions, GpuOptions, VirtualArg, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
@@ -86,7 +87,7 @@ fn run(args: &RankArgs, role: PlanRole, environment: &Environment) -> anyhow::Re
         .thread_stack_size(STACK_BYTES)
         .enable_all()
         .build()?;
-    let device = device_options(args, environment, &rank, &binding);
+    let device = device_options(args, environment, &rank, &binding)?;
     runtime.block_on(serve(args, &plan, &rank, binding, device))
 }
 
@@ -336,6 +337,13 @@ fn load_options<'a>(
         .residency
         .as_ref()
         .with_context(|| format!("the plan gives {} no residency", rank.name))?;
+    if rank.dual_batch {
+        bail!(
+            "the plan has {} decode in two half batches, and this version of the worker cannot\n  \
+             run it in a newer version, or write spec.decode.dualBatch: \"Off\"",
+            rank.name
+        );
+    }
     Ok(LoadOptions {
         device,
         residency: match residency.policy {
@@ -343,6 +351,14 @@ fn load_options<'a>(
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
                 budget_bytes: Some(residency.budget_bytes),
             },
+            PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading {
+                slots: residency.ring_slots.map(|slots| slots as usize),
+            },
+            PlanPolicy::HostExperts => bail!(
+                "the plan has the CPUs compute the experts of {}, and this version of the worker cannot\n  \
+                 run it in a newer version, or write strategy: Hybrid",
+                rank.name
+            ),
         },
         placing,
     })
@@ -354,25 +370,49 @@ fn device_options(
     environment: &Environment,
     rank: &PlanRank,
     binding: &Binding,
-) -> DeviceOptions {
+) -> anyhow::Result<DeviceOptions> {
+    let cpu = CpuOptions {
+        isa: args.isa.isa(),
+        threads: rank.threads as usize,
+        numa_cpus: binding.numa_cpus(),
+    };
+    if let Some(text) = &rank.virtual_device {
+        return virtual_options(text, rank, cpu);
+    }
     if let Some(uuid) = rank.device().gpu_uuid() {
         let options = args.gpu.options(
             environment,
             Some(uuid.to_owned()),
             Some(rank.gpu_budget_bytes()),
         );
-        return DeviceOptions::Gpu(GpuOptions {
+        return Ok(DeviceOptions::Gpu(GpuOptions {
             // A device plugin may assign another GPU of the node, and the plan is valid for each; a claim names its
             // GPU.
             or_any: rank.gpus > 0 && !rank.claims_gpus,
             ..options
-        });
+        }));
     }
-    DeviceOptions::Cpu(CpuOptions {
-        isa: args.isa.isa(),
-        threads: rank.threads as usize,
-        numa_cpus: binding.numa_cpus(),
-    })
+    Ok(DeviceOptions::Cpu(cpu))
+}
+
+/// Returns the virtual device that the plan names, with the rank's share of its memory.
+fn virtual_options(text: &str, rank: &PlanRank, cpu: CpuOptions) -> anyhow::Result<DeviceOptions> {
+    match text.parse() {
+        Ok(DeviceArg::Virtual(VirtualArg { memory_bytes: _ })) => {
+            Ok(DeviceOptions::Virtual(VirtualOptions {
+                memory_bytes: rank.gpu_budget_bytes(),
+                cpu,
+            }))
+        }
+        Ok(_) => bail!(
+            "the plan gives {} the virtual device {text:?}, which is a real one\n  plan again with this version of hearth",
+            rank.name
+        ),
+        Err(why) => bail!(
+            "the plan gives {} the virtual device {text:?}: {why}\n  plan again with this version of hearth",
+            rank.name
+        ),
+    }
 }
 
 impl Worker {

@@ -12,6 +12,7 @@ mod own;
 mod profile;
 mod random;
 mod session;
+mod virtual_device;
 
 pub(crate) use bench::{BenchArgs, run as bench};
 #[cfg(feature = "cuda")]

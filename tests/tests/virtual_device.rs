@@ -80,7 +80,10 @@ fn the_plan_is_made_for_what_was_measured() {
     assert_eq!(prefill["virtualDevice"], json!(DEVICE));
     assert_eq!(prefill["residency"]["policy"], "StreamLoading");
     let slots = prefill["residency"]["ringSlots"].as_u64();
-    assert!(slots.is_some_and(|slots| (2..16).contains(&slots)), "{plan:#}");
+    assert!(
+        slots.is_some_and(|slots| (2..16).contains(&slots)),
+        "{plan:#}"
+    );
     let bytes = prefill["gpuMemoryBytes"].as_u64().expect("bytes");
     assert!(bytes <= 13 << 19, "{bytes} of 6.5 MiB");
     assert_eq!(prefill["chunkTokens"], plan["model"]["contextLength"]);

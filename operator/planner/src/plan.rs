@@ -13,7 +13,7 @@ use crate::input::PlanInput;
 use crate::memory::Demand;
 use crate::node_ranks::{Device, Devices};
 use crate::numerics::alike;
-use crate::place::{NoRoom, Objection, Placement, Refused, Wanted, place};
+use crate::place::{NoRoom, Objection, Refused, Wanted, place};
 
 /// Prompt tokens per step of a prefill rank: enough for matrix products to be compute-bound.
 const PREFILL_CHUNK_TOKENS: u32 = 512;
@@ -70,13 +70,7 @@ struct Planning<'a> {
     value_type: PlanKvType,
 }
 
-/// A placement on one choice of devices.
-struct Candidate {
-    placement: Placement,
-    plan: InferencePlanSpec,
-}
-
-impl<'a> Planning<'a> {
+impl Planning<'_> {
     /// The plan on the best devices with room. Experts that stay in the node's memory while the rest is on a GPU are
     /// chosen where they were asked for, or where the plan is predicted to be faster than that of the CPUs alone.
     fn best(&self) -> Result<InferencePlanSpec, PlanError> {
@@ -84,28 +78,16 @@ impl<'a> Planning<'a> {
         let mut nodes = estimator.nodes().iter();
         let has_gpus = nodes.any(|node| has_usable(node, estimator.gpus()));
         let candidates = self.asked.candidates(has_gpus);
-        let on_cpus = match candidates.contains(&Devices::CPUS) {
-            true => self.on(Devices::CPUS, Vec::new()).ok(),
-            false => None,
-        };
         let mut refused = Vec::new();
-        for devices in candidates {
-            let refuse = |why| Refused { devices, why };
-            let candidate = match self.on(devices, refused.clone()) {
-                Ok(candidate) => candidate,
-                Err(no_room) => {
-                    refused.push(refuse(Objection::NoRoom(no_room)));
-                    continue;
-                }
+        for devices in candidates.iter().copied() {
+            let why = match self.on(devices, refused.clone()) {
+                Err(no_room) => Objection::NoRoom(no_room),
+                Ok(plan) => match self.slower(devices, &plan, &candidates) {
+                    Some(why) => Objection::Slower(why),
+                    None => return Ok(plan),
+                },
             };
-            let slower = on_cpus
-                .as_ref()
-                .filter(|_| devices.has_host_experts())
-                .and_then(|on_cpus| slower(&candidate, on_cpus));
-            match slower {
-                Some(why) => refused.push(refuse(Objection::Slower(why))),
-                None => return Ok(candidate.plan),
-            }
+            refused.push(Refused { devices, why });
         }
         let wanted = self.wanted(refused.last().map_or(Devices::CPUS, |last| last.devices));
         let no_room = refused
@@ -134,7 +116,7 @@ impl<'a> Planning<'a> {
         }
     }
 
-    fn on(&self, devices: Devices, refused: Vec<Refused>) -> Result<Candidate, NoRoom> {
+    fn on(&self, devices: Devices, refused: Vec<Refused>) -> Result<InferencePlanSpec, NoRoom> {
         let (demand, estimator) = (&self.demand, self.estimator);
         let wanted = self.wanted(devices);
         let free = place(estimator.nodes(), demand, wanted, estimator)?;
@@ -143,37 +125,45 @@ impl<'a> Planning<'a> {
             input: self.input,
             nodes: estimator.nodes(),
             demand: *demand,
-            placement: placement.clone(),
+            placement,
             refused,
             estimator,
             key_type: self.key_type,
             value_type: self.value_type,
         };
-        Ok(Candidate {
-            placement,
-            plan: draft.to_plan(),
+        Ok(draft.to_plan())
+    }
+
+    /// Why a plan whose experts stay in the node's memory is not faster than one that may be chosen instead; `None` if it
+    /// is, or if nothing else may be chosen.
+    fn slower(
+        &self,
+        devices: Devices,
+        plan: &InferencePlanSpec,
+        candidates: &[Devices],
+    ) -> Option<String> {
+        let context = plan.model.context_length;
+        if devices.prefill == Device::StreamingGpu
+            && candidates.contains(&Devices::CPUS)
+            && plan.routing.chunked_below_tokens > context
+        {
+            return Some(format!(
+                "no prompt of up to {context} tokens would get its first token sooner than from a decode rank that reads it in chunks"
+            ));
+        }
+        let on_cpus = Devices {
+            decode: Device::Cpus,
+            ..devices
+        };
+        if devices.decode != Device::GpuAndCpus || !candidates.contains(&on_cpus) {
+            return None;
+        }
+        let tpot_ms = self.on(on_cpus, Vec::new()).ok()?.predicted.tpot_ms;
+        (plan.predicted.tpot_ms >= tpot_ms).then(|| {
+            format!(
+                "TPOT {:.1} ms, and {tpot_ms:.1} ms on the CPUs alone",
+                plan.predicted.tpot_ms
+            )
         })
     }
-}
-
-/// Why a plan whose experts stay in the node's memory is not faster than that of the CPUs; `None` if it is.
-fn slower(candidate: &Candidate, on_cpus: &Candidate) -> Option<String> {
-    let devices = candidate.placement.ranks.iter().map(|ranks| ranks.devices);
-    let devices = devices.last().unwrap_or_default();
-    let (plan, cpus) = (&candidate.plan, &on_cpus.plan);
-    if devices.prefill == Device::StreamingGpu
-        && plan.routing.chunked_below_tokens > plan.model.context_length
-    {
-        return Some(format!(
-            "no prompt of up to {} tokens would get its first token sooner than from a decode rank that reads it in chunks",
-            plan.model.context_length
-        ));
-    }
-    if devices.decode == Device::GpuAndCpus && plan.predicted.tpot_ms >= cpus.predicted.tpot_ms {
-        return Some(format!(
-            "TPOT {:.1} ms, and {:.1} ms on the CPUs alone",
-            plan.predicted.tpot_ms, cpus.predicted.tpot_ms
-        ));
-    }
-    None
 }

@@ -279,3 +279,24 @@ fn modes_that_cannot_be_are_refused_with_numbers_and_a_remedy() {
     let error = error.unwrap_err().to_string();
     assert!(error.contains("the rate of copies to RTX 4060"), "{error}");
 }
+
+#[test]
+fn answers_stay_on_faster_cpus_where_only_prompts_were_asked_to_stream() {
+    let of = |yaml: &str| {
+        let machine = NodeProfileStatus {
+            gpus: vec![gpu("NVIDIA L4", 1, 24)],
+            ..server()
+        };
+        planned(yaml, machine).unwrap()
+    };
+    let plan = of("prefill: {mode: StreamLoading}\n");
+    assert_eq!(
+        policy(rank(&plan, "prefill-0")),
+        ResidencyPolicy::StreamLoading
+    );
+    assert_eq!(policy(rank(&plan, "decode-0")), ResidencyPolicy::Resident);
+    let halves = of("prefill: {mode: StreamLoading}\ndecode: {dualBatch: \"On\"}\n");
+    let decode = rank(&halves, "decode-0");
+    assert_eq!(policy(decode), ResidencyPolicy::HostExperts);
+    assert!(decode.dual_batch && halves.predicted.tpot_ms > plan.predicted.tpot_ms);
+}

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use hearth_crds::{GPU_RANK_THREADS, GpuProfile, VIRTUAL_UUID};
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::{Backend, CpuOptions, DType, HostMatrix, KernelError};
+use hearth_profiler::three_digits;
 use hearth_virtual::{VirtualBackend, VirtualOptions};
 
 use crate::device::{DeviceArg, VirtualArg};
@@ -32,7 +33,7 @@ impl std::str::FromStr for VirtualDevice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.parse()? {
+        match text.parse::<DeviceArg>()? {
             DeviceArg::Virtual(arg) => Ok(Self {
                 text: text.to_owned(),
                 arg,
@@ -92,7 +93,7 @@ fn rates<B: Backend + LoadOps>(
     let bytes = (memory_bytes / MATRIX_SHARE).min(MOST_BYTES) as usize;
     let rows = (bytes / 2 / COLUMNS).max(1);
     // Not zeros, which the system would not give memory.
-    let data = vec![1; rows * COLUMNS * 2];
+    let data = vec![1_u8; rows * COLUMNS * 2];
     let matrix = HostMatrix::new(data.into(), DType::Bf16, rows, COLUMNS, None)?;
     let size = matrix.size_bytes() as f64;
     let copy_gbps = size / copy_seconds(backend, &matrix)? / 1e9;
@@ -174,10 +175,6 @@ fn seconds<B: Backend>(
         }
         times = times.saturating_mul(if took < LEAST_TIME / 8 { 8 } else { 2 });
     }
-}
-
-fn three_digits(rate: f64) -> f64 {
-    format!("{rate:.2e}").parse().unwrap_or(rate)
 }
 
 #[cfg(test)]

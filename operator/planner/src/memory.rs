@@ -276,12 +276,25 @@ impl Demand<'_> {
             .saturating_sub((decode + prefill + gateways) * RUNNING_PROCESS_BYTES)
     }
 
-    /// Number of windows over prefetched weights for a node's `workers`: one each if they have their own memory
-    /// limits.
-    fn weight_windows(&self, workers: u64) -> u64 {
-        match self.exclusive {
+    /// Number of windows over prefetched weights for a node's workers: one each if they have their own memory limits.
+    fn weight_windows(&self, ranks: NodeRanks) -> u64 {
+        let workers = u64::from(ranks.decode_on_cpus() + ranks.prefill_on_cpus());
+        match self.exclusive && !ranks.has_host_experts() {
             true => workers.max(1),
             false => 1,
+        }
+    }
+
+    /// Bytes of weights in the memory of a node with these ranks, and the least of them that must be there: all, if a
+    /// GPU asks for experts in every pass.
+    fn host_weights(&self, ranks: NodeRanks) -> (u64, u64) {
+        let (total, routed) = (self.facts.bytes.total(), self.facts.bytes.routed_experts);
+        let on_cpus = ranks.decode_on_cpus() + ranks.prefill_on_cpus();
+        match (on_cpus, ranks.has_host_experts()) {
+            (0, false) => (0, 0),
+            (0, true) => (routed, routed),
+            (_, true) => (total, total),
+            (_, false) => (total, self.facts.least_resident_bytes()),
         }
     }
 
@@ -298,14 +311,7 @@ impl Demand<'_> {
         let free = free_bytes(node);
         let decode = u64::from(ranks.decode_on_cpus());
         let prefill = u64::from(ranks.prefill_on_cpus());
-        let routed = self.facts.bytes.routed_experts;
-        let (weights, floor) = match (decode + prefill, ranks.has_host_experts()) {
-            (0, false) => (0, 0),
-            // Experts that a GPU asks for in every pass stay in memory.
-            (0, true) => (routed, routed),
-            (_, true) => (self.facts.bytes.total(), self.facts.bytes.total()),
-            (_, false) => (self.facts.bytes.total(), self.facts.least_resident_bytes()),
-        };
+        let (weights, floor) = self.host_weights(ranks);
         let scratch = self.scratch_bytes(ranks);
         let (decode_least, decode_best) = self.decode_kv();
         let (prefill_least, prefill_best) = self.prefill_kv();
@@ -346,10 +352,7 @@ impl Demand<'_> {
                 prefill_least,
             ));
         }
-        let windows = match ranks.has_host_experts() {
-            true => 1,
-            false => self.weight_windows(decode + prefill),
-        };
+        let windows = self.weight_windows(ranks);
         let floors = floor.saturating_mul(windows);
         let least = sum(floors, decode_least, prefill_least);
         if least <= free {

@@ -107,7 +107,7 @@ pub(crate) enum GpuLack {
     /// No GPU that this engine supports, with the reason.
     Unusable { node: String, why: String },
     /// Too little memory on the GPU with the most left.
-    Memory(GpuShortage),
+    Memory(Box<GpuShortage>),
 }
 
 impl GpuLack {
@@ -330,7 +330,7 @@ fn take(
     };
     let room = &mut rooms[n];
     let Some(left) = room.left_bytes.checked_sub(need.least_bytes()) else {
-        return Err(GpuLack::Memory(GpuShortage {
+        return Err(GpuLack::Memory(Box::new(GpuShortage {
             node: node.node.clone(),
             gpu: room.gpu.name.clone(),
             role,
@@ -340,7 +340,7 @@ fn take(
             kv_bytes: need.kv_least_bytes,
             working_bytes: need.working_bytes,
             ring_bytes: need.ring_least_bytes,
-        }));
+        })));
     };
     room.left_bytes = left;
     Ok(n)

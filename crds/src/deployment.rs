@@ -131,6 +131,7 @@ pub enum Strategy {
         validation = Rule::new(rules::SCALING_XOR_RANGE).message(rules::SCALING_XOR_RANGE_SAYS),
         validation = Rule::new("!has(self.mode) || self.mode != 'Chunked' || !(has(self.replicas) || has(self.scaling) || has(self.minReplicas) || has(self.maxReplicas))")
             .message("remove replicas and scaling, or write another mode: with mode Chunked the decode workers read the prompts"),
+        validation = Rule::new(rules::STREAMING_HAS_GPU).message(rules::STREAMING_HAS_GPU_SAYS),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -153,11 +154,19 @@ pub struct PrefillSpec {
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_RANGE).message(rules::NO_PREFILL_RANGE_SAYS)))]
     pub max_replicas: Option<u32>,
     /// Auto lets the planner choose. Chunked has no prefill workers: decode workers read prompts in pieces.
-    /// StreamLoading and DistributedStreamLoading would stream the experts through one GPU or several and are refused: this
-    /// engine has neither yet.
+    /// StreamLoading keeps all but the routed experts on each worker's GPU and streams these through a ring of slots
+    /// there. DistributedStreamLoading would share that among several GPUs and is refused: this engine does not yet.
     #[serde(default)]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_STREAMING).message(rules::NO_STREAMING_SAYS)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_DISTRIBUTED_STREAMING).message(rules::NO_DISTRIBUTED_STREAMING_SAYS)))]
     pub mode: PrefillMode,
+    /// Tokens of a prompt below which decode workers read it, in chunks between their steps. By default the length from
+    /// which a prefill worker is predicted to be faster.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self >= 0 && self <= 16777216").message("write 0 to 16777216 tokens; with 0 prefill workers read every prompt"))
+    )]
+    pub chunked_below_tokens: Option<u32>,
     /// GPUs requested for each prefill worker; it computes on one of them. With 0 no worker uses a GPU. By default the
     /// planner's choice with strategy Auto, and none with Hybrid.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -195,6 +204,7 @@ fn default_max_batch() -> u32 {
     x_kube(
         validation = Rule::new(rules::REPLICAS_XOR_RANGE).message(rules::REPLICAS_XOR_RANGE_SAYS),
         validation = Rule::new(rules::SCALING_XOR_RANGE).message(rules::SCALING_XOR_RANGE_SAYS),
+        validation = Rule::new(rules::DUAL_BATCH_HAS_TWO).message(rules::DUAL_BATCH_HAS_TWO_SAYS),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -223,10 +233,9 @@ pub struct DecodeSpec {
         x_kube(validation = Rule::new("self >= 1 && self <= 512").message("at least 1 stream must be able to decode, at most 512; the default is 6"))
     )]
     pub max_batch: u32,
-    /// Two half batches, one in attention while the other is in its experts. On is refused: this engine does not overlap them
-    /// yet. Quote the value: kubectl reads a bare On or Off as a boolean.
+    /// Two half batches, one in attention on a GPU while the other is in its experts on the CPUs. Auto does so where it is
+    /// predicted to be faster. Quote the value: kubectl reads a bare On or Off as a boolean.
     #[serde(default)]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_DUAL_BATCH).message(rules::NO_DUAL_BATCH_SAYS)))]
     pub dual_batch: DualBatch,
     /// The KV cache of each worker.
     #[serde(default)]

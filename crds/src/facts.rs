@@ -89,6 +89,12 @@ pub struct ModelFacts {
     pub experts: u32,
     /// Routed experts that one token uses per layer.
     pub experts_per_token: u32,
+    /// Layers with routed experts; 0 in facts of earlier versions.
+    #[serde(default)]
+    pub expert_layers: u32,
+    /// Inner width of one routed expert; 0 in facts of earlier versions.
+    #[serde(default)]
+    pub expert_hidden: u32,
     /// Query heads.
     pub heads: u32,
     /// KV cache entry of one token in one layer.
@@ -179,6 +185,47 @@ impl ModelFacts {
             return circle;
         }
         self.absent_step_bytes(tokens, kept_bytes)
+    }
+
+    /// Layers with routed experts: all of them if the facts do not say.
+    pub fn routed_layers(&self) -> u32 {
+        match self.expert_layers {
+            _ if self.experts == 0 => 0,
+            0 => self.layers,
+            layers => layers,
+        }
+    }
+
+    /// Bytes of one routed expert as stored; 0 for a dense model.
+    pub fn expert_bytes(&self) -> u64 {
+        let experts = u64::from(self.experts) * u64::from(self.routed_layers());
+        self.bytes.routed_experts.checked_div(experts).unwrap_or(0)
+    }
+
+    /// Floating-point operations of weights of `bytes`, as stored, for one token.
+    pub fn flops_of(&self, bytes: f64) -> f64 {
+        let share = bytes / self.bytes.total().max(1) as f64;
+        2.0 * share * self.parameter_count as f64
+    }
+
+    /// Floating-point operations of one routed expert for one token; 0 for a dense model.
+    pub fn expert_flops(&self) -> f64 {
+        match self.expert_hidden {
+            0 => self.flops_of(self.expert_bytes() as f64),
+            width => 2.0 * 3.0 * f64::from(self.hidden) * f64::from(width),
+        }
+    }
+
+    /// Floating-point operations of all products but those of routed experts and of attention's scores, for one token.
+    pub fn dense_flops(&self) -> f64 {
+        let routed = f64::from(self.experts_per_token) * f64::from(self.routed_layers());
+        let all = 2.0 * self.active_parameter_count as f64;
+        (all - self.expert_flops() * routed).max(0.0)
+    }
+
+    /// Bytes of all weights but the routed experts.
+    pub fn dense_bytes(&self) -> u64 {
+        self.bytes.total().saturating_sub(self.bytes.routed_experts)
     }
 
     /// Bytes that every step reads, regardless of its tokens.

@@ -182,6 +182,10 @@ pub struct PlanRank {
     /// the process.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub gpu_memory_bytes: u64,
+    /// The virtual device that stands for the GPU, as the worker's `--device` takes it; its memory is `gpuMemoryBytes`
+    /// instead of what the text says. Unset for a real GPU and for CPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub virtual_device: Option<String>,
     /// Residency of its weights in memory; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
@@ -190,6 +194,9 @@ pub struct PlanRank {
     pub kv: Option<PlanKv>,
     /// Concurrent streams (decode), or prompts in progress (prefill); 0 for the gateway.
     pub max_batch: u32,
+    /// Whether it decodes in two half batches, one in attention on its GPU while the other is in its experts on the CPUs.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dual_batch: bool,
     /// Prompt tokens per step; 0 for the gateway.
     pub chunk_tokens: u32,
     /// Bytes of the node's memory for activations and logits in addition to weights and KV; includes the process
@@ -221,6 +228,12 @@ pub fn cpu_request_millis(pinning: Pinning, cpus: usize, threads: u32) -> u64 {
         Pinning::Exclusive | Pinning::Shared | Pinning::None => u64::from(threads.max(1)) * 100,
     }
 }
+
+/// Threads of a rank that computes on a GPU alone: one launches work, the others load the weights.
+pub const GPU_RANK_THREADS: u32 = 4;
+
+/// UUID of the virtual device in a profile, which stands for a GPU.
+pub const VIRTUAL_UUID: &str = "VIRTUAL-0";
 
 /// GPU memory that the driver takes per process in addition to what the process allocates: its context and the
 /// compiled kernels.
@@ -270,7 +283,11 @@ impl PlanRank {
 
     /// Bytes of GPU memory that it may allocate: its share minus what the driver takes for the process.
     pub fn gpu_budget_bytes(&self) -> u64 {
-        self.gpu_memory_bytes.saturating_sub(GPU_CONTEXT_BYTES)
+        let context_bytes = match self.virtual_device {
+            Some(_) => 0,
+            None => GPU_CONTEXT_BYTES,
+        };
+        self.gpu_memory_bytes.saturating_sub(context_bytes)
     }
 
     /// CPU request of its Pod, in millicores.
@@ -289,8 +306,9 @@ impl PlanRank {
     /// Bytes of weights that it keeps in its node's memory; ranks on one node map one copy.
     pub fn host_weight_bytes(&self) -> u64 {
         match &self.residency {
-            Some(residency) if !self.is_on_gpu() => residency.budget_bytes,
-            Some(_) | None => 0,
+            Some(residency) if self.is_on_gpu() => residency.host_bytes,
+            Some(residency) => residency.budget_bytes,
+            None => 0,
         }
     }
 
@@ -364,6 +382,16 @@ pub struct PlanResidency {
     pub weight_bytes: u64,
     /// Bytes of them that may be in memory at a time (in the GPU's for a rank on one): all with Resident.
     pub budget_bytes: u64,
+    /// Bytes of them that a rank on a GPU reads from the node's memory in every pass: the routed experts with
+    /// StreamLoading and HostExperts. Ranks of one node share one copy.
+    #[serde(default, skip_serializing_if = "is_none_of_bytes")]
+    pub host_bytes: u64,
+    /// Slots of the ring that experts pass through, each for one expert; set with StreamLoading alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ring_slots: Option<u32>,
+    /// Experts that are kept on the GPU too, those used last; set with HostExperts where that pays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_slots: Option<u32>,
 }
 
 /// Policy that brings weights to where they are used.
@@ -374,6 +402,11 @@ pub enum ResidencyPolicy {
     Resident,
     /// Mapped; the kernel is asked to read the next layers and to drop the last ones.
     MmapPrefetch,
+    /// All but the routed experts stay on the rank's GPU; these are copied into a ring of slots there, in the order of
+    /// the layers, while others compute.
+    StreamLoading,
+    /// All but the routed experts stay on the rank's GPU; these are mapped, and its CPUs compute them.
+    HostExperts,
 }
 
 /// The KV cache of a rank.

@@ -38,8 +38,8 @@ use serde::{Deserialize, Serialize};
 #[cfg_attr(feature = "kube", schemars(extend("x-kubernetes-preserve-unknown-fields" = true)))]
 pub struct NodeProfileSpec {}
 
-/// Hardware of one node and its speed. All rates are measured, except those of GPUs, which are estimates; a device
-/// that is missing is an empty list.
+/// Hardware of one node and its speed. All rates are measured, except most of those of GPUs, which are estimates; a
+/// device that is missing is an empty list.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
@@ -203,12 +203,30 @@ pub struct GpuProfile {
     /// number of multiprocessors and their highest clock.
     #[serde(default)]
     pub bf16_gflops: f64,
+    /// Measured rate of copies from the node's memory to the GPU's, in GB/s; 0 if it was not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub copy_gbps: f64,
+    /// The same while the node's CPUs read memory as fast as they can, as they do when they decode; 0 if it was not
+    /// measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub copy_beside_reads_gbps: f64,
+    /// Measured time that a small operation takes on it, in microseconds; 0 if it was not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub operation_us: f64,
     /// Power limit in watts.
     #[serde(default)]
     pub power_limit_watts: u32,
+    /// The virtual device that stands for a GPU, as the worker's `--device` takes it: its rates are measured ones. Unset
+    /// for a real GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub virtual_device: Option<String>,
     /// Reason workers cannot compute on it, such as a driver that is too old; unset if they can, as far as is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub obstacle: Option<String>,
+}
+
+fn is_unmeasured(rate: &f64) -> bool {
+    *rate == 0.0
 }
 
 /// CUDA compute capability, such as 8.9; ordered.

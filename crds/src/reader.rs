@@ -6,7 +6,10 @@ use serde_json::Value;
 
 /// Highest `minVersion` of plans and routes that this program reads. It is raised when a field is added that no reader
 /// may ignore; a plan or routes that use such a field carry the number as `minVersion`.
-pub const READER_VERSION: u32 = 1;
+///
+/// Version 2: a rank's experts may be streamed or computed by CPUs (`residency`), in two half batches (`dualBatch`), and its
+/// GPU may be a virtual one (`virtualDevice`).
+pub const READER_VERSION: u32 = 2;
 
 /// Reason a plan or routes cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -78,7 +81,7 @@ mod tests {
         assert!(matches!(same, ReadError::TooNew(9)));
         let words = error.to_string();
         assert!(
-            words.contains("reads up to 1") && words.contains("image.workerTag"),
+            words.contains("reads up to 2") && words.contains("image.workerTag"),
             "{words}"
         );
         let same = format!(r#"{{"minVersion": {READER_VERSION}, "workers": []}}"#);

@@ -63,10 +63,15 @@ pub(crate) const NATIVE_WEIGHTS_SAYS: &str = "this engine runs weights as the ch
 pub(crate) const NO_ADAPTERS_SAYS: &str =
     "this engine does not run LoRA adapters: remove them, or merge them into the checkpoint";
 pub(crate) const NO_RINGS: &str = "self in ['Auto', 'Hybrid']";
-pub(crate) const NO_STREAMING: &str = "self in ['Auto', 'Chunked']";
-pub(crate) const NO_STREAMING_SAYS: &str = "this engine keeps a worker's weights where they are used and does not stream them: write Auto or Chunked";
-pub(crate) const NO_DUAL_BATCH: &str = "self in ['Auto', 'Off']";
-pub(crate) const NO_DUAL_BATCH_SAYS: &str = "dual batch overlaps a GPU's attention with the CPU's experts and this engine runs each worker on one device: write Auto or \"Off\"";
+pub(crate) const NO_DISTRIBUTED_STREAMING: &str = "self in ['Auto', 'Chunked', 'StreamLoading']";
+pub(crate) const NO_DISTRIBUTED_STREAMING_SAYS: &str = "this engine streams experts through one GPU a worker and not through several together: write Auto, Chunked or StreamLoading";
+/// Rule against streaming onto a GPU that no worker may use.
+pub(crate) const STREAMING_HAS_GPU: &str = "!has(self.mode) || self.mode != 'StreamLoading' || !has(self.gpusPerWorker) || self.gpusPerWorker > 0";
+pub(crate) const STREAMING_HAS_GPU_SAYS: &str = "StreamLoading loads experts onto a GPU and gpusPerWorker is 0: remove gpusPerWorker, or write mode: Auto";
+/// Rule for two half batches of at least one stream each.
+pub(crate) const DUAL_BATCH_HAS_TWO: &str =
+    "!has(self.dualBatch) || self.dualBatch != 'On' || !has(self.maxBatch) || self.maxBatch >= 2";
+pub(crate) const DUAL_BATCH_HAS_TWO_SAYS: &str = "dualBatch On halves a batch of at least 2 streams: raise maxBatch to 2 or more, or write dualBatch: \"Off\"";
 pub(crate) const KV_TYPES: &str = "self in ['BF16', 'F32']";
 pub(crate) const NO_SPILL_SAYS: &str = "this engine keeps the KV cache in memory: remove spill, and lower contextLength or maxBatch if memory is short";
 pub(crate) const NO_AUTOSCALING_SAYS: &str =

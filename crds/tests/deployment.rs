@@ -103,7 +103,6 @@ fn every_field_of_the_design_is_read_and_what_the_engine_lacks_is_refused() {
         "spec.prefill.gpusPerWorker",
         "spec.prefill.scaling.mode",
         "spec.decode.scaling.mode",
-        "spec.decode.dualBatch",
         "spec.decode.kvCache.keyType",
         "spec.decode.kvCache.valueType",
         "spec.decode.kvCache.spill",
@@ -405,13 +404,8 @@ fn what_the_engine_lacks_is_refused_in_the_same_words_at_either_target() {
         ),
         (
             "prefill.mode",
-            "StreamLoading",
-            "spec.prefill.mode is \"StreamLoading\"\n  this engine keeps a worker's weights where they are used and does not stream them: write Auto or Chunked",
-        ),
-        (
-            "decode.dualBatch",
-            "\"On\"",
-            "spec.decode.dualBatch is \"On\"\n  dual batch overlaps a GPU's attention with the CPU's experts and this engine runs each worker on one device: write Auto or \"Off\"",
+            "DistributedStreamLoading",
+            "spec.prefill.mode is \"DistributedStreamLoading\"\n  this engine streams experts through one GPU a worker and not through several together: write Auto, Chunked or StreamLoading",
         ),
         (
             "decode.kvCache.keyType",

@@ -8,7 +8,7 @@ use hearth_crds::{Target, parse_deployment_for};
 use serde_json::{Value, json};
 
 /// Fields that `hearth up` obeys, whatever value admission lets through.
-const OBEYED: [&str; 21] = [
+const OBEYED: [&str; 22] = [
     "decode.dualBatch",
     "decode.kvCache.keyType",
     "decode.kvCache.memory",
@@ -27,6 +27,7 @@ const OBEYED: [&str; 21] = [
     "objectives.timeToFirstToken",
     "placement.numa",
     "placement.pinning",
+    "prefill.chunkedBelowTokens",
     "prefill.mode",
     "prefill.replicas",
     "strategy",

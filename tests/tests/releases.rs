@@ -64,7 +64,7 @@ fn refused_now() -> [Value; 2] {
                 "strategy": "PipedRing",
                 "prefill": {"minReplicas": 0, "maxReplicas": 2, "mode": "DistributedStreamLoading"},
                 "decode": {
-                    "minReplicas": 1, "maxReplicas": 4, "dualBatch": "On",
+                    "minReplicas": 1, "maxReplicas": 4,
                     "kvCache": {"keyType": "Int8", "valueType": "FP8", "spill": spill},
                 },
                 "autoscaling": {"scaleToZeroAfter": "15m", "scaleDownStabilization": "5m"},
@@ -76,7 +76,7 @@ fn refused_now() -> [Value; 2] {
             json!({
                 "model": {"source": {"builtin": {"name": "nosuch"}}, "quantization": "W8A8"},
                 "strategy": "Interleaved",
-                "prefill": {"mode": "StreamLoading"},
+                "prefill": {"mode": "DistributedStreamLoading"},
                 "decode": {"kvCache": {"keyType": "FP8", "valueType": "Int8"}},
             }),
         ),
@@ -84,7 +84,7 @@ fn refused_now() -> [Value; 2] {
 }
 
 /// Fields of [`refused_now`], and a few words of each refusal.
-const REFUSALS: [(&str, &str); 17] = [
+const REFUSALS: [(&str, &str); 16] = [
     (
         "spec.model.source.huggingFace",
         "does not download from the hub",
@@ -96,12 +96,11 @@ const REFUSALS: [(&str, &str); 17] = [
     ("spec.model.quantization", "write Native"),
     ("spec.model.adapters", "does not run LoRA adapters"),
     ("spec.strategy", "no rings of nodes: write Auto or Hybrid"),
-    ("spec.prefill.mode", "write Auto or Chunked"),
+    ("spec.prefill.mode", "write Auto, Chunked or StreamLoading"),
     ("spec.prefill.minReplicas", "write spec.prefill.replicas"),
     ("spec.prefill.maxReplicas", "write spec.prefill.replicas"),
     ("spec.decode.minReplicas", "write spec.decode.replicas"),
     ("spec.decode.maxReplicas", "write spec.decode.replicas"),
-    ("spec.decode.dualBatch", "write Auto or \"Off\""),
     ("spec.decode.kvCache.keyType", "BF16 or F32"),
     ("spec.decode.kvCache.valueType", "BF16 or F32"),
     ("spec.decode.kvCache.spill", "remove spill"),
@@ -216,7 +215,7 @@ fn assert_refused_value_stays_writable(cluster: &Cluster, object: &Value) {
     assert!(covers(&found["spec"], &object["spec"]), "{found:#}");
 
     let worse = patch(
-        json!({"spec": {"strategy": "Interleaved", "model": {"quantization": "W4A8"}, "decode": {"dualBatch": "On"}}}),
+        json!({"spec": {"strategy": "Interleaved", "model": {"quantization": "W4A8"}, "decode": {"kvCache": {"keyType": "Int8"}}}}),
     );
     assert!(worse.is_err(), "another refused value: {worse:?}");
     let better = patch(json!({"spec": {"strategy": "Hybrid"}}));

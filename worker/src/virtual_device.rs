@@ -40,6 +40,11 @@ impl VirtualArg {
         matches!(self.mode, VirtualMode::Modelled(_))
     }
 
+    /// Bytes of its memory.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.memory_bytes
+    }
+
     /// Options for opening it, without a trace.
     pub(crate) fn options(&self, cpu: CpuOptions) -> VirtualOptions {
         VirtualOptions {

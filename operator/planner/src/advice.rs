@@ -1,13 +1,16 @@
 //! Changes that would fit instead; each is tried before it is suggested.
 
-use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, format_bytes};
+use hearth_crds::{
+    DualBatch, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, PrefillMode,
+    format_bytes,
+};
 
 use crate::cpus::{CpuLack, CpuRoom, core_count};
-use crate::error::{Advice, PlanError};
+use crate::error::{Advice, AskedBy, PlanError};
 use crate::estimator::Estimator;
 use crate::gpus::GpuLack;
 use crate::memory::{BLOCK_TOKENS, Demand, Shortage, available_for};
-use crate::node_ranks::{NodeRanks, OnGpu};
+use crate::node_ranks::{Devices, NodeRanks};
 use crate::place::{Cost, NoRoom, Wanted, place};
 
 /// The shortest context that a spec may ask for.
@@ -52,6 +55,7 @@ pub(crate) fn refusal(
     demand: &Demand<'_>,
     wanted: Wanted,
     spec: &InferenceDeploymentSpec,
+    asked_by: AskedBy,
     no_room: NoRoom,
 ) -> PlanError {
     let trial = Trial {
@@ -61,7 +65,7 @@ pub(crate) fn refusal(
     };
     let ranks = wanted.on_one_node();
     match no_room {
-        NoRoom::Gpus { what, lack } => no_gpu(estimator, demand, wanted, spec, what, lack),
+        NoRoom::Gpus { what, lack } => trial.no_gpu(demand, asked_by, what, lack),
         NoRoom::Cpus {
             what,
             node,
@@ -82,51 +86,10 @@ pub(crate) fn refusal(
                     GpuLack::Count { .. } | GpuLack::Unusable { .. } => PlanRole::Prefill,
                 };
                 let what = format!("{}-0", role.as_str());
-                return no_gpu(estimator, demand, wanted, spec, what, lack);
+                return trial.no_gpu(demand, asked_by, what, lack);
             }
             trial.no_memory(demand, what, shortage)
         }
-    }
-}
-
-/// The error, with advice, for a rank that fits no GPU.
-fn no_gpu(
-    estimator: &Estimator<'_>,
-    demand: &Demand<'_>,
-    wanted: Wanted,
-    spec: &InferenceDeploymentSpec,
-    what: String,
-    lack: GpuLack,
-) -> PlanError {
-    let short = match lack {
-        GpuLack::Count { node, needs, free } => {
-            return PlanError::TooFewGpus {
-                what,
-                node,
-                needs,
-                free,
-            };
-        }
-        GpuLack::Unusable { node, why } => return PlanError::NoUsableGpu { what, node, why },
-        GpuLack::Memory(short) => short,
-    };
-    let trial = Trial {
-        estimator,
-        wanted,
-        spec,
-    };
-    let mut advice = trial.advice(demand);
-    advice.extend(trial.on_cpus(demand));
-    if advice.is_empty() {
-        advice.push(Advice::FreeGpuMemory(short.missing_bytes()));
-    }
-    PlanError::InsufficientGpuMemory {
-        what,
-        breakdown: short.breakdown(),
-        gpu: format!("{} of node {}", short.gpu, short.node),
-        needs_bytes: short.needs_bytes,
-        free_bytes: short.free_bytes,
-        advice,
     }
 }
 
@@ -182,6 +145,49 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
+    /// The error, with advice, for a rank that fits no GPU.
+    fn no_gpu(
+        &self,
+        demand: &Demand<'_>,
+        asked_by: AskedBy,
+        what: String,
+        lack: GpuLack,
+    ) -> PlanError {
+        let short = match lack {
+            GpuLack::Count { node, needs, free } => {
+                return PlanError::TooFewGpus {
+                    what,
+                    asked_by,
+                    node,
+                    needs,
+                    free,
+                };
+            }
+            GpuLack::Unusable { node, why } => {
+                return PlanError::NoUsableGpu {
+                    what,
+                    asked_by,
+                    node,
+                    why,
+                };
+            }
+            GpuLack::Memory(short) => short,
+        };
+        let mut advice = self.advice(demand);
+        advice.extend(self.on_cpus(demand, asked_by));
+        if advice.is_empty() {
+            advice.push(Advice::FreeGpuMemory(short.missing_bytes()));
+        }
+        PlanError::InsufficientGpuMemory {
+            what,
+            breakdown: short.breakdown(),
+            gpu: format!("{} of node {}", short.gpu, short.node),
+            needs_bytes: short.needs_bytes,
+            free_bytes: short.free_bytes,
+            advice,
+        }
+    }
+
     /// The error, with advice, for a rank that finds too little memory.
     fn no_memory(&self, demand: &Demand<'_>, what: String, shortage: Shortage) -> PlanError {
         let nodes = self.estimator.nodes();
@@ -351,18 +357,30 @@ impl Trial<'_> {
         advice
     }
 
-    /// Advice to run on CPUs, if that fits.
-    fn on_cpus(&self, demand: &Demand<'_>) -> Option<Advice> {
+    /// Advice to run on CPUs, or to let the planner choose, if that fits.
+    fn on_cpus(&self, demand: &Demand<'_>, asked_by: AskedBy) -> Option<Advice> {
+        let asked = [
+            self.spec
+                .prefill
+                .gpus_per_worker
+                .is_some_and(|gpus| gpus > 0),
+            self.spec.prefill.mode == PrefillMode::StreamLoading,
+            self.spec.decode.dual_batch == DualBatch::On,
+        ];
+        // One change would leave the other.
+        if asked.iter().filter(|is_asked| **is_asked).count() > 1 {
+            return None;
+        }
         let mut spec = self.spec.clone();
         spec.prefill.gpus_per_worker = Some(0);
         let estimator = self.estimator.with_spec(&spec).with_demand(demand);
         let wanted = Wanted {
-            on_gpu: OnGpu::NONE,
+            devices: Devices::CPUS,
             ..self.wanted
         };
         place(self.estimator.nodes(), demand, wanted, &estimator)
             .is_ok()
-            .then_some(Advice::RunOnCpus)
+            .then_some(Advice::RunOnCpus(asked_by))
     }
 
     /// The longest context that fits, in steps of 16 tokens, or of 1024 if it is that long.

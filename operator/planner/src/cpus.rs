@@ -2,12 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_crds::{NodeProfileStatus, NumaPolicy, Pinning, PlanRole, cpu_request_millis};
+use hearth_crds::{
+    GPU_RANK_THREADS, NodeProfileStatus, NumaPolicy, Pinning, PlanRole, cpu_request_millis,
+};
 
 use crate::node_ranks::NodeRanks;
-
-/// Threads of a rank on a GPU: one launches work, the others load the weights.
-const GPU_RANK_THREADS: u32 = 4;
 
 /// CPUs that ranks may request on their nodes.
 #[derive(Clone, Copy, Debug)]
@@ -218,10 +217,13 @@ pub(crate) fn divide(
         }
     };
     let of_gpus = [
-        (ranks.on_gpu.prefill, &mut sets.prefill),
-        (ranks.on_gpu.decode, &mut sets.decode),
+        (ranks.devices.prefill, &mut sets.prefill),
+        (ranks.devices.decode, &mut sets.decode),
     ];
-    for (_, sets) in of_gpus.into_iter().filter(|(is_on_gpu, _)| *is_on_gpu) {
+    for (_, sets) in of_gpus
+        .into_iter()
+        .filter(|(device, _)| !device.uses_cpus())
+    {
         for set in sets {
             set.threads = set.threads.clamp(1, GPU_RANK_THREADS);
         }
@@ -325,9 +327,9 @@ fn divide_exclusive(
             gateway_millis,
         });
     }
-    let on_cpus = free.len() - ranks.on_gpus() as usize;
-    let prefill = ranks.prefill_on_cpus() as usize;
-    let decode = ranks.decode_on_cpus() as usize;
+    let prefill = ranks.using_cpus(PlanRole::Prefill) as usize;
+    let decode = ranks.using_cpus(PlanRole::Decode) as usize;
+    let on_cpus = free.len() - (workers - prefill - decode);
     let for_decode = if prefill == 0 {
         on_cpus
     } else if decode == 0 {
@@ -349,7 +351,7 @@ fn divide_exclusive(
         (PlanRole::Prefill, &mut prefill_sets),
         (PlanRole::Decode, &mut decode_sets),
     ] {
-        if ranks.on_gpu.of(role) {
+        if !ranks.devices.of(role).uses_cpus() {
             sets.extend((0..ranks.of(role)).map(|_| take(1)));
         }
     }

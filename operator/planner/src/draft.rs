@@ -2,6 +2,10 @@
 
 use hearth_crds::{NodeProfileStatus, PlanKvType, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
 
+use crate::gpus::GpuSlot;
+use crate::host_experts::HostChoice;
+use crate::predict::Predictor;
+
 use crate::cpus::CpuSet;
 use crate::estimator::Estimator;
 use crate::input::PlanInput;
@@ -28,20 +32,47 @@ impl<'a> Draft<'a> {
         Some((n, self.nodes[n]))
     }
 
-    /// Milliseconds to the first token of a prompt that a decode rank prefills itself, in its own chunks.
-    pub(crate) fn chunked_ttft_ms(&self, decode: &PlanRank) -> Option<f64> {
-        let (n, _) = self.node_of(decode)?;
+    /// Milliseconds to the first token of a prompt of `tokens` that a decode rank prefills itself, in its own chunks.
+    pub(crate) fn chunked_ttft_ms(&self, decode: &PlanRank, tokens: u32) -> Option<f64> {
+        let predictor = self.predictor_of(decode)?;
+        Some(predictor.prefill_ms(tokens, decode.chunk_tokens))
+    }
+
+    /// Milliseconds to the first token of a prompt of `tokens` through a prefill rank.
+    pub(crate) fn prefill_ttft_ms(&self, prefill: &PlanRank, tokens: u32) -> Option<f64> {
+        let (n, _) = self.node_of(prefill)?;
+        let predictor = self.predictor_of(prefill)?;
+        let link = self.estimator.link_gbps(n, &self.placement.ranks);
+        let prefill_ms = predictor.prefill_ms(tokens, prefill.chunk_tokens);
+        Some(prefill_ms + predictor.hand_over_ms(tokens, link))
+    }
+
+    /// The predictor of a rank that is written already.
+    pub(crate) fn predictor_of(&self, rank: &PlanRank) -> Option<Predictor<'a>> {
+        let (n, _) = self.node_of(rank)?;
         let budget = self.placement.budgets[n].as_ref()?;
-        let set = CpuSet {
-            cpus: decode.cpus.clone(),
-            numa_nodes: decode.numa_nodes.clone(),
-            threads: decode.threads,
-        };
+        let slot = self.slot_of(rank);
+        let predictor = self
+            .estimator
+            .predictor(n, &set_of(rank), slot.as_ref(), budget);
+        Some(predictor)
+    }
+
+    /// The share of a GPU that a rank has; `None` on CPUs.
+    pub(crate) fn slot_of(&self, rank: &PlanRank) -> Option<GpuSlot<'a>> {
+        let (n, _) = self.node_of(rank)?;
         let slots = self.estimator.slots(n, self.placement.ranks[n]).ok()?;
-        let mut slots = slots.decode.iter();
-        let slot = slots.find(|slot| decode.device() == RankDevice::Gpu(&slot.gpu.uuid));
-        let predictor = self.estimator.predictor(n, &set, slot, budget);
-        Some(predictor.prefill_ms(self.estimator.prompt_tokens(), decode.chunk_tokens))
+        let mut slots = slots.of(rank.role).iter();
+        let slot = slots.find(|slot| rank.device() == RankDevice::Gpu(&slot.gpu.uuid));
+        slot.copied()
+    }
+
+    /// What a rank does with experts that its CPUs compute; `None` where they do not.
+    pub(crate) fn host_choice_of(&self, rank: &PlanRank) -> Option<HostChoice> {
+        let (n, _) = self.node_of(rank)?;
+        let budget = self.placement.budgets[n].as_ref()?;
+        let slot = self.slot_of(rank)?;
+        self.estimator.host_choice(n, &set_of(rank), &slot, budget)
     }
 
     /// Whether any node keeps only part of the weights in memory.
@@ -51,6 +82,15 @@ impl<'a> Draft<'a> {
             .iter()
             .flatten()
             .any(|budget| budget.policy == ResidencyPolicy::MmapPrefetch)
+    }
+}
+
+/// The CPUs of a rank.
+fn set_of(rank: &PlanRank) -> CpuSet {
+    CpuSet {
+        cpus: rank.cpus.clone(),
+        numa_nodes: rank.numa_nodes.clone(),
+        threads: rank.threads,
     }
 }
 

@@ -23,8 +23,8 @@ pub enum Advice {
     Chunked,
     /// Write `spec.placement.pinning: Shared`.
     Share,
-    /// Write `spec.prefill.gpusPerWorker: 0`.
-    RunOnCpus,
+    /// Write `spec.prefill.gpusPerWorker: 0`, or Auto in the field that asks for a GPU.
+    RunOnCpus(AskedBy),
     /// Nothing in the spec helps: this many more bytes of the GPU must be free, or the model is too large for it.
     FreeGpuMemory(u64),
     /// Nothing in the spec helps: the machine needs this many more bytes, or the model is too large for it.
@@ -51,7 +51,7 @@ impl fmt::Display for Advice {
                 f.write_str("write spec.prefill.mode: Chunked without prefill replicas")
             }
             Self::Share => f.write_str("write spec.placement.pinning: Shared"),
-            Self::RunOnCpus => f.write_str("write spec.prefill.gpusPerWorker: 0 to run on CPUs"),
+            Self::RunOnCpus(asked_by) => f.write_str(asked_by.remedy()),
             Self::FreeGpuMemory(bytes) => write!(
                 f,
                 "free {} of the GPU, use a larger one, or a smaller model",
@@ -70,6 +70,38 @@ impl fmt::Display for Advice {
                 write!(f, "free {}, or use a smaller model", format_bytes(*bytes))
             }
         }
+    }
+}
+
+/// The field of a spec that asks for a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AskedBy {
+    /// `spec.prefill.gpusPerWorker`, or the planner's own choice.
+    GpusPerWorker,
+    /// `spec.prefill.mode: StreamLoading`.
+    StreamLoading,
+    /// `spec.decode.dualBatch: On`.
+    DualBatch,
+}
+
+impl AskedBy {
+    /// What to write to do without a GPU.
+    fn remedy(self) -> &'static str {
+        match self {
+            Self::GpusPerWorker => "write spec.prefill.gpusPerWorker: 0 to run on CPUs",
+            Self::StreamLoading => "write spec.prefill.mode: Auto to run on CPUs",
+            Self::DualBatch => "write spec.decode.dualBatch: Auto to run on CPUs",
+        }
+    }
+}
+
+impl fmt::Display for AskedBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::GpusPerWorker => "spec.prefill.gpusPerWorker",
+            Self::StreamLoading => "spec.prefill.mode is StreamLoading",
+            Self::DualBatch => "spec.decode.dualBatch is On",
+        })
     }
 }
 
@@ -207,12 +239,15 @@ pub enum PlanError {
     },
     /// Fewer GPUs than needed are available.
     #[error(
-        "{what} needs {needs} GPU{} on one node (spec.prefill.gpusPerWorker), node {node} has {free} free\n  \
-         lower spec.prefill.gpusPerWorker, add a GPU node with its device plugin, or write 0 to run on CPUs", if *.needs == 1 { "" } else { "s" }
+        "{what} needs {needs} GPU{} on one node ({asked_by}), node {node} has {free} free\n  \
+         {}add a GPU node with its device plugin, or {}", if *.needs == 1 { "" } else { "s" },
+        if *.asked_by == AskedBy::GpusPerWorker { "lower spec.prefill.gpusPerWorker, " } else { "" }, .asked_by.remedy()
     )]
     TooFewGpus {
         /// The rank that was to be placed, such as `prefill-0`.
         what: String,
+        /// What asks for GPUs.
+        asked_by: AskedBy,
         /// The node with the most free GPUs.
         node: String,
         /// GPUs that the ranks of one node would hold.
@@ -222,12 +257,14 @@ pub enum PlanError {
     },
     /// No GPU that this engine supports.
     #[error(
-        "{what} needs a GPU (spec.prefill.gpusPerWorker), and {why}\n  \
-         write spec.prefill.gpusPerWorker: 0 to run on CPUs, or add a GPU of compute capability {LEAST_CAPABILITY} or higher"
+        "{what} needs a GPU ({asked_by}), and {why}\n  \
+         {}, or add a GPU of compute capability {LEAST_CAPABILITY} or higher", .asked_by.remedy()
     )]
     NoUsableGpu {
         /// The rank that was to be placed, such as `prefill-0`.
         what: String,
+        /// What asks for a GPU.
+        asked_by: AskedBy,
         /// The node.
         node: String,
         /// The problem with its GPUs.

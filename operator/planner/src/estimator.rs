@@ -4,10 +4,12 @@ use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning};
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
 use crate::gpus::{GpuLack, GpuOffer, GpuSlot, GpuSlots, assign_slots};
+use crate::host_experts::{HostChoice, HostExperts};
 use crate::memory::{Demand, NodeBudget};
+use crate::node_ranks::Device;
 use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
-use crate::predict::{LOOPBACK_GBPS, Predictor, Rates};
+use crate::predict::{ExpertsAt, LOOPBACK_GBPS, LinkRates, Predictor, Rates};
 
 /// GB/s between two nodes that have not measured their link: a little under gigabit Ethernet.
 const UNMEASURED_LINK_GBPS: f64 = 0.1;
@@ -53,7 +55,7 @@ impl<'a> Estimator<'a> {
     /// GPU slots of a node's ranks.
     pub(crate) fn slots(&self, node: usize, ranks: NodeRanks) -> Result<GpuSlots<'a>, GpuLack> {
         let asked = self.spec.prefill.gpus_per_worker.unwrap_or(0);
-        let gpus_per_prefill = asked.max(u32::from(ranks.on_gpu.prefill));
+        let gpus_per_prefill = asked.max(u32::from(ranks.devices.prefill.is_gpu()));
         assign_slots(
             self.nodes[node],
             ranks,
@@ -65,6 +67,46 @@ impl<'a> Estimator<'a> {
 
     /// The predictor of a rank with these CPUs; `slot` is `None` for a rank on CPUs.
     pub(crate) fn predictor(
+        &self,
+        node: usize,
+        set: &CpuSet,
+        slot: Option<&GpuSlot<'_>>,
+        budget: &NodeBudget,
+    ) -> Predictor<'a> {
+        let plain = self.plain_predictor(node, set, slot, budget);
+        match slot.and_then(|slot| self.host_experts(slot)) {
+            Some(host_experts) => host_experts.chosen(&plain),
+            None => plain,
+        }
+    }
+
+    /// What a rank does with experts that its CPUs compute; `None` where they do not.
+    pub(crate) fn host_choice(
+        &self,
+        node: usize,
+        set: &CpuSet,
+        slot: &GpuSlot<'_>,
+        budget: &NodeBudget,
+    ) -> Option<HostChoice> {
+        let plain = self.plain_predictor(node, set, Some(slot), budget);
+        Some(self.host_experts(slot)?.choose(&plain))
+    }
+
+    fn host_experts(&self, slot: &GpuSlot<'_>) -> Option<HostExperts> {
+        match slot.device {
+            Device::Cpus | Device::Gpu | Device::StreamingGpu => None,
+            Device::GpuAndCpus => Some(HostExperts {
+                room_slots: slot.cache_room_slots,
+                all_experts: self.demand.all_experts(),
+                dual_batch: self.spec.decode.dual_batch,
+                max_batch: self.demand.max_batch,
+                context_tokens: self.stream_tokens(),
+            }),
+        }
+    }
+
+    /// The predictor of a rank without a cache of experts and half batches.
+    fn plain_predictor(
         &self,
         node: usize,
         set: &CpuSet,
@@ -85,6 +127,25 @@ impl<'a> Estimator<'a> {
             kv_bytes_per_token: self.demand.kv_bytes_per_token,
             kept_bytes,
             mapped_bytes,
+            experts_at: slot.map_or(ExpertsAt::Device, |slot| self.experts_at(node, set, slot)),
+        }
+    }
+
+    /// Where a rank on a GPU has its experts computed.
+    fn experts_at(&self, node: usize, set: &CpuSet, slot: &GpuSlot<'_>) -> ExpertsAt {
+        let copy_gbps = LinkRates::of(slot.gpu).map_or(f64::MIN_POSITIVE, |link| link.alone_gbps);
+        match slot.device {
+            Device::Cpus | Device::Gpu => ExpertsAt::Device,
+            Device::StreamingGpu => ExpertsAt::Ring {
+                slots: slot.ring_slots,
+                copy_gbps,
+            },
+            Device::GpuAndCpus => ExpertsAt::Host {
+                rates: Rates::of(self.nodes[node], set),
+                copy_gbps,
+                cached_share: 0.0,
+                dual_batch: false,
+            },
         }
     }
 
@@ -192,9 +253,9 @@ impl Cost for Estimator<'_> {
         let slot = slots.decode.last();
         let mut predictor = self.predictor(node, set, slot, &budget);
         if let Some(slot) = slot {
-            predictor.rates = predictor.rates.shared_by(slot.sharing);
+            predictor = predictor.shared_by(slot.sharing);
         } else if !self.is_exclusive() {
-            predictor.rates = predictor.rates.shared_by(ranks.decode_on_cpus());
+            predictor = predictor.shared_by(ranks.decode_on_cpus());
         }
         predictor.decode_ms(1, self.stream_tokens())
     }
@@ -215,12 +276,14 @@ impl Cost for Estimator<'_> {
         let mut predictor = self.predictor(node, set, slot, &budget);
         if let Some(slot) = slot {
             let is_shared = slots.decode.iter().any(|other| other.gpu == slot.gpu);
-            predictor.rates = predictor
-                .rates
-                .shared_by(slot.sharing + u32::from(is_shared));
+            predictor = predictor.shared_by(slot.sharing + u32::from(is_shared));
+            if let (ExpertsAt::Ring { copy_gbps, .. }, Some(link)) =
+                (&mut predictor.experts_at, LinkRates::of(slot.gpu))
+            {
+                *copy_gbps = link.beside_decode_gbps / f64::from(slot.sharing.max(1));
+            }
         } else if !self.is_exclusive() {
-            predictor.rates = predictor
-                .rates
+            predictor = predictor
                 .shared_by(ranks.prefill_on_cpus() + u32::from(ranks.decode_on_cpus() > 0));
         }
         let tokens = self.prompt_tokens();

@@ -1,12 +1,14 @@
-//! Assignment of ranks to GPUs: a rank on a GPU has its weights, its KV cache and its working memory on that one GPU.
+//! Assignment of ranks to GPUs: a rank on a GPU has its KV cache, its working memory and its weights on that one GPU, or
+//! of the weights all but the routed experts.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileStatus, PlanRole, format_bytes};
 
-use crate::memory::{BLOCK_TOKENS, Demand};
-use crate::node_ranks::NodeRanks;
+use crate::memory::{BLOCK_TOKENS, Demand, LEAST_SLOTS};
+use crate::node_ranks::{Device, NodeRanks};
+use crate::predict::LinkRates;
 
 /// Compute capability that the engine's kernels need: bf16 on tensor cores.
 pub(crate) const LEAST_CAPABILITY: ComputeCapability = ComputeCapability { major: 8, minor: 0 };
@@ -66,11 +68,16 @@ impl NodeOffer<'_> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GpuSlot<'a> {
     pub gpu: &'a GpuProfile,
+    pub device: Device,
     /// Bytes of this GPU that all its ranks may use together.
     pub usable_bytes: u64,
     pub kv_bytes: u64,
-    /// Weights, KV and working memory.
+    /// Weights that stay, ring, KV and working memory.
     pub memory_bytes: u64,
+    /// Slots of the ring that experts are streamed through; 0 without one.
+    pub ring_slots: u32,
+    /// Experts that a cache in the memory left could hold, which `memory_bytes` does not include.
+    pub cache_room_slots: u32,
     /// Ranks of the same role on the same GPU, including this one.
     pub sharing: u32,
 }
@@ -100,7 +107,7 @@ pub(crate) enum GpuLack {
     /// No GPU that this engine supports, with the reason.
     Unusable { node: String, why: String },
     /// Too little memory on the GPU with the most left.
-    Memory(GpuShortage),
+    Memory(Box<GpuShortage>),
 }
 
 impl GpuLack {
@@ -127,6 +134,8 @@ pub(crate) struct GpuShortage {
     pub weights_bytes: u64,
     pub kv_bytes: u64,
     pub working_bytes: u64,
+    /// The smallest ring of slots; 0 where no experts are streamed.
+    pub ring_bytes: u64,
 }
 
 /// Returns the reason that the engine cannot compute on a GPU; `None` if it can.
@@ -135,6 +144,7 @@ pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
         return Some(obstacle.clone());
     }
     match gpu.compute_capability {
+        None if gpu.virtual_device.is_some() => None,
         None => {
             Some("its compute capability is unknown: the profile was made without NVML".to_owned())
         }
@@ -157,9 +167,12 @@ struct GpuRoom<'a> {
     left_bytes: u64,
 }
 
-/// Bytes of a GPU's memory that the planner may assign.
-fn usable_bytes(bytes: u64) -> u64 {
-    bytes.saturating_sub(LEAST_RESERVE_BYTES.max(bytes / RESERVE_SHARE))
+/// Bytes of a GPU's memory that the planner may assign: all of a virtual device's, which has no other users.
+fn usable_bytes(gpu: &GpuProfile, bytes: u64) -> u64 {
+    match gpu.virtual_device {
+        Some(_) => bytes,
+        None => bytes.saturating_sub(LEAST_RESERVE_BYTES.max(bytes / RESERVE_SHARE)),
+    }
 }
 
 /// GPUs of `node` that ranks may be assigned to, the one with the most memory first.
@@ -205,10 +218,11 @@ fn gpu_rooms<'a>(
     let mut rooms: Vec<GpuRoom<'a>> = usable
         .into_iter()
         .map(|gpu| {
-            let bytes = usable_bytes(match offer {
+            let bytes = match offer {
                 NodeOffer::Machine | NodeOffer::Claims(_) => memory(gpu),
                 NodeOffer::Plugin(_) => least,
-            });
+            };
+            let bytes = usable_bytes(gpu, bytes);
             GpuRoom {
                 gpu,
                 usable_bytes: bytes,
@@ -234,16 +248,9 @@ pub(crate) fn assign_slots<'a>(
     offer: GpuOffer<'_>,
     gpus_per_prefill: u32,
 ) -> Result<GpuSlots<'a>, GpuLack> {
-    let ranks_on_gpus = |role| {
-        if ranks.on_gpu.of(role) {
-            ranks.of(role)
-        } else {
-            0
-        }
-    };
     let (prefill, decode) = (
-        ranks_on_gpus(PlanRole::Prefill),
-        ranks_on_gpus(PlanRole::Decode),
+        ranks.gpu_ranks(PlanRole::Prefill),
+        ranks.gpu_ranks(PlanRole::Decode),
     );
     let is_own = offer.at(node).count().is_some();
     if let Some(free) = offer.at(node).count() {
@@ -274,29 +281,48 @@ pub(crate) fn assign_slots<'a>(
         });
     }
     let mut taken: Vec<(PlanRole, usize)> = Vec::new();
-    for (role, ranks) in [(PlanRole::Prefill, prefill), (PlanRole::Decode, decode)] {
-        for _ in 0..ranks {
+    for (role, count) in [(PlanRole::Prefill, prefill), (PlanRole::Decode, decode)] {
+        for _ in 0..count {
             let used: Vec<usize> = taken.iter().filter(|_| is_own).map(|(_, n)| *n).collect();
-            taken.push((role, take(node, &mut rooms, &used, role, demand)?));
+            let wanted = (role, ranks.devices.of(role));
+            taken.push((role, take(node, &mut rooms, &used, wanted, demand)?));
         }
     }
-    Ok(with_kv(&rooms, &taken, demand))
+    Ok(divided(&rooms, &taken, ranks, demand))
 }
 
-/// Reserves the minimum that a rank needs on the GPU with the most memory left (the first if equal); returns its
-/// index.
+/// Reserves the minimum that a rank needs on the GPU with the most memory left (the first if equal), among those with room
+/// the one with the fastest link where experts come over it; returns its index.
 fn take(
     node: &NodeProfileStatus,
     rooms: &mut [GpuRoom<'_>],
     used: &[usize],
-    role: PlanRole,
+    (role, device): (PlanRole, Device),
     demand: &Demand<'_>,
 ) -> Result<usize, GpuLack> {
-    let need = demand.on_gpu(role);
+    let need = demand.on_gpu(role, device);
+    let link_mbps = |n: usize| {
+        let link = LinkRates::of(rooms[n].gpu).filter(|_| device.has_host_experts());
+        link.map_or(0, |link| (link.alone_gbps * 1e3) as u64)
+    };
+    let has_room = |n: usize| rooms[n].left_bytes >= need.least_bytes();
+    let is_linked = |n: usize| !device.has_host_experts() || link_mbps(n) > 0;
     let most = (0..rooms.len())
-        .filter(|n| !used.contains(n))
-        .min_by_key(|n| (Reverse(rooms[*n].left_bytes), *n));
+        .filter(|n| !used.contains(n) && is_linked(*n))
+        .min_by_key(|n| {
+            let link_mbps = if has_room(*n) { link_mbps(*n) } else { 0 };
+            (Reverse(link_mbps), Reverse(rooms[*n].left_bytes), *n)
+        });
     let Some(n) = most else {
+        if let Some(room) = rooms.iter().find(|room| LinkRates::of(room.gpu).is_none()) {
+            return Err(GpuLack::Unusable {
+                node: node.node.clone(),
+                why: format!(
+                    "the rate of copies to {} of {} is not known: the driver does not report its PCIe link",
+                    room.gpu.name, node.node
+                ),
+            });
+        }
         return Err(GpuLack::Unusable {
             node: node.node.clone(),
             why: format!("{} has no further GPU", node.node),
@@ -304,7 +330,7 @@ fn take(
     };
     let room = &mut rooms[n];
     let Some(left) = room.left_bytes.checked_sub(need.least_bytes()) else {
-        return Err(GpuLack::Memory(GpuShortage {
+        return Err(GpuLack::Memory(Box::new(GpuShortage {
             node: node.node.clone(),
             gpu: room.gpu.name.clone(),
             role,
@@ -313,20 +339,23 @@ fn take(
             weights_bytes: need.weights_bytes,
             kv_bytes: need.kv_least_bytes,
             working_bytes: need.working_bytes,
-        }));
+            ring_bytes: need.ring_least_bytes,
+        })));
     };
     room.left_bytes = left;
     Ok(n)
 }
 
-/// Divides the memory left on the GPUs among their ranks: prefill ranks get up to what they can use, decode ranks
-/// share the rest in whole blocks.
-fn with_kv<'a>(
+/// Divides the memory left on the GPUs among their ranks: rings get up to the experts of a layer, prefill ranks KV up to
+/// what they can use, decode ranks share the rest of it in whole blocks, and a cache of experts can have what is left.
+fn divided<'a>(
     rooms: &[GpuRoom<'a>],
     taken: &[(PlanRole, usize)],
+    node_ranks: NodeRanks,
     demand: &Demand<'_>,
 ) -> GpuSlots<'a> {
     let block = demand.kv_bytes(BLOCK_TOKENS).max(1);
+    let slot_bytes = demand.slot_bytes();
     let mut slots = GpuSlots::default();
     for (n, room) in rooms.iter().enumerate() {
         let mut left = room.left_bytes;
@@ -335,22 +364,44 @@ fn with_kv<'a>(
             (PlanRole::Decode, &mut slots.decode),
         ] {
             let ranks = taken.iter().filter(|slot| **slot == (role, n)).count() as u64;
-            let need = demand.on_gpu(role);
-            let share = left.checked_div(ranks).unwrap_or(0) / block * block;
-            let more = share.min(need.kv_best_bytes.saturating_sub(need.kv_least_bytes));
-            left -= more * ranks;
-            let kv_bytes = need.kv_least_bytes + more;
+            let device = node_ranks.devices.of(role);
+            let need = demand.on_gpu(role, device);
+            let share = left.checked_div(ranks).unwrap_or(0);
+            let ring_slots = match device {
+                Device::StreamingGpu => ring_slots(share, demand),
+                Device::Cpus | Device::Gpu | Device::GpuAndCpus => 0,
+            };
+            let ring = u64::from(ring_slots) * slot_bytes;
+            let more_ring = ring.saturating_sub(need.ring_least_bytes);
+            let share = (share - more_ring) / block * block;
+            let more_kv = share.min(need.kv_best_bytes.saturating_sub(need.kv_least_bytes));
+            left -= (more_ring + more_kv) * ranks;
+            let cached = match device {
+                Device::GpuAndCpus => left.checked_div(ranks).unwrap_or(0) / slot_bytes,
+                Device::Cpus | Device::Gpu | Device::StreamingGpu => 0,
+            };
             let slot = GpuSlot {
                 gpu: room.gpu,
+                device,
                 usable_bytes: room.usable_bytes,
-                kv_bytes,
-                memory_bytes: need.least_bytes() + more,
+                kv_bytes: need.kv_least_bytes + more_kv,
+                memory_bytes: need.least_bytes() + more_ring + more_kv,
+                ring_slots,
+                cache_room_slots: u32::try_from(cached.min(demand.all_experts())).unwrap_or(0),
                 sharing: u32::try_from(ranks).unwrap_or(u32::MAX),
             };
             slots_of_role.extend((0..ranks).map(|_| slot));
         }
     }
     slots
+}
+
+/// Slots of a ring that has `more_bytes` beside its least: at most the experts of a layer.
+fn ring_slots(more_bytes: u64, demand: &Demand<'_>) -> u32 {
+    let more = u32::try_from(more_bytes / demand.slot_bytes()).unwrap_or(u32::MAX);
+    LEAST_SLOTS
+        .saturating_add(more)
+        .min(demand.facts.experts.max(LEAST_SLOTS))
 }
 
 impl GpuShortage {
@@ -370,8 +421,15 @@ impl GpuShortage {
 
     /// Breakdown of the bytes, in words.
     pub(crate) fn breakdown(&self) -> String {
+        let ring = match self.ring_bytes {
+            0 => String::new(),
+            bytes => format!(
+                " without routed experts, a ring of {LEAST_SLOTS} of these {}",
+                format_bytes(bytes)
+            ),
+        };
         format!(
-            "weights {}, KV {}, working room {}",
+            "weights {}{ring}, KV {}, working room {}",
             format_bytes(self.weights_bytes),
             format_bytes(self.kv_bytes),
             format_bytes(self.working_bytes)

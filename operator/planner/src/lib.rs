@@ -10,12 +10,14 @@
 #![forbid(unsafe_code)]
 
 mod advice;
+mod candidates;
 mod checks;
 mod cpus;
 mod draft;
 mod error;
 mod estimator;
 mod gpus;
+mod host_experts;
 mod input;
 mod memory;
 mod node_ranks;
@@ -24,14 +26,17 @@ mod place;
 mod plan;
 mod predict;
 mod reasons;
+mod routing;
+mod stream_loading;
 mod write;
 
 pub use cpus::{CpuOffer, CpuRoom, format_cpu_list};
-pub use error::{Advice, PlanError};
+pub use error::{Advice, AskedBy, PlanError};
 pub use gpus::GpuOffer;
 pub use input::PlanInput;
 pub use plan::plan;
 pub use predict::{
     COMPUTE_EFFICIENCY, GPU_COMPUTE_EFFICIENCY, GPU_LAYER_OVERHEAD_MS, GPU_READ_EFFICIENCY,
-    LAYER_OVERHEAD_MS, READ_EFFICIENCY,
+    LAYER_OVERHEAD_MS, LINK_EFFICIENCY, READ_EFFICIENCY,
 };
+pub use stream_loading::{StreamedPrompt, StreamedTime};

@@ -2,7 +2,7 @@
 
 use hearth_crds::{ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy};
 
-use crate::node_ranks::NodeRanks;
+use crate::node_ranks::{Device, NodeRanks};
 
 /// Tokens of one KV block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
@@ -21,6 +21,17 @@ const GPU_ACTIVATION_WIDTHS: u64 = 2 * ACTIVATION_WIDTHS;
 /// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, up to four sums
 /// of experts, two buffers.
 const ACTIVATION_WIDTHS: u64 = 24;
+/// Rows of a prompt that pass through attention at a time where experts are streamed.
+const STREAMED_TILE_TOKENS: u64 = 512;
+/// What a token of a streamed prompt keeps throughout a layer, as multiples of the residual stream in float32: the stream
+/// twice, its norm, the shared experts' output, the total and three partial sums of experts, and two more that overlap.
+const FLIGHT_WIDTHS: u64 = 10;
+/// The smallest ring: one expert computes while the next is copied.
+pub(crate) const LEAST_SLOTS: u32 = 2;
+/// Inverse of the share of an expert that padding adds in a slot.
+const SLOT_PADDING_SHARE: u64 = 64;
+/// Bytes to which each of the six parts of an expert in a slot is aligned.
+const SLOT_ALIGNMENT_BYTES: u64 = 256;
 /// Minimum of a node's memory that is left to other programs.
 const LEAST_RESERVE_BYTES: u64 = 128 << 20;
 
@@ -37,6 +48,8 @@ pub(crate) struct Demand<'a> {
     pub chunk_tokens: u32,
     /// Whether workers have their own CPUs, and so their own memory limits.
     pub exclusive: bool,
+    /// Whether virtual devices stand for the GPUs: they have no driver, and CPUs compute for them.
+    pub virtual_gpus: bool,
 }
 
 /// Memory of one node, divided among its ranks.
@@ -70,7 +83,10 @@ pub(crate) struct Shortage {
 /// Memory that a rank needs on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GpuNeed {
+    /// Weights that stay there.
     pub weights_bytes: u64,
+    /// The smallest ring of slots; 0 where no experts are streamed.
+    pub ring_least_bytes: u64,
     pub kv_least_bytes: u64,
     pub kv_best_bytes: u64,
     /// Activations, logits, and the process's driver context.
@@ -80,6 +96,7 @@ pub(crate) struct GpuNeed {
 impl GpuNeed {
     pub(crate) fn least_bytes(self) -> u64 {
         self.weights_bytes
+            .saturating_add(self.ring_least_bytes)
             .saturating_add(self.kv_least_bytes)
             .saturating_add(self.working_bytes)
     }
@@ -99,12 +116,22 @@ impl Demand<'_> {
 
     /// Bytes of the node's memory for a decode or prefill process that computes on a GPU.
     pub(crate) fn gpu_worker_scratch_bytes(&self) -> u64 {
-        GPU_PROCESS_BYTES + self.logits_bytes()
+        match self.virtual_gpus {
+            true => self.worker_scratch_bytes(),
+            false => GPU_PROCESS_BYTES + self.logits_bytes(),
+        }
     }
 
     /// Returns the memory that a rank needs on its GPU.
-    pub(crate) fn on_gpu(&self, role: PlanRole) -> GpuNeed {
-        let weights = self.facts.bytes.total();
+    pub(crate) fn on_gpu(&self, role: PlanRole, device: Device) -> GpuNeed {
+        let weights = match device.has_host_experts() {
+            true => self.facts.dense_bytes(),
+            false => self.facts.bytes.total(),
+        };
+        let ring_least_bytes = match device {
+            Device::StreamingGpu => self.slot_bytes() * u64::from(LEAST_SLOTS),
+            Device::Cpus | Device::Gpu | Device::GpuAndCpus => 0,
+        };
         let (kv_least_bytes, kv_best_bytes) = match role {
             PlanRole::Gateway => (0, 0),
             PlanRole::Prefill => self.prefill_kv(),
@@ -112,9 +139,77 @@ impl Demand<'_> {
         };
         GpuNeed {
             weights_bytes: weights.saturating_add(weights / GPU_PADDING_SHARE),
+            ring_least_bytes,
             kv_least_bytes,
             kv_best_bytes,
-            working_bytes: hearth_crds::GPU_CONTEXT_BYTES + self.step_bytes(GPU_ACTIVATION_WIDTHS),
+            working_bytes: match device {
+                Device::StreamingGpu => self.flight_bytes(self.context_length),
+                Device::Cpus | Device::Gpu | Device::GpuAndCpus => {
+                    self.gpu_context_bytes() + self.step_bytes(self.gpu_activation_widths())
+                }
+            },
+        }
+    }
+
+    /// Bytes of a slot of the experts' ring or cache: one expert, padded.
+    pub(crate) fn slot_bytes(&self) -> u64 {
+        let expert = self.facts.expert_bytes();
+        expert + expert / SLOT_PADDING_SHARE + 6 * SLOT_ALIGNMENT_BYTES
+    }
+
+    /// Routed experts of all layers.
+    pub(crate) fn all_experts(&self) -> u64 {
+        u64::from(self.facts.experts) * u64::from(self.facts.routed_layers())
+    }
+
+    /// Working room on a GPU for a streamed prompt of `tokens`, which passes through each layer as a whole, its attention
+    /// in tiles of rows.
+    pub(crate) fn flight_bytes(&self, tokens: u32) -> u64 {
+        let facts = self.facts;
+        let (hidden, inner) = (u64::from(facts.hidden), u64::from(facts.expert_hidden));
+        let inner = if inner == 0 { hidden } else { inner };
+        let kept = FLIGHT_WIDTHS * hidden + 3 * inner + u64::from(facts.experts);
+        let tile = STREAMED_TILE_TOKENS.min(u64::from(tokens)) + u64::from(PREFILL_BATCH);
+        let tile_bytes = tile * hidden * 4 * self.gpu_activation_widths();
+        (u64::from(tokens) * kept * 4)
+            .saturating_add(tile_bytes)
+            .saturating_add(self.logits_bytes())
+            .saturating_add(self.gpu_context_bytes())
+    }
+
+    /// Tokens of the longest prompt that leaves room for a ring of all experts of a layer in `memory_bytes` of a GPU that
+    /// streams; 0 if none does.
+    pub(crate) fn turning_point_tokens(&self, memory_bytes: u64) -> u32 {
+        let dense = self.facts.dense_bytes();
+        let stays = (dense + dense / GPU_PADDING_SHARE)
+            .saturating_add(self.slot_bytes() * u64::from(self.facts.experts));
+        let needs = |tokens: u32| {
+            stays
+                .saturating_add(self.flight_bytes(tokens))
+                .saturating_add(self.kv_bytes(tokens))
+        };
+        let (mut fits, mut exceeds) = (0, self.context_length.saturating_add(1));
+        while exceeds - fits > 1 {
+            let middle = fits + (exceeds - fits) / 2;
+            match needs(middle) <= memory_bytes {
+                true => fits = middle,
+                false => exceeds = middle,
+            }
+        }
+        fits
+    }
+
+    fn gpu_context_bytes(&self) -> u64 {
+        match self.virtual_gpus {
+            true => 0,
+            false => hearth_crds::GPU_CONTEXT_BYTES,
+        }
+    }
+
+    fn gpu_activation_widths(&self) -> u64 {
+        match self.virtual_gpus {
+            true => ACTIVATION_WIDTHS,
+            false => GPU_ACTIVATION_WIDTHS,
         }
     }
 
@@ -181,12 +276,25 @@ impl Demand<'_> {
             .saturating_sub((decode + prefill + gateways) * RUNNING_PROCESS_BYTES)
     }
 
-    /// Number of windows over prefetched weights for a node's `workers`: one each if they have their own memory
-    /// limits.
-    fn weight_windows(&self, workers: u64) -> u64 {
-        match self.exclusive {
+    /// Number of windows over prefetched weights for a node's workers: one each if they have their own memory limits.
+    fn weight_windows(&self, ranks: NodeRanks) -> u64 {
+        let workers = u64::from(ranks.decode_on_cpus() + ranks.prefill_on_cpus());
+        match self.exclusive && !ranks.has_host_experts() {
             true => workers.max(1),
             false => 1,
+        }
+    }
+
+    /// Bytes of weights in the memory of a node with these ranks, and the least of them that must be there: all, if a
+    /// GPU asks for experts in every pass.
+    fn host_weights(&self, ranks: NodeRanks) -> (u64, u64) {
+        let (total, routed) = (self.facts.bytes.total(), self.facts.bytes.routed_experts);
+        let on_cpus = ranks.decode_on_cpus() + ranks.prefill_on_cpus();
+        match (on_cpus, ranks.has_host_experts()) {
+            (0, false) => (0, 0),
+            (0, true) => (routed, routed),
+            (_, true) => (total, total),
+            (_, false) => (total, self.facts.least_resident_bytes()),
         }
     }
 
@@ -203,10 +311,7 @@ impl Demand<'_> {
         let free = free_bytes(node);
         let decode = u64::from(ranks.decode_on_cpus());
         let prefill = u64::from(ranks.prefill_on_cpus());
-        let (weights, floor) = match decode + prefill {
-            0 => (0, 0),
-            _ => (self.facts.bytes.total(), self.facts.least_resident_bytes()),
-        };
+        let (weights, floor) = self.host_weights(ranks);
         let scratch = self.scratch_bytes(ranks);
         let (decode_least, decode_best) = self.decode_kv();
         let (prefill_least, prefill_best) = self.prefill_kv();
@@ -247,7 +352,7 @@ impl Demand<'_> {
                 prefill_least,
             ));
         }
-        let windows = self.weight_windows(decode + prefill);
+        let windows = self.weight_windows(ranks);
         let floors = floor.saturating_mul(windows);
         let least = sum(floors, decode_least, prefill_least);
         if least <= free {

@@ -52,6 +52,8 @@ fn of_cpus(isa: &IsaProfile) -> Numerics {
 fn of_rank(node: &NodeProfileStatus, rank: &PlanRank) -> Numerics {
     match rank.device() {
         RankDevice::Cpus => of_cpus(&node.isa),
+        // The CPUs' kernels compute for it.
+        RankDevice::Gpu(_) if rank.virtual_device.is_some() => of_cpus(&node.isa),
         RankDevice::Gpu(uuid) => {
             let gpu = node.gpus.iter().find(|gpu| gpu.uuid == uuid);
             Numerics::Gpu(gpu.and_then(|gpu| gpu.compute_capability))

@@ -5,7 +5,7 @@ use hearth_crds::NodeProfileStatus;
 use crate::cpus::CpuLack;
 use crate::gpus::GpuLack;
 use crate::memory::{Demand, NodeBudget, Shortage};
-use crate::node_ranks::{NodeRanks, OnGpu};
+use crate::node_ranks::{Devices, NodeRanks};
 
 /// Number of ranks of each role that the spec asks for, and their devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,7 +13,7 @@ pub(crate) struct Wanted {
     pub gateways: u32,
     pub prefill: u32,
     pub decode: u32,
-    pub on_gpu: OnGpu,
+    pub devices: Devices,
 }
 
 impl Wanted {
@@ -23,7 +23,7 @@ impl Wanted {
             gateways: self.gateways,
             prefill: self.prefill,
             decode: self.decode,
-            on_gpu: self.on_gpu,
+            devices: self.devices,
         }
     }
 }
@@ -54,11 +54,20 @@ pub(crate) enum NoRoom {
     Gpus { what: String, lack: GpuLack },
 }
 
-/// Devices on which no placement has room, and the shortage.
+/// Devices that ranks do not run on, although they were considered first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Refused {
-    pub on_gpu: OnGpu,
-    pub no_room: NoRoom,
+    pub devices: Devices,
+    pub why: Objection,
+}
+
+/// Why devices were not chosen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Objection {
+    /// No placement has room.
+    NoRoom(NoRoom),
+    /// The CPUs alone are predicted to be as fast; says by how much.
+    Slower(String),
 }
 
 /// Costs and limits of a node with a hypothetical set of ranks.
@@ -83,7 +92,7 @@ pub(crate) fn place(
     cost: &dyn Cost,
 ) -> Result<Placement, NoRoom> {
     let nobody = NodeRanks {
-        on_gpu: wanted.on_gpu,
+        devices: wanted.devices,
         ..NodeRanks::default()
     };
     let mut placed = vec![nobody; nodes.len()];

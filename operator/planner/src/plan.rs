@@ -1,8 +1,9 @@
 //! The planner's entry point: from its input to a plan.
 
-use hearth_crds::{InferenceDeploymentSpec, InferencePlanSpec, Pinning, Strategy};
+use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType};
 
 use crate::advice;
+use crate::candidates::Asked;
 use crate::checks::{check_strategy, checked_nodes, context_length, kv_types};
 use crate::draft::Draft;
 use crate::error::PlanError;
@@ -10,9 +11,9 @@ use crate::estimator::Estimator;
 use crate::gpus::has_usable;
 use crate::input::PlanInput;
 use crate::memory::Demand;
-use crate::node_ranks::OnGpu;
+use crate::node_ranks::{Device, Devices};
 use crate::numerics::alike;
-use crate::place::{Placement, Refused, Wanted, place};
+use crate::place::{NoRoom, Objection, Refused, Wanted, place};
 
 /// Prompt tokens per step of a prefill rank: enough for matrix products to be compute-bound.
 const PREFILL_CHUNK_TOKENS: u32 = 512;
@@ -27,6 +28,7 @@ const PREFILL_CHUNK_TOKENS: u32 = 512;
 pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     let spec = input.spec;
     check_strategy(spec)?;
+    let asked = Asked::of(spec, input.facts)?;
     let nodes = checked_nodes(input)?;
     let (key_type, value_type) = kv_types(spec, input.facts)?;
     let context_length = context_length(spec, input.facts)?;
@@ -40,92 +42,128 @@ pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
         kv_memory_bytes: spec.decode.kv_cache.memory.map(|memory| memory.bytes()),
         chunk_tokens: PREFILL_CHUNK_TOKENS.min(context_length),
         exclusive: spec.placement.pinning == Pinning::Exclusive,
+        virtual_gpus: nodes
+            .iter()
+            .flat_map(|node| &node.gpus)
+            .any(|gpu| gpu.virtual_device.is_some()),
     };
     advice::check_kv_budget(spec, &demand)?;
     let estimator = Estimator::new(&nodes, &demand, spec, (input.gpus, input.cpus));
-    let (placement, refused) = placed(&estimator, &demand, spec)?;
-    let draft = Draft {
+    Planning {
         input,
-        nodes: &nodes,
         demand,
-        placement,
-        refused,
         estimator: &estimator,
+        asked,
         key_type,
         value_type,
-    };
-    Ok(draft.to_plan())
+    }
+    .best()
 }
 
-/// The placement on the best devices with room, and the better devices that have none.
-fn placed(
-    estimator: &Estimator<'_>,
-    demand: &Demand<'_>,
-    spec: &InferenceDeploymentSpec,
-) -> Result<(Placement, Vec<Refused>), PlanError> {
-    let mut wanted = Wanted {
-        gateways: spec.gateway.replicas,
-        prefill: spec.prefill.planned_replicas(),
-        decode: spec.decode.planned_replicas(),
-        on_gpu: OnGpu::NONE,
-    };
-    let mut refused = Vec::new();
-    for on_gpu in device_candidates(estimator, spec, wanted) {
-        wanted.on_gpu = on_gpu;
-        match place(estimator.nodes(), demand, wanted, estimator) {
-            Ok(free) => {
-                let placement = alike(estimator, demand, wanted, &free).unwrap_or(free);
-                return Ok((placement, refused));
-            }
-            Err(no_room) => refused.push(Refused { on_gpu, no_room }),
+/// What all candidates have in common.
+struct Planning<'a> {
+    input: &'a PlanInput<'a>,
+    demand: Demand<'a>,
+    estimator: &'a Estimator<'a>,
+    asked: Asked,
+    key_type: PlanKvType,
+    value_type: PlanKvType,
+}
+
+impl Planning<'_> {
+    /// The plan on the best devices with room. Experts that stay in the node's memory while the rest is on a GPU are
+    /// chosen where they were asked for, or where the plan is predicted to be faster than that of the CPUs alone.
+    fn best(&self) -> Result<InferencePlanSpec, PlanError> {
+        let (spec, demand, estimator) = (self.input.spec, &self.demand, self.estimator);
+        let mut nodes = estimator.nodes().iter();
+        let has_gpus = nodes.any(|node| has_usable(node, estimator.gpus()));
+        let candidates = self.asked.candidates(has_gpus);
+        let mut refused = Vec::new();
+        for devices in candidates.iter().copied() {
+            let why = match self.on(devices, refused.clone()) {
+                Err(no_room) => Objection::NoRoom(no_room),
+                Ok(plan) => match self.slower(devices, &plan, &candidates) {
+                    Some(why) => Objection::Slower(why),
+                    None => return Ok(plan),
+                },
+            };
+            refused.push(Refused { devices, why });
+        }
+        let wanted = self.wanted(refused.last().map_or(Devices::CPUS, |last| last.devices));
+        let no_room = refused
+            .into_iter()
+            .rev()
+            .find_map(|refused| match refused.why {
+                Objection::NoRoom(no_room) => Some(no_room),
+                Objection::Slower(_) => None,
+            });
+        let Some(no_room) = no_room else {
+            return Err(PlanError::NoNodes(spec.served_name()));
+        };
+        let asked_by = self.asked.asked_by();
+        Err(advice::refusal(
+            estimator, demand, wanted, spec, asked_by, no_room,
+        ))
+    }
+
+    fn wanted(&self, devices: Devices) -> Wanted {
+        let spec = self.input.spec;
+        Wanted {
+            gateways: spec.gateway.replicas,
+            prefill: spec.prefill.planned_replicas(),
+            decode: spec.decode.planned_replicas(),
+            devices,
         }
     }
-    let Some(Refused { no_room, .. }) = refused.pop() else {
-        return Err(PlanError::NoNodes(spec.served_name()));
-    };
-    Err(advice::refusal(estimator, demand, wanted, spec, no_room))
-}
 
-/// Devices that ranks may compute on, best first: a GPU helps prefill the most, as it is compute-bound.
-///
-/// All ranks of a role compute on the same kind of device, so a stream that moves between decode workers continues
-/// with the same bits.
-fn device_candidates(
-    estimator: &Estimator<'_>,
-    spec: &InferenceDeploymentSpec,
-    wanted: Wanted,
-) -> Vec<OnGpu> {
-    let asked = spec.prefill.gpus_per_worker;
-    let has_usable = estimator
-        .nodes()
-        .iter()
-        .any(|node| has_usable(node, estimator.gpus()));
-    let is_auto = spec.strategy == Strategy::Auto;
-    let is_asked = asked.is_some_and(|gpus| gpus > 0) && wanted.prefill > 0;
-    let may_use = match asked {
-        Some(0) => false,
-        Some(_) => is_asked || (is_auto && has_usable),
-        None => is_auto && has_usable,
-    };
-    if !may_use {
-        return vec![OnGpu::NONE];
+    fn on(&self, devices: Devices, refused: Vec<Refused>) -> Result<InferencePlanSpec, NoRoom> {
+        let (demand, estimator) = (&self.demand, self.estimator);
+        let wanted = self.wanted(devices);
+        let free = place(estimator.nodes(), demand, wanted, estimator)?;
+        let placement = alike(estimator, demand, wanted, &free).unwrap_or(free);
+        let draft = Draft {
+            input: self.input,
+            nodes: estimator.nodes(),
+            demand: *demand,
+            placement,
+            refused,
+            estimator,
+            key_type: self.key_type,
+            value_type: self.value_type,
+        };
+        Ok(draft.to_plan())
     }
-    let prefill = wanted.prefill > 0;
-    let mut candidates = Vec::new();
-    if is_auto {
-        candidates.push(OnGpu {
-            prefill,
-            decode: true,
-        });
+
+    /// Why a plan whose experts stay in the node's memory is not faster than one that may be chosen instead; `None` if it
+    /// is, or if nothing else may be chosen.
+    fn slower(
+        &self,
+        devices: Devices,
+        plan: &InferencePlanSpec,
+        candidates: &[Devices],
+    ) -> Option<String> {
+        let context = plan.model.context_length;
+        if devices.prefill == Device::StreamingGpu
+            && candidates.contains(&Devices::CPUS)
+            && plan.routing.chunked_below_tokens > context
+        {
+            return Some(format!(
+                "no prompt of up to {context} tokens would get its first token sooner than from a decode rank that reads it in chunks"
+            ));
+        }
+        let on_cpus = Devices {
+            decode: Device::Cpus,
+            ..devices
+        };
+        if devices.decode != Device::GpuAndCpus || !candidates.contains(&on_cpus) {
+            return None;
+        }
+        let tpot_ms = self.on(on_cpus, Vec::new()).ok()?.predicted.tpot_ms;
+        (plan.predicted.tpot_ms >= tpot_ms).then(|| {
+            format!(
+                "TPOT {:.1} ms, and {tpot_ms:.1} ms on the CPUs alone",
+                plan.predicted.tpot_ms
+            )
+        })
     }
-    if prefill {
-        candidates.push(OnGpu {
-            prefill,
-            decode: false,
-        });
-    }
-    if !is_asked {
-        candidates.push(OnGpu::NONE);
-    }
-    candidates
 }

@@ -6,6 +6,7 @@
 use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus};
 
 use crate::cpus::CpuSet;
+use crate::stream_loading::{StreamedPrompt, StreamedTime};
 
 /// Share of the measured read bandwidth that the weights' kernels reach from a mapped file.
 pub const READ_EFFICIENCY: f64 = 0.87;
@@ -27,6 +28,12 @@ pub(crate) const MAP_THREAD_MS_PER_GB: f64 = 14.0;
 pub(crate) const UNMAP_MS_PER_GB: f64 = 8.5;
 /// Milliseconds that a layer adds to a step on a GPU besides its weights: a dozen kernel launches and completions.
 pub const GPU_LAYER_OVERHEAD_MS: f64 = 0.05;
+/// Operations of a layer on a device whose time for a small operation was measured.
+const LAYER_OPERATIONS: f64 = 20.0;
+/// Share of the bandwidth that a PCIe link has by its generation and width which copies from pinned memory reach.
+pub const LINK_EFFICIENCY: f64 = 0.8;
+/// Milliseconds of a layer to hand activations to the CPUs and their sum back: two copies and two waits.
+const EXCHANGE_MS: f64 = 0.04;
 /// Bandwidth of KV transfer between two processes of one node, over loopback, in GB/s.
 pub(crate) const LOOPBACK_GBPS: f64 = 1.0;
 
@@ -91,15 +98,29 @@ impl Rates {
         }
     }
 
-    /// The rates of a GPU from the profile's estimates. Weights on a GPU are not read from disk.
+    /// The rates of a GPU: those that were measured as they are, and shares of estimates. Weights on a GPU are not read
+    /// from disk.
     pub(crate) fn of_gpu(gpu: &GpuProfile) -> Self {
+        let (read, compute) = match gpu.virtual_device {
+            Some(_) => (1.0, 1.0),
+            None => (GPU_READ_EFFICIENCY, GPU_COMPUTE_EFFICIENCY),
+        };
         Self {
-            read_gbps: gpu.read_gbps * GPU_READ_EFFICIENCY,
-            gflops: gpu.bf16_gflops * GPU_COMPUTE_EFFICIENCY,
-            layer_overhead_ms: GPU_LAYER_OVERHEAD_MS,
+            read_gbps: gpu.read_gbps * read,
+            gflops: gpu.bf16_gflops * compute,
+            layer_overhead_ms: match gpu.operation_us {
+                us if us > 0.0 => us * LAYER_OPERATIONS / 1e3,
+                _ => GPU_LAYER_OVERHEAD_MS,
+            },
             disk_gbps: 0.0,
             map_ms_per_gb: 0.0,
         }
+    }
+
+    /// Milliseconds to read `bytes` and compute `flops` meanwhile.
+    fn ms(&self, bytes: f64, flops: f64) -> f64 {
+        let read_ms = bytes / 1e9 / self.read_gbps * 1e3;
+        read_ms.max(flops / 1e9 / self.gflops * 1e3)
     }
 
     /// The same rates with an n-th of the bandwidth and compute.
@@ -113,6 +134,50 @@ impl Rates {
             map_ms_per_gb: self.map_ms_per_gb * n,
         }
     }
+}
+
+/// Rates of copies from a node's memory to one of its GPUs, in GB/s.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct LinkRates {
+    /// With nothing else running.
+    pub alone_gbps: f64,
+    /// While the node's CPUs decode.
+    pub beside_decode_gbps: f64,
+}
+
+impl LinkRates {
+    /// The measured rates, else a share of the estimate for both; `None` if neither is known.
+    pub(crate) fn of(gpu: &GpuProfile) -> Option<Self> {
+        let alone_gbps = match gpu.copy_gbps {
+            measured if measured > 0.0 => measured,
+            _ => gpu.pcie_gbps * LINK_EFFICIENCY,
+        };
+        let beside_decode_gbps = match gpu.copy_beside_reads_gbps {
+            measured if measured > 0.0 => measured,
+            _ => alone_gbps,
+        };
+        (alone_gbps > 0.0).then_some(Self {
+            alone_gbps,
+            beside_decode_gbps,
+        })
+    }
+}
+
+/// Where a rank's routed experts are computed, and how they get there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ExpertsAt {
+    /// On the rank's device, which has all weights.
+    Device,
+    /// On the rank's device, through a ring of slots.
+    Ring { slots: u32, copy_gbps: f64 },
+    /// On CPUs of these rates, but for the share that the device has too.
+    Host {
+        rates: Rates,
+        copy_gbps: f64,
+        cached_share: f64,
+        /// Whether two half batches take turns.
+        dual_batch: bool,
+    },
 }
 
 /// Size of a step.
@@ -136,11 +201,20 @@ pub(crate) struct Predictor<'a> {
     pub kept_bytes: u64,
     /// Bytes of the weights that stay mapped; all of them under `Resident`.
     pub mapped_bytes: u64,
+    pub experts_at: ExpertsAt,
 }
 
 impl Predictor<'_> {
     /// Duration of one step in milliseconds.
     pub(crate) fn step_ms(&self, step: Step) -> f64 {
+        match self.experts_at {
+            ExpertsAt::Device => self.whole_step_ms(step),
+            ExpertsAt::Ring { slots, copy_gbps } => self.streamed(step, slots, copy_gbps).total_ms,
+            ExpertsAt::Host { .. } => self.hybrid(step).total_ms(),
+        }
+    }
+
+    fn whole_step_ms(&self, step: Step) -> f64 {
         let weights = self.facts.step_bytes(step.tokens);
         let read_gb = (weights + step.cache_positions * self.kv_bytes_per_token as f64) / 1e9;
         let read_ms = read_gb / self.rates.read_gbps * 1e3;
@@ -168,6 +242,15 @@ impl Predictor<'_> {
 
     /// Milliseconds of one decode step over `batch` streams of `context` tokens each: the time per output token.
     pub(crate) fn decode_ms(&self, batch: u32, context: u32) -> f64 {
+        if let (
+            ExpertsAt::Host {
+                dual_batch: true, ..
+            },
+            2..,
+        ) = (self.experts_at, batch)
+        {
+            return self.halves_ms(batch, context);
+        }
         let positions = f64::from(batch) * f64::from(context);
         self.step_ms(Step {
             tokens: batch,
@@ -176,9 +259,12 @@ impl Predictor<'_> {
         })
     }
 
-    /// Milliseconds to prefill a prompt in chunks.
+    /// Milliseconds to prefill a prompt in chunks; with a ring the whole prompt is one.
     pub(crate) fn prefill_ms(&self, prompt_tokens: u32, chunk_tokens: u32) -> f64 {
-        let chunk_tokens = chunk_tokens.max(1);
+        let chunk_tokens = match self.experts_at {
+            ExpertsAt::Ring { .. } => prompt_tokens.max(1),
+            ExpertsAt::Device | ExpertsAt::Host { .. } => chunk_tokens.max(1),
+        };
         let mut done = 0;
         let mut total_ms = 0.0;
         while done < prompt_tokens {
@@ -199,6 +285,146 @@ impl Predictor<'_> {
     pub(crate) fn hand_over_ms(&self, prompt_tokens: u32, link_gbps: f64) -> f64 {
         let bytes = self.kv_bytes_per_token as f64 * f64::from(prompt_tokens);
         bytes / f64::from(self.facts.layers.max(1)) / 1e9 / link_gbps * 1e3
+    }
+}
+
+/// Milliseconds of a step by what computes it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct HybridStep {
+    /// Attention, dense layers, routers and head, on the device.
+    pub device_ms: f64,
+    /// Shared experts and those in the device's cache, computed while the CPUs compute the others.
+    pub beside_ms: f64,
+    /// Routed experts on the CPUs.
+    pub host_ms: f64,
+    /// Activations to the CPUs and sums back.
+    pub exchange_ms: f64,
+}
+
+impl HybridStep {
+    /// Duration of the step in milliseconds.
+    pub(crate) fn total_ms(self) -> f64 {
+        self.device_ms + self.exchange_ms + self.host_ms.max(self.beside_ms)
+    }
+}
+
+impl<'a> Predictor<'a> {
+    /// The same rank where it has an n-th of its device, of its link and of its CPUs.
+    pub(crate) fn shared_by(self, ranks: u32) -> Self {
+        let n = f64::from(ranks.max(1));
+        let experts_at = match self.experts_at {
+            ExpertsAt::Device => ExpertsAt::Device,
+            ExpertsAt::Ring { slots, copy_gbps } => ExpertsAt::Ring {
+                slots,
+                copy_gbps: copy_gbps / n,
+            },
+            ExpertsAt::Host {
+                rates,
+                copy_gbps,
+                cached_share,
+                dual_batch,
+            } => ExpertsAt::Host {
+                rates: rates.shared_by(ranks),
+                copy_gbps: copy_gbps / n,
+                cached_share,
+                dual_batch,
+            },
+        };
+        Self {
+            rates: self.rates.shared_by(ranks),
+            experts_at,
+            ..self
+        }
+    }
+
+    /// Duration of one pass over a ring of `slots`.
+    pub(crate) fn streamed(&self, step: Step, slots: u32, copy_gbps: f64) -> StreamedTime {
+        let facts = self.facts;
+        let experts = facts.expected_distinct_experts(step.tokens).round();
+        let layers = f64::from(facts.layers.max(1));
+        let chosen = f64::from(step.tokens) * f64::from(facts.experts_per_token);
+        let expert_bytes = facts.expert_bytes() as f64;
+        let rates = self.rates;
+        let expert_ms = rates.ms(
+            expert_bytes,
+            chosen / experts.max(1.0) * facts.expert_flops(),
+        );
+        StreamedPrompt {
+            dense_layers: facts.layers.saturating_sub(facts.routed_layers()),
+            expert_layers: facts.routed_layers(),
+            experts: experts as u32,
+            slots,
+            copy_ms: expert_bytes / 1e9 / copy_gbps * 1e3,
+            expert_ms,
+            dense_ms: self.dense_ms(step, 1) / layers + rates.layer_overhead_ms,
+            is_ahead: chosen >= f64::from(facts.experts),
+        }
+        .simulate()
+    }
+
+    /// Milliseconds of everything in a step but routed experts and the layers' overhead; `head_rows` tokens have logits.
+    fn dense_ms(&self, step: Step, head_rows: u32) -> f64 {
+        let facts = self.facts;
+        let no_logits = f64::from(step.tokens.saturating_sub(head_rows));
+        let bytes = facts.step_bytes(0) + step.cache_positions * self.kv_bytes_per_token as f64;
+        let flops = facts.dense_flops() * f64::from(step.tokens)
+            + facts.attention_flops_per_position() * step.attended_positions
+            - facts.flops_of(facts.bytes.head as f64) * no_logits;
+        self.rates.ms(bytes, flops.max(0.0))
+    }
+
+    /// Parts of a step whose routed experts are computed by CPUs. On a rank without such, the CPUs' part is 0.
+    pub(crate) fn hybrid(&self, step: Step) -> HybridStep {
+        let ExpertsAt::Host {
+            rates: host,
+            copy_gbps,
+            cached_share,
+            dual_batch: _,
+        } = self.experts_at
+        else {
+            return HybridStep {
+                device_ms: self.whole_step_ms(step),
+                beside_ms: 0.0,
+                host_ms: 0.0,
+                exchange_ms: 0.0,
+            };
+        };
+        let facts = self.facts;
+        let tokens = f64::from(step.tokens);
+        let layers = f64::from(facts.routed_layers());
+        let expert_bytes = facts.step_bytes(step.tokens) - facts.step_bytes(0);
+        let expert_flops =
+            facts.expert_flops() * f64::from(facts.experts_per_token) * layers * tokens;
+        let shared_bytes = facts.bytes.shared_expert as f64;
+        let shared_flops = facts.flops_of(shared_bytes) * tokens;
+        let shared_ms = self.rates.ms(shared_bytes, shared_flops);
+        let missed = 1.0 - cached_share;
+        let exchanged = tokens * f64::from(facts.hidden) * 4.0 * 2.0 * layers;
+        HybridStep {
+            device_ms: (self.dense_ms(step, step.tokens) - shared_ms).max(0.0)
+                + self.rates.layer_overhead_ms * f64::from(facts.layers),
+            beside_ms: shared_ms
+                + self
+                    .rates
+                    .ms(expert_bytes * cached_share, expert_flops * cached_share),
+            host_ms: host.ms(expert_bytes * missed, expert_flops * missed)
+                + host.layer_overhead_ms * layers,
+            exchange_ms: exchanged / 1e9 / copy_gbps * 1e3 + EXCHANGE_MS * layers,
+        }
+    }
+
+    /// Milliseconds of a decode step in two half batches: while one is on the device, the other is on the CPUs (hybrid
+    /// MoE paper, section 3.3.1).
+    pub(crate) fn halves_ms(&self, batch: u32, context: u32) -> f64 {
+        let larger = batch.div_ceil(2);
+        let positions = f64::from(larger) * f64::from(context);
+        let half = self.hybrid(Step {
+            tokens: larger,
+            cache_positions: positions,
+            attended_positions: positions,
+        });
+        let on_device = half.device_ms + half.beside_ms + half.exchange_ms;
+        2.0 * on_device.max(half.host_ms)
     }
 }
 

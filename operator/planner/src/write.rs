@@ -9,19 +9,17 @@ use hearth_crds::{
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
 use crate::draft::{Draft, ranks_of};
 use crate::gpus::{GpuSlot, NodeOffer};
+use crate::host_experts::HostChoice;
 use crate::memory::{BLOCK_TOKENS, NodeBudget, PREFILL_BATCH};
+use crate::node_ranks::Device;
 use crate::numerics::mixed_pools;
 use crate::predict::{Predictor, rounded};
 use crate::reasons;
 
 /// Longest stall of a decode rank's streams caused by one chunk, if the spec sets no time per output token.
 const DEFAULT_STALL_MS: f64 = 100.0;
-/// Prompt tokens below which, on CPUs, the KV transfer from prefill to decode costs more than it saves.
-const CHUNKED_BELOW_TOKENS: u32 = 32;
-/// Minimum length of the gateway's queue, in requests.
-const LEAST_QUEUE: u32 = 256;
-/// Longest time that a request may wait in the queue.
-const QUEUE_TIMEOUT_MS: u64 = 120_000;
+/// Version of plans that streams experts, has CPUs compute them, or has a virtual device.
+const EXPERTS_VERSION: u32 = 2;
 
 /// The node, its memory budget and the GPU that a rank is assigned.
 #[derive(Clone, Copy)]
@@ -45,17 +43,18 @@ fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
 impl Draft<'_> {
     /// Writes the plan.
     pub(crate) fn to_plan(&self) -> InferencePlanSpec {
-        let ranks = self.ranks();
+        let mut ranks = self.ranks();
         let input = self.input;
         let facts = input.facts;
         let routing = self.routing(&ranks);
-        let predicted = self.prediction(&ranks);
+        self.predict_streamed(&mut ranks, routing.chunked_below_tokens);
+        let predicted = self.prediction(&ranks, &routing);
         let mixed_numerics = mixed_pools(self.nodes, &ranks);
         let (mut why, not_chosen) = reasons::write(self, &ranks, &routing, &predicted);
         why.extend(mixed_numerics.iter().cloned());
         InferencePlanSpec {
             generation: input.generation,
-            min_version: 0,
+            min_version: min_version(&ranks),
             worker_image: None,
             deployment: DeploymentRef {
                 name: input.name.to_owned(),
@@ -137,32 +136,36 @@ impl Draft<'_> {
     fn rank(&self, host: &RankHost<'_>, role: PlanRole, index: u32, mut set: CpuSet) -> PlanRank {
         let RankHost { n, budget, slot } = *host;
         let demand = &self.demand;
-        let weight_bytes = demand.facts.bytes.total();
         let is_worker = role.is_worker();
-        if let Some(numa_node) = slot.and_then(|slot| slot.gpu.numa_node) {
+        let on_gpu_alone = slot.filter(|slot| !slot.device.uses_cpus());
+        if let Some(numa_node) = on_gpu_alone.and_then(|slot| slot.gpu.numa_node) {
             keep_beside(&mut set, self.nodes[n], numa_node);
         }
         let kv_bytes = kv_bytes(role, host);
         let scratch_bytes = self.scratch_bytes(role, slot);
         let chunk_tokens = match role {
             PlanRole::Gateway => 0,
-            PlanRole::Prefill => demand.chunk_tokens,
+            PlanRole::Prefill => match slot.map(|slot| slot.device) {
+                // A prompt is one pass, so that no expert crosses the link twice.
+                Some(Device::StreamingGpu) => demand.context_length,
+                _ => demand.chunk_tokens,
+            },
             PlanRole::Decode => self.decode_chunk_tokens(host, &set),
         };
         let predicted = self.rank_prediction(host, role, &set);
-        let weight_budget_bytes = match slot {
-            Some(_) => weight_bytes,
-            None => budget.weight_budget_bytes,
-        };
+        let choice = slot.and_then(|slot| self.estimator.host_choice(n, &set, slot, budget));
+        let residency = self.residency(host, choice);
         if is_worker {
             let needs = match slot {
-                Some(_) => scratch_bytes,
-                None => weight_budget_bytes
+                Some(_) => scratch_bytes.saturating_add(residency.host_bytes),
+                None => residency
+                    .budget_bytes
                     .saturating_add(kv_bytes)
                     .saturating_add(scratch_bytes),
             };
             widen_memory(&mut set, self.nodes[n], needs);
         }
+        let cache_bytes = u64::from(residency.cache_slots.unwrap_or(0)) * demand.slot_bytes();
         let device = slot.map_or(RankDevice::Cpus, |slot| RankDevice::Gpu(&slot.gpu.uuid));
         PlanRank {
             name: format!("{}-{index}", role.as_str()),
@@ -177,12 +180,9 @@ impl Draft<'_> {
             gpus: self.held_gpus(role, slot),
             claims_gpus: slot.is_some() && self.claims_gpus(n),
             gpu_uuids: device.gpu_uuid().map(str::to_owned).into_iter().collect(),
-            gpu_memory_bytes: slot.map_or(0, |slot| slot.memory_bytes),
-            residency: is_worker.then_some(PlanResidency {
-                policy: slot.map_or(budget.policy, |_| ResidencyPolicy::Resident),
-                weight_bytes,
-                budget_bytes: weight_budget_bytes,
-            }),
+            gpu_memory_bytes: slot.map_or(0, |slot| slot.memory_bytes + cache_bytes),
+            virtual_device: slot.and_then(|slot| slot.gpu.virtual_device.clone()),
+            residency: is_worker.then_some(residency),
             kv: is_worker.then_some(PlanKv {
                 memory_bytes: kv_bytes,
                 key_type: self.key_type,
@@ -194,10 +194,52 @@ impl Draft<'_> {
                 PlanRole::Prefill => PREFILL_BATCH,
                 PlanRole::Decode => demand.max_batch,
             },
+            dual_batch: choice.is_some_and(|choice| choice.dual_batch),
             chunk_tokens,
             scratch_bytes,
             endpoint: None,
             predicted,
+        }
+    }
+
+    /// Where a worker's weights are.
+    fn residency(&self, host: &RankHost<'_>, choice: Option<HostChoice>) -> PlanResidency {
+        let facts = self.demand.facts;
+        let weight_bytes = facts.bytes.total();
+        let resident = PlanResidency {
+            policy: ResidencyPolicy::Resident,
+            weight_bytes,
+            budget_bytes: weight_bytes,
+            host_bytes: 0,
+            ring_slots: None,
+            cache_slots: None,
+        };
+        let Some(slot) = host.slot else {
+            return PlanResidency {
+                policy: host.budget.policy,
+                budget_bytes: host.budget.weight_budget_bytes,
+                ..resident
+            };
+        };
+        let cache_slots = choice.map_or(0, |choice| choice.cache_slots);
+        let on_device = u64::from(slot.ring_slots + cache_slots) * facts.expert_bytes();
+        let beside_host = PlanResidency {
+            budget_bytes: facts.dense_bytes().saturating_add(on_device),
+            host_bytes: facts.bytes.routed_experts,
+            ..resident
+        };
+        match slot.device {
+            Device::Cpus | Device::Gpu => resident,
+            Device::StreamingGpu => PlanResidency {
+                policy: ResidencyPolicy::StreamLoading,
+                ring_slots: Some(slot.ring_slots),
+                ..beside_host
+            },
+            Device::GpuAndCpus => PlanResidency {
+                policy: ResidencyPolicy::HostExperts,
+                cache_slots: (cache_slots > 0).then_some(cache_slots),
+                ..beside_host
+            },
         }
     }
 
@@ -220,6 +262,9 @@ impl Draft<'_> {
 
     /// GPUs that a rank holds: the one that it computes on, or as many as the spec grants a prefill worker.
     fn held_gpus(&self, role: PlanRole, slot: Option<&GpuSlot<'_>>) -> u32 {
+        if self.demand.virtual_gpus {
+            return 0;
+        }
         let own = u32::from(slot.is_some());
         match role {
             PlanRole::Gateway | PlanRole::Decode => own,
@@ -297,10 +342,7 @@ impl Draft<'_> {
             None if self.estimator.is_exclusive() => 1,
             None => self.placement.ranks[n].decode,
         };
-        let full = Predictor {
-            rates: predictor.rates.shared_by(sharing),
-            ..predictor
-        };
+        let full = predictor.shared_by(sharing);
         let batch = self.demand.max_batch;
         RankPrediction {
             ttft_ms: None,
@@ -310,37 +352,42 @@ impl Draft<'_> {
         }
     }
 
-    fn routing(&self, ranks: &[PlanRank]) -> PlanRouting {
-        let of = |role| ranks_of(ranks, role);
-        let on_gpu = |role| of(role).any(PlanRank::is_on_gpu);
-        let decode_chunk = of(PlanRole::Decode).map(|rank| rank.chunk_tokens).min();
-        let streams: u32 = of(PlanRole::Decode).map(|r| r.max_batch).sum();
-        PlanRouting {
-            chunked_below_tokens: if of(PlanRole::Prefill).next().is_none() {
-                PlanRouting::ALWAYS_CHUNKED
-            } else if on_gpu(PlanRole::Prefill) && on_gpu(PlanRole::Decode) {
-                // Takes one step, which streams hardly notice.
-                decode_chunk.unwrap_or(CHUNKED_BELOW_TOKENS)
-            } else {
-                CHUNKED_BELOW_TOKENS
-            },
-            max_queue: streams.saturating_mul(32).max(LEAST_QUEUE),
-            queue_timeout_ms: QUEUE_TIMEOUT_MS,
+    /// Predicts streamed prompts of the shortest length that prefill ranks read.
+    fn predict_streamed(&self, ranks: &mut [PlanRank], chunked_below_tokens: u32) {
+        if !self.streams_prompts() {
+            return;
+        }
+        let context = self.demand.context_length;
+        let tokens = self.estimator.prompt_tokens().max(chunked_below_tokens);
+        let tokens = tokens.clamp(1, context);
+        for rank in ranks.iter_mut().filter(|r| r.role == PlanRole::Prefill) {
+            let Some(ttft_ms) = self.prefill_ttft_ms(rank, tokens) else {
+                continue;
+            };
+            rank.predicted = Some(RankPrediction {
+                ttft_ms: Some(rounded(ttft_ms)),
+                prompt_tokens: Some(tokens),
+                tpot_ms: None,
+                tokens_per_second: rounded(f64::from(tokens) / ttft_ms * 1e3),
+            });
         }
     }
 
     /// The service's prediction: the slowest prefill rank and the slowest decode rank, since any may serve a request.
-    fn prediction(&self, ranks: &[PlanRank]) -> PlanPrediction {
+    fn prediction(&self, ranks: &[PlanRank], routing: &PlanRouting) -> PlanPrediction {
         let of = |role: PlanRole| ranks_of(ranks, role).filter_map(|rank| rank.predicted.as_ref());
         let tpot_ms = of(PlanRole::Decode)
             .filter_map(|p| p.tpot_ms)
             .fold(0.0, f64::max);
+        let prompt = self.estimator.prompt_tokens();
+        let is_chunked = self.streams_prompts() && prompt < routing.chunked_below_tokens;
         let ttft_ms = of(PlanRole::Prefill)
             .filter_map(|p| p.ttft_ms)
             .reduce(f64::max)
+            .filter(|_| !is_chunked)
             .or_else(|| {
                 ranks_of(ranks, PlanRole::Decode)
-                    .filter_map(|rank| self.chunked_ttft_ms(rank))
+                    .filter_map(|rank| self.chunked_ttft_ms(rank, prompt))
                     .reduce(f64::max)
             });
         PlanPrediction {
@@ -349,5 +396,21 @@ impl Draft<'_> {
             tpot_ms,
             tokens_per_second: rounded(of(PlanRole::Decode).map(|p| p.tokens_per_second).sum()),
         }
+    }
+}
+
+/// The version of plans that readers of these ranks must know.
+fn min_version(ranks: &[PlanRank]) -> u32 {
+    let is_newer = |rank: &PlanRank| {
+        let policy = rank.residency.as_ref().map(|residency| residency.policy);
+        let has_host_experts = match policy {
+            Some(ResidencyPolicy::StreamLoading | ResidencyPolicy::HostExperts) => true,
+            Some(ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch) | None => false,
+        };
+        has_host_experts || rank.dual_batch || rank.virtual_device.is_some()
+    };
+    match ranks.iter().any(is_newer) {
+        true => EXPERTS_VERSION,
+        false => 0,
     }
 }

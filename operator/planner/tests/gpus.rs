@@ -11,8 +11,8 @@ use hearth_crds::{
 };
 use hearth_planner::{Advice, PlanError, plan};
 use support::{
-    GIB, claims, demo_model, dense_1_7b, gpu, laptop, plan_input, plan_input_here, plugin,
-    qwen3_30b, server, small_vm, spec,
+    GIB, claims, demo_model, dense_1_7b, gpu, laptop, plan_input, plan_input_here, plugin, server,
+    small_vm, spec,
 };
 
 /// The small machine with GPUs.
@@ -106,16 +106,16 @@ fn workers_go_to_the_gpu_with_the_most_memory_left() {
 #[test]
 fn a_model_too_large_for_the_gpu_runs_on_cpus_and_the_plan_says_by_how_much() {
     let profiles = [NodeProfileStatus {
-        gpus: vec![gpu("NVIDIA L4", 1, 24)],
+        gpus: vec![gpu("NVIDIA T400", 1, 4)],
         ..server()
     }];
-    let facts = qwen3_30b();
+    let facts = dense_1_7b();
     let plan = plan(&plan_input_here(&spec(""), &facts, &profiles)).unwrap();
     assert!(!plan.ranks.iter().any(PlanRank::is_on_gpu));
     assert!(
         has_line(
             &plan.not_chosen,
-            "NVIDIA L4 of tower",
+            "NVIDIA T400 of tower",
             "a prefill worker needs "
         ),
         "{:#?}",
@@ -207,7 +207,7 @@ fn a_worker_that_does_not_fit_the_gpu_it_asks_for_is_refused_with_advice_that_he
     let [
         Advice::ContextLength(tokens),
         Advice::Chunked,
-        Advice::RunOnCpus,
+        Advice::RunOnCpus(_),
     ] = advice[..]
     else {
         panic!("{advice:?}")

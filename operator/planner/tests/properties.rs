@@ -7,10 +7,10 @@ mod support;
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
-    ComputeCapability, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec, NodeProfileStatus,
-    Pinning, PlanRole,
+    ComputeCapability, DualBatch, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
+    NodeProfileStatus, Pinning, PlanRole, PrefillMode,
 };
-use hearth_planner::{Advice, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanInput, plan};
+use hearth_planner::{Advice, AskedBy, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanInput, plan};
 use proptest::prelude::*;
 use support::{
     GIB, MIB, Machine, cpu_rooms, demo_model, dense_1_7b, gpu, plan_input, qwen3_30b, spec,
@@ -67,8 +67,11 @@ fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
     let kv = prop_oneof![3 => Just(None), 1 => (1_u64..20_000).prop_map(Some)];
     let gpus_per_worker = prop_oneof![3 => Just(None), 1 => (0_u32..=1).prop_map(Some)];
     let gateways = prop_oneof![3 => Just(1), 1 => 2_u32..=4];
-    (1_u32..=64, 1_u32..=3, 0_u32..=2, 16_u32..4096, pinning, numa, kv, gpus_per_worker, gateways).prop_map(
-        |(batch, decode, prefill, context, pinning, numa, kv, gpus_per_worker, gateways)| {
+    let modes =
+        prop_oneof![4 => Just((false, false)), 1 => Just((true, false)), 1 => Just((false, true))];
+    let rest = (gateways, modes);
+    (1_u32..=64, 1_u32..=3, 0_u32..=2, 16_u32..4096, pinning, numa, kv, gpus_per_worker, rest).prop_map(
+        |(batch, decode, prefill, context, pinning, numa, kv, gpus_per_worker, (gateways, (streams, halves)))| {
             let prefill = if prefill == 0 { "mode: Chunked".to_owned() } else { format!("replicas: {prefill}") };
             let kv = kv.map(|mib| format!(", kvCache: {{memory: {mib}Mi}}")).unwrap_or_default();
             let mut spec = spec(&format!(
@@ -77,6 +80,12 @@ fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
             spec.model.context_length = Some(context);
             spec.prefill.gpus_per_worker = gpus_per_worker;
             spec.gateway.replicas = gateways;
+            if streams && prefill.starts_with("replicas") && gpus_per_worker != Some(0) {
+                spec.prefill.mode = PrefillMode::StreamLoading;
+            }
+            if halves && batch > 1 {
+                spec.decode.dual_batch = DualBatch::On;
+            }
             spec
         },
     )
@@ -313,7 +322,11 @@ fn follow(
                 assert!(*cores > 0, "{error}");
                 continue;
             }
-            Advice::RunOnCpus => changed.prefill.gpus_per_worker = Some(0),
+            Advice::RunOnCpus(AskedBy::GpusPerWorker) => {
+                changed.prefill.gpus_per_worker = Some(0);
+            }
+            Advice::RunOnCpus(AskedBy::StreamLoading) => changed.prefill.mode = PrefillMode::Auto,
+            Advice::RunOnCpus(AskedBy::DualBatch) => changed.decode.dual_batch = DualBatch::Auto,
             Advice::FreeGpuMemory(bytes) => {
                 for gpu in machines.iter_mut().flat_map(|machine| &mut machine.gpus) {
                     gpu.free_bytes += bytes;

@@ -8,9 +8,9 @@ use crate::environment::Environment;
 use crate::terminal::table::OutputFormat;
 use crate::terminal::ui::Steps;
 use crate::terminal::{table, ui};
-use crate::up;
 use crate::up::state::StateArgs;
 use crate::up::state::StateDir;
+use crate::up::{self, MachineArgs};
 
 const EXAMPLES: &str =
     "Examples:\n  hearth plan -f manifests/examples/demo.yaml\n  hearth plan -f demo.yaml -o json";
@@ -25,9 +25,8 @@ pub(crate) struct PlanArgs {
     /// table, json or yaml
     #[arg(short, long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Measure this machine even if saved rates exist
-    #[arg(long)]
-    measure: bool,
+    #[command(flatten)]
+    machine: MachineArgs,
     #[command(flatten)]
     state: StateArgs,
 }
@@ -38,7 +37,7 @@ pub(crate) fn run(args: &PlanArgs, environment: &Environment) -> anyhow::Result<
     let planned = up::plan(
         &args.file,
         &state,
-        args.measure,
+        &args.machine,
         environment,
         &Steps::new(environment),
     )?;

@@ -54,7 +54,7 @@ pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
     let mut copies: Vec<&str> = Vec::new();
     for rank in &plan.ranks {
         let weights = weights(rank, copies.contains(&rank.node.as_str()));
-        if rank.residency.is_some() && !rank.is_on_gpu() {
+        if rank.host_weight_bytes() > 0 {
             copies.push(&rank.node);
         }
         table.add_row([
@@ -115,11 +115,24 @@ fn device(rank: &PlanRank) -> String {
 fn weights(rank: &PlanRank, copy_exists: bool) -> String {
     match &rank.residency {
         None => "-".to_owned(),
-        Some(residency) if rank.is_on_gpu() => {
-            format!("copied {}", bytes(residency.weight_bytes))
-        }
-        Some(_) if copy_exists => "same copy".to_owned(),
         Some(residency) => match residency.policy {
+            ResidencyPolicy::StreamLoading => format!(
+                "copied {}, streamed {} by {} slots",
+                bytes(residency.weight_bytes - residency.host_bytes),
+                bytes(residency.host_bytes),
+                residency.ring_slots.unwrap_or(0)
+            ),
+            ResidencyPolicy::HostExperts => format!(
+                "copied {}, on CPUs {}",
+                bytes(residency.weight_bytes - residency.host_bytes),
+                bytes(residency.host_bytes)
+            ),
+            ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch if rank.is_on_gpu() => {
+                format!("copied {}", bytes(residency.weight_bytes))
+            }
+            ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch if copy_exists => {
+                "same copy".to_owned()
+            }
             ResidencyPolicy::Resident => format!("mapped {}", bytes(residency.weight_bytes)),
             ResidencyPolicy::MmapPrefetch => {
                 format!(
@@ -169,6 +182,27 @@ mod tests {
             rank[name] = value.clone();
         }
         rank
+    }
+
+    #[test]
+    fn a_rank_whose_experts_are_on_the_host_says_what_is_copied_and_what_is_not() {
+        let device = |policy: &str, slots: &str| {
+            json!({"device": "VIRTUAL-0", "gpuUuids": ["VIRTUAL-0"], "gpuMemoryBytes": 5_u64 << 30, "residency":
+                {"policy": policy, "weightBytes": 3 << 20, "budgetBytes": 2 << 20, "hostBytes": 2 << 20, slots: 4}})
+        };
+        for (rank, says) in [
+            (
+                rank("Prefill", &device("StreamLoading", "ringSlots")),
+                "copied 1 MiB, streamed 2 MiB by 4 slots",
+            ),
+            (
+                rank("Decode", &device("HostExperts", "cacheSlots")),
+                "copied 1 MiB, on CPUs 2 MiB",
+            ),
+        ] {
+            let rank: PlanRank = serde_json::from_value(rank).expect("a rank");
+            assert_eq!(weights(&rank, true), says);
+        }
     }
 
     #[test]

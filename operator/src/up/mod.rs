@@ -58,9 +58,6 @@ pub(crate) struct UpArgs {
     /// Directory with tls.crt, tls.key and ca.crt: workers and gateway speak mutual TLS with each other
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_dir: Option<PathBuf>,
-    /// Measure this machine even if saved rates exist
-    #[arg(long)]
-    pub(crate) measure: bool,
     /// Seconds that streams in flight get to finish after Ctrl-C
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub(crate) grace: u32,
@@ -70,6 +67,8 @@ pub(crate) struct UpArgs {
     /// Seconds after which a client that reads nothing of its answer is disconnected [default: 30]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) client_stall: Option<u32>,
+    #[command(flatten)]
+    pub(crate) machine: MachineArgs,
     /// Question to ask once the model is ready; the answer is printed
     #[arg(long, value_name = "QUESTION")]
     pub(crate) ask: Option<String>,
@@ -78,6 +77,17 @@ pub(crate) struct UpArgs {
     pub(crate) once: bool,
     #[command(flatten)]
     pub(crate) state: StateArgs,
+}
+
+/// What is measured of this machine.
+#[derive(Args)]
+pub(crate) struct MachineArgs {
+    /// Measure this machine even if saved rates exist
+    #[arg(long)]
+    pub(crate) measure: bool,
+    /// A device of that memory, computed by the CPUs, in place of this machine's GPUs, such as virtual:memory=8Gi
+    #[arg(long, value_name = "DEVICE", env = "HEARTH_VIRTUAL_DEVICE")]
+    pub(crate) virtual_device: Option<String>,
 }
 
 fn ip_address(text: &str) -> Result<IpAddr, String> {

@@ -14,7 +14,7 @@ use hearth_crds::{
 use hearth_planner::{CpuOffer, GpuOffer, PlanInput};
 use serde::Deserialize;
 
-use super::{UpArgs, files};
+use super::{MachineArgs, UpArgs, files};
 use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::terminal::{table, ui};
@@ -68,11 +68,11 @@ struct Inspected {
 pub(crate) fn plan(
     file: &Path,
     state: &StateDir,
-    anew: bool,
+    machine: &MachineArgs,
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
-    plan_of(&deployment(file)?, state, anew, environment, steps)
+    plan_of(&deployment(file)?, state, machine, environment, steps)
 }
 
 /// Reads and validates the deployment in a file.
@@ -85,7 +85,7 @@ fn deployment(file: &Path) -> anyhow::Result<InferenceDeployment> {
 fn plan_of(
     deployment: &InferenceDeployment,
     state: &StateDir,
-    anew: bool,
+    machine: &MachineArgs,
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
@@ -96,7 +96,7 @@ fn plan_of(
     );
 
     let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
-    let profile = measure(&directory, state, anew, environment, steps)?;
+    let profile = measure(&directory, state, machine, environment, steps)?;
     let mut busy = steps.busy("reading the model's headers and its tokenizer");
     let facts = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
     let Inspected {
@@ -138,7 +138,7 @@ fn plan_of(
 fn measure(
     model: &Path,
     state: &StateDir,
-    anew: bool,
+    args: &MachineArgs,
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<NodeProfileStatus> {
@@ -149,7 +149,10 @@ fn measure(
         .map(OsStr::new)
         .to_vec();
     arguments.push(kept.as_os_str());
-    arguments.extend(anew.then_some(OsStr::new("--anew")));
+    arguments.extend(args.measure.then_some(OsStr::new("--anew")));
+    if let Some(device) = &args.virtual_device {
+        arguments.extend([OsStr::new("--virtual-device"), OsStr::new(device)]);
+    }
     arguments.extend([OsStr::new("--disk"), model.as_os_str()]);
     let profile: NodeProfileStatus = worker::ask(environment, &arguments, |what| {
         busy.say(format!("measuring this machine: {what}"));
@@ -214,7 +217,7 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
         name,
         mut plan,
         can_chat,
-    } = plan_of(&deployment, &state, args.measure, environment, &steps)?;
+    } = plan_of(&deployment, &state, &args.machine, environment, &steps)?;
     if args.ask.is_some() && !can_chat {
         bail!(
             "--ask needs a chat template, and the model of {name} has none\n  \

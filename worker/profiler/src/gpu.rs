@@ -86,7 +86,12 @@ fn profile(tree: &Tree, reading: &GpuReading) -> Option<GpuProfile> {
         pcie_gbps: three_digits(pcie.map_or(0.0, link_gbps)),
         read_gbps: three_digits(read_gbps),
         bf16_gflops: three_digits(capability.map_or(0.0, |of| bf16_gflops(of, reading))),
+        // Nothing is run on it here.
+        copy_gbps: 0.0,
+        copy_beside_reads_gbps: 0.0,
+        operation_us: 0.0,
         power_limit_watts: power_limit_milliwatts.unwrap_or(0) / 1000,
+        virtual_device: None,
         // Determined by the program that would compute on it.
         obstacle: None,
     })
@@ -271,7 +276,7 @@ mod tests {
                 read_gbps: 1010.0,
                 bf16_gflops: 165_000.0,
                 power_limit_watts: 450,
-                obstacle: None,
+                ..GpuProfile::default()
             }
         );
         assert_eq!(tree.into_warnings(), Vec::<String>::new());

@@ -143,8 +143,7 @@ pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, 
     })
 }
 
-/// Rounds each measured rate to three digits: the rest is noise, and a short number survives being written and read
-/// again, so stored profiles can be compared.
+/// Rounds each measured rate to three digits.
 fn round_rates(profile: &mut NodeProfileStatus) {
     let NodeProfileStatus {
         memory,
@@ -168,7 +167,9 @@ fn round_rates(profile: &mut NodeProfileStatus) {
     }
 }
 
-fn three_digits(rate: f64) -> f64 {
+/// Rounds a measured rate to three digits: the rest is noise, and a short number survives being written and read
+/// again, so stored profiles can be compared.
+pub fn three_digits(rate: f64) -> f64 {
     format!("{rate:.2e}").parse().unwrap_or(rate)
 }
 

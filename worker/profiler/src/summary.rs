@@ -105,7 +105,11 @@ fn gpu_text(gpu: &GpuProfile) -> String {
         pcie_gbps,
         read_gbps,
         bf16_gflops,
+        copy_gbps,
+        copy_beside_reads_gbps,
+        operation_us,
         power_limit_watts,
+        virtual_device,
         obstacle,
     } = gpu;
     let mut parts = vec![format!("{name} {uuid}")];
@@ -138,6 +142,19 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     if *bf16_gflops > 0.0 {
         parts.push(format!("bf16 about {:.0} TFLOP/s", bf16_gflops / 1e3));
     }
+    if *copy_gbps > 0.0 {
+        parts.push(format!(
+            "copies {copy_gbps:.2} GB/s ({copy_beside_reads_gbps:.2} while the CPUs read)"
+        ));
+    }
+    if *operation_us > 0.0 {
+        parts.push(format!("{operation_us:.1} µs an operation"));
+    }
+    parts.extend(
+        virtual_device
+            .as_ref()
+            .map(|text| format!("stands for a GPU: {text}")),
+    );
     parts.extend(obstacle.as_ref().map(|why| format!("not usable: {why}")));
     parts.join(", ")
 }

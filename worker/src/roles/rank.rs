@@ -15,6 +15,7 @@ use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_residency::Placing;
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
+use hearth_virtual::VirtualOptions;
 
 use super::binding::Binding;
 use super::control::ControlService;
@@ -26,7 +27,7 @@ use super::process::ProcessArgs;
 use super::report::{Report, stay_alive};
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
-use crate::device::{DeviceOptions, GpuOptions, on_device};
+use crate::device::{DeviceArg, DeviceOptions, GpuOptions, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
@@ -87,7 +88,7 @@ fn run(args: &RankArgs, role: PlanRole, environment: &Environment) -> anyhow::Re
         .enable_all()
         .build()?;
     let host = host_options(args, &rank, &binding);
-    let device = device_options(args, environment, &rank, host.clone());
+    let device = device_options(args, environment, &rank, host.clone())?;
     runtime.block_on(serve(args, &plan, &rank, binding, (device, host)))
 }
 
@@ -341,12 +342,16 @@ fn load_options<'a>(
     Ok(LoadOptions {
         device,
         host,
-        is_dual_batch: false,
+        is_dual_batch: rank.dual_batch,
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
                 budget_bytes: Some(residency.budget_bytes),
             },
+            PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading {
+                slots: residency.ring_slots.map(|slots| slots as usize),
+            },
+            PlanPolicy::HostExperts => ResidencyPolicy::HostExperts { budget_bytes: None },
         },
         placing,
     })
@@ -367,21 +372,42 @@ fn device_options(
     environment: &Environment,
     rank: &PlanRank,
     host: CpuOptions,
-) -> DeviceOptions {
+) -> anyhow::Result<DeviceOptions> {
+    if let Some(text) = &rank.virtual_device {
+        return virtual_options(text, rank, host);
+    }
     if let Some(uuid) = rank.device().gpu_uuid() {
         let options = args.gpu.options(
             environment,
             Some(uuid.to_owned()),
             Some(rank.gpu_budget_bytes()),
         );
-        return DeviceOptions::Gpu(GpuOptions {
+        return Ok(DeviceOptions::Gpu(GpuOptions {
             // A device plugin may assign another GPU of the node, and the plan is valid for each; a claim names its
             // GPU.
             or_any: rank.gpus > 0 && !rank.claims_gpus,
             ..options
-        });
+        }));
     }
-    DeviceOptions::Cpu(host)
+    Ok(DeviceOptions::Cpu(host))
+}
+
+/// Returns the virtual device that the plan names, with the rank's share of its memory.
+fn virtual_options(text: &str, rank: &PlanRank, cpu: CpuOptions) -> anyhow::Result<DeviceOptions> {
+    match text.parse() {
+        Ok(DeviceArg::Virtual(arg)) => Ok(DeviceOptions::Virtual(VirtualOptions {
+            memory_bytes: rank.gpu_budget_bytes(),
+            ..arg.options(cpu)
+        })),
+        Ok(_) => bail!(
+            "the plan gives {} the virtual device {text:?}, which is a real one\n  plan again with this version of hearth",
+            rank.name
+        ),
+        Err(why) => bail!(
+            "the plan gives {} the virtual device {text:?}: {why}\n  plan again with this version of hearth",
+            rank.name
+        ),
+    }
 }
 
 impl Worker {

@@ -146,7 +146,7 @@ mod tests {
         for (text, words) in [
             ("{\"workers\":[", "EOF"),
             ("{}", "missing field `workers`"),
-            (r#"{"minVersion":2,"workers":[]}"#, "minVersion is 2"),
+            (r#"{"minVersion":9,"workers":[]}"#, "minVersion is 9"),
             (
                 r#"{"workers":[{"name":"x","role":"Router","endpoint":"a:1"}]}"#,
                 "Router",

@@ -130,6 +130,9 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
     let (experts, experts_per_token) = moe.map_or((0, 0), |moe| {
         (moe.experts as u32, moe.experts_per_token as u32)
     });
+    let routers = modules
+        .iter()
+        .filter(|module| matches!(module.id, ModuleId::Router(_)));
     if config.tie_word_embeddings {
         // One table serves both; the head reads all of it at every step.
         bytes.embedding = 0;
@@ -146,6 +149,8 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
         max_context: config.max_position_embeddings as u32,
         experts,
         experts_per_token,
+        expert_layers: routers.count() as u32,
+        expert_hidden: moe.map_or(0, |moe| moe.intermediate_size as u32),
         heads,
         kv,
         bytes,

@@ -14,6 +14,7 @@ mod profile;
 mod random;
 mod session;
 mod trace;
+mod virtual_device;
 
 pub(crate) use bench::{BenchArgs, run as bench};
 #[cfg(feature = "cuda")]

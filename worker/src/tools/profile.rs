@@ -13,6 +13,7 @@ use crate::cli::GpuArgs;
 use crate::device::KernelDirectories;
 use crate::environment::Environment;
 use crate::logging::{self, print_data};
+use crate::tools::virtual_device::VirtualDevice;
 
 /// Arguments of `profile`.
 #[derive(Args)]
@@ -41,6 +42,9 @@ pub(crate) struct ProfileArgs {
     /// Report on standard error what is being measured, one line each
     #[arg(long)]
     progress: bool,
+    /// Measure this virtual device too, such as virtual:memory=8Gi, and let it stand for the machine's GPUs
+    #[arg(long, value_name = "DEVICE")]
+    virtual_device: Option<VirtualDevice>,
     #[command(flatten)]
     gpu: GpuArgs,
 }
@@ -103,7 +107,12 @@ pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Resu
     for warning in warnings {
         tracing::warn!("profile: {warning}");
     }
-    if matches!(args.scope, ScopeArg::Process) && !profile.gpus.is_empty() {
+    if let Some(device) = &args.virtual_device {
+        meter.tell("the virtual device");
+        profile.gpus = vec![device.measure()?];
+        let available = &mut profile.memory.available_bytes;
+        *available = available.saturating_sub(device.host_bytes());
+    } else if matches!(args.scope, ScopeArg::Process) && !profile.gpus.is_empty() {
         let obstacle = gpu_obstacle(&args.gpu, environment);
         profile
             .gpus

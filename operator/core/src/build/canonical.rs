@@ -206,9 +206,11 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         claims_gpus,
         gpu_uuids,
         gpu_memory_bytes,
+        virtual_device,
         residency,
         kv,
         max_batch,
+        dual_batch,
         chunk_tokens,
         scratch_bytes,
         endpoint: _,
@@ -229,19 +231,28 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put_if(*claims_gpus, "claims-gpus", "yes");
     lines.put_if(!gpu_uuids.is_empty(), "gpu-uuids", gpu_uuids.join(","));
     lines.put_if(*gpu_memory_bytes > 0, "gpu-memory", gpu_memory_bytes);
+    lines.put_some("virtual-device", virtual_device.as_ref());
     if let Some(PlanResidency {
         policy,
         weight_bytes,
         budget_bytes,
+        host_bytes,
+        ring_slots,
+        cache_slots,
     }) = residency
     {
         let policy = match policy {
             ResidencyPolicy::Resident => "resident",
             ResidencyPolicy::MmapPrefetch => "mmap-prefetch",
+            ResidencyPolicy::StreamLoading => "stream-loading",
+            ResidencyPolicy::HostExperts => "host-experts",
         };
         lines.put("residency", policy);
         lines.put("residency-weights", weight_bytes);
         lines.put("residency-budget", budget_bytes);
+        lines.put_if(*host_bytes > 0, "residency-host", host_bytes);
+        lines.put_some("ring-slots", ring_slots.as_ref());
+        lines.put_some("cache-slots", cache_slots.as_ref());
     }
     if let Some(PlanKv {
         memory_bytes,
@@ -256,6 +267,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         lines.put("kv-block", block_tokens);
     }
     lines.put("batch", max_batch);
+    lines.put_if(*dual_batch, "dual-batch", "yes");
     lines.put("chunk", chunk_tokens);
     lines.put("scratch", scratch_bytes);
 }

@@ -139,6 +139,39 @@ const CHANGES: &[Change] = &[
         },
         &[1],
     ),
+    (
+        "slots of the ring",
+        |_, _, p| {
+            if let Some(residency) = &mut p.ranks[1].residency {
+                residency.ring_slots = Some(16);
+            }
+        },
+        &[1],
+    ),
+    (
+        "cached experts",
+        |_, _, p| {
+            if let Some(residency) = &mut p.ranks[2].residency {
+                residency.cache_slots = Some(16);
+            }
+        },
+        &[2],
+    ),
+    (
+        "experts in the node's memory",
+        |_, _, p| {
+            if let Some(residency) = &mut p.ranks[1].residency {
+                residency.host_bytes = 1 << 20;
+            }
+        },
+        &[1],
+    ),
+    ("half batches", |_, _, p| p.ranks[2].dual_batch = true, &[2]),
+    (
+        "virtual device",
+        |_, _, p| p.ranks[1].virtual_device = Some("virtual:memory=1Gi".to_owned()),
+        &[1],
+    ),
     ("batch", |_, _, p| p.ranks[2].max_batch = 9, &[2]),
     ("chunk", |_, _, p| p.ranks[2].chunk_tokens = 16, &[2]),
     ("scratch", |_, _, p| p.ranks[2].scratch_bytes += 1, &[2]),

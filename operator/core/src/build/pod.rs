@@ -210,15 +210,14 @@ struct Holding {
 }
 
 impl Holding {
-    /// The first worker on a node's CPUs accounts for the weights, which all workers there map: the kernel charges
-    /// their pages to the process that touches them first, and workers whose limit has no room for them wait for it. A
-    /// worker that rereads them within a limit of its own accounts for its window. Weights on a GPU take none of the
-    /// node's memory. Page tables are charged to each process.
+    /// The first of the workers that keep most of the weights in the node's memory accounts for them: all workers there
+    /// map one copy, the kernel charges its pages to the process that touches them first, and workers whose limit has no
+    /// room for them wait for it. A worker that rereads them within a limit of its own accounts for its window. Weights
+    /// on a GPU take none of the node's memory. Page tables are charged to each process.
     fn of(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
-        let first = plan
-            .ranks
-            .iter()
-            .find(|other| other.node == rank.node && other.host_weight_bytes() > 0);
+        let here = || plan.ranks.iter().filter(|other| other.node == rank.node);
+        let most = here().map(PlanRank::host_weight_bytes).max().unwrap_or(0);
+        let first = here().find(|other| most > 0 && other.host_weight_bytes() == most);
         let weights = match first {
             Some(first) if first.name == rank.name => rank.host_weight_bytes(),
             _ => 0,

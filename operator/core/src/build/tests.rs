@@ -93,6 +93,21 @@ fn the_first_worker_of_a_node_answers_for_the_weights() {
 }
 
 #[test]
+fn the_worker_that_maps_all_weights_answers_for_them_beside_one_that_streams_the_experts() {
+    let mut plan = plan();
+    let streaming = &mut plan.ranks[1];
+    streaming.gpu_uuids = vec!["GPU-1".to_owned()];
+    let residency = streaming.residency.as_mut().expect("weights");
+    residency.policy = ResidencyPolicy::StreamLoading;
+    residency.host_bytes = 4 << 20;
+    let pods = pods_of(&settings(), &deployment(), &plan);
+    // Scratch, and the page tables of the mapped experts; its KV cache is on the GPU.
+    assert_eq!(pods[1].memory_bytes, 80_150_528 + (4 << 20) / 512);
+    let alone = 15_728_640 + 80_150_528 + 7_733_248 / 512;
+    assert_eq!(pods[2].memory_bytes, alone + 7_733_248);
+}
+
+#[test]
 fn a_worker_with_a_limit_of_its_own_requests_its_window_over_prefetched_weights() {
     let window = 4 << 20;
     let held = |pinning: Pinning| -> Vec<u64> {

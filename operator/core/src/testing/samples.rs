@@ -132,10 +132,14 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         gpu_uuids: Vec::new(),
         claims_gpus: false,
         gpu_memory_bytes: 0,
+        virtual_device: None,
         residency: is_worker.then_some(PlanResidency {
             policy: ResidencyPolicy::Resident,
             weight_bytes: 7_733_248,
             budget_bytes: 7_733_248,
+            host_bytes: 0,
+            ring_slots: None,
+            cache_slots: None,
         }),
         kv: is_worker.then_some(PlanKv {
             memory_bytes: 15_728_640,
@@ -144,6 +148,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
             block_tokens: 16,
         }),
         max_batch: if is_worker { 8 } else { 0 },
+        dual_batch: false,
         chunk_tokens: if is_worker { 256 } else { 0 },
         scratch_bytes: if is_worker { 80_150_528 } else { 134_217_728 },
         endpoint: None,

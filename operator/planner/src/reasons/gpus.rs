@@ -7,11 +7,16 @@ use hearth_crds::{
 
 use crate::draft::{Draft, ranks_of};
 use crate::gpus::{GpuLack, NodeOffer, unusable};
-use crate::node_ranks::OnGpu;
-use crate::place::{NoRoom, Refused};
+use crate::node_ranks::{Device, Devices};
+use crate::place::{NoRoom, Objection, Refused};
 
 /// Devices of the ranks, in a few words.
 pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
+    let placed = draft.placement.ranks.iter().find(|ranks| ranks.count() > 0);
+    let has_host_experts = placed.filter(|ranks| ranks.devices.has_host_experts());
+    if let Some(ranks) = has_host_experts {
+        return with_host_experts(ranks.devices);
+    }
     let on_gpu = |role| ranks_of(ranks, role).any(PlanRank::is_on_gpu);
     let has_prefill = ranks_of(ranks, PlanRole::Prefill).next().is_some();
     match (on_gpu(PlanRole::Prefill), on_gpu(PlanRole::Decode)) {
@@ -21,6 +26,19 @@ pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
         (false, true) => "decode on GPUs",
         (false, false) if draft.nodes.iter().any(|node| !node.gpus.is_empty()) => "on its CPUs",
         (false, false) => "no GPU",
+    }
+}
+
+fn with_host_experts(devices: Devices) -> &'static str {
+    match (devices.prefill, devices.decode) {
+        (Device::StreamingGpu, Device::GpuAndCpus) => {
+            "prefill streams its experts to a GPU, decode has attention on a GPU and experts on CPUs"
+        }
+        (Device::StreamingGpu, _) => "prefill streams its experts to a GPU, decode on CPUs",
+        (Device::Gpu, _) => "prefill on GPUs, decode with attention on a GPU and experts on CPUs",
+        (Device::Cpus | Device::GpuAndCpus, _) => {
+            "decode has attention on a GPU and experts on CPUs"
+        }
     }
 }
 
@@ -44,7 +62,24 @@ fn on_gpu(
     node: &NodeProfileStatus,
     gpu: &GpuProfile,
 ) -> String {
-    let need = draft.demand.on_gpu(rank.role);
+    let device = draft.slot_of(rank).map_or(Device::Gpu, |slot| slot.device);
+    let need = draft.demand.on_gpu(rank.role, device);
+    let slots = rank
+        .residency
+        .as_ref()
+        .and_then(|r| r.ring_slots.or(r.cache_slots));
+    let slots_bytes = u64::from(slots.unwrap_or(0)) * draft.demand.slot_bytes();
+    let weights = match (device, slots) {
+        (Device::Cpus | Device::Gpu, _) => "weights",
+        (Device::StreamingGpu | Device::GpuAndCpus, _) => "dense modules",
+    };
+    let slots = match device {
+        Device::StreamingGpu => format!(", ring {}", format_bytes(slots_bytes)),
+        Device::GpuAndCpus if slots_bytes > 0 => {
+            format!(", cache of experts {}", format_bytes(slots_bytes))
+        }
+        Device::Cpus | Device::Gpu | Device::GpuAndCpus => String::new(),
+    };
     let kv_bytes = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
     let (free, tail) = match draft.estimator.gpus().at(node) {
         NodeOffer::Machine => (format!("{} free", format_bytes(gpu.free_bytes)), ""),
@@ -55,7 +90,10 @@ fn on_gpu(
         NodeOffer::Plugin(_) => (format_bytes(gpu.memory_bytes), ""),
         NodeOffer::Claims(_) => (format_bytes(gpu.memory_bytes), "; its claim names this GPU"),
     };
-    let capability = gpu.compute_capability.unwrap_or_default();
+    let capability = match gpu.compute_capability {
+        Some(capability) => format!("compute capability {capability}"),
+        None => "computed by the CPUs".to_owned(),
+    };
     let more = if rank.gpus > 1 {
         format!(
             "; it computes on one of the {} GPUs that it holds",
@@ -65,7 +103,7 @@ fn on_gpu(
         String::new()
     };
     format!(
-        "{} on {} of {} ({}, compute capability {capability}): weights {}, KV {} and working room {} are {} of its {free}{more}{tail}",
+        "{} on {} of {} ({}, {capability}): {weights} {}{slots}, KV {} and working room {} are {} of its {free}{more}{tail}",
         rank.name,
         gpu.name,
         node.node,
@@ -111,14 +149,21 @@ pub(super) fn not_chosen(draft: &Draft<'_>, ranks: &[PlanRank], lines: &mut Vec<
         }
     }
     let has_ranks = ranks.iter().any(PlanRank::is_on_gpu);
-    if has_ranks {
-        lines.extend(draft.refused.iter().map(refused));
-    }
+    let refusals = draft.refused.iter();
+    lines.extend(
+        refusals
+            .filter(|refused| has_ranks || matches!(refused.why, Objection::Slower(_)))
+            .map(refused),
+    );
     if !draft.nodes.iter().any(|node| !node.gpus.is_empty()) {
         lines.push("stream-loading prefill: there is no GPU to load the experts onto".to_owned());
     }
+    let placed = draft.placement.ranks.iter().find(|ranks| ranks.count() > 0);
+    if placed.is_some_and(|ranks| ranks.devices.decode == Device::GpuAndCpus) {
+        return;
+    }
     lines.push(if has_ranks {
-        "dual batch: it overlaps a GPU's attention with the CPU's experts, and here each worker runs on one device"
+        "dual batch: it overlaps a GPU's attention with the CPU's experts, and here each decode worker runs on one device"
             .to_owned()
     } else {
         "dual batch: it overlaps a GPU's attention with the CPU's experts, and everything runs on CPUs"
@@ -169,21 +214,32 @@ fn left_out(draft: &Draft<'_>, node: &NodeProfileStatus, gpu: &GpuProfile) -> St
 }
 
 fn lack(refused: &Refused) -> Option<&GpuLack> {
-    match &refused.no_room {
-        NoRoom::Gpus { lack, .. } => Some(lack),
-        NoRoom::Memory { .. } | NoRoom::Cpus { .. } => None,
+    match &refused.why {
+        Objection::NoRoom(NoRoom::Gpus { lack, .. }) => Some(lack),
+        Objection::NoRoom(NoRoom::Memory { .. } | NoRoom::Cpus { .. }) | Objection::Slower(_) => {
+            None
+        }
     }
 }
 
 /// Devices that would have been preferred, and the shortage there.
 fn refused(refused: &Refused) -> String {
-    let OnGpu { prefill, decode } = refused.on_gpu;
+    let Devices { prefill, decode } = refused.devices;
     let which = match (prefill, decode) {
-        (true, true) => "prefill and decode on GPUs",
-        (true, false) => "prefill on a GPU",
-        (false, _) => "decode on a GPU",
+        (Device::StreamingGpu, Device::GpuAndCpus) => {
+            "experts of prefill streamed to a GPU, those of decode on CPUs beside it"
+        }
+        (Device::StreamingGpu, _) => "experts of prefill streamed to a GPU, decode on CPUs",
+        (_, Device::GpuAndCpus) => "experts of decode on CPUs beside a GPU",
+        (Device::Gpu, Device::Gpu) => "prefill and decode on GPUs",
+        (Device::Gpu, _) => "prefill on a GPU",
+        (Device::Cpus | Device::GpuAndCpus, _) => "decode on a GPU",
     };
-    let lacks = match &refused.no_room {
+    let no_room = match &refused.why {
+        Objection::NoRoom(no_room) => no_room,
+        Objection::Slower(why) => return format!("{which}: {why}"),
+    };
+    let lacks = match no_room {
         NoRoom::Gpus { what, lack } => match lack {
             GpuLack::Memory(short) => format!(
                 "with both, a {} worker needs {} ({}) and {} of {} has {} left",

@@ -1,5 +1,6 @@
 //! The plan in sentences: one line for each decision, and one for each alternative with the number that ruled it out.
 
+mod experts;
 mod gpus;
 
 use hearth_crds::{
@@ -27,7 +28,8 @@ pub(crate) fn write(
     kv(draft, ranks, &mut why);
     cpus(draft, ranks, &mut why);
     gpus::used(draft, ranks, &mut why);
-    route(ranks, routing, &mut why);
+    experts::used(draft, ranks, &mut why);
+    route(draft, ranks, routing, &mut why);
     objectives(draft, predicted, &mut why);
     let mut not_chosen = Vec::new();
     gpus::not_chosen(draft, ranks, &mut not_chosen);
@@ -231,13 +233,24 @@ fn cpus(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
     }
 }
 
-fn route(ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
+fn route(draft: &Draft<'_>, ranks: &[PlanRank], routing: &PlanRouting, why: &mut Vec<String>) {
     let chunk = ranks_of(ranks, PlanRole::Decode)
         .map(|rank| rank.chunk_tokens)
         .max()
         .unwrap_or(0);
     if ranks_of(ranks, PlanRole::Prefill).next().is_none() {
         why.push(format!("no prefill rank: spec.prefill.mode is Chunked; decode ranks prefill {chunk} tokens per step"));
+        return;
+    }
+    if draft.streams_prompts() {
+        why.push(experts::route(draft, ranks, routing));
+        return;
+    }
+    if draft.input.spec.prefill.chunked_below_tokens.is_some() {
+        why.push(format!(
+            "prompts below {} tokens are prefilled by the decode rank: spec.prefill.chunkedBelowTokens says so",
+            routing.chunked_below_tokens
+        ));
         return;
     }
     if ranks_of(ranks, PlanRole::Prefill).any(PlanRank::is_on_gpu) {
@@ -307,7 +320,7 @@ fn prefill_alternatives(
         not_chosen.push("a prefill rank: spec.prefill.mode is Chunked".to_owned());
         return;
     }
-    if let Some(chunked_ms) = draft.chunked_ttft_ms(decode) {
+    if let Some(chunked_ms) = draft.chunked_ttft_ms(decode, tokens) {
         not_chosen.push(format!(
             "chunked prefill only: a prompt of {tokens} tokens would stall running streams for {} over {} steps (with a prefill rank: TTFT {})",
             ms(chunked_ms),

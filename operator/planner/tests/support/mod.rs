@@ -166,6 +166,8 @@ pub fn demo_model() -> ModelFacts {
         max_context: 4096,
         experts: 16,
         experts_per_token: 2,
+        expert_layers: 5,
+        expert_hidden: 96,
         heads: 8,
         kv: KvShape::Latent {
             rank: 64,
@@ -197,6 +199,8 @@ pub fn qwen3_30b() -> ModelFacts {
         max_context: 40_960,
         experts: 128,
         experts_per_token: 8,
+        expert_layers: 48,
+        expert_hidden: 768,
         heads: 32,
         kv: KvShape::Heads {
             kv_heads: 4,
@@ -229,6 +233,8 @@ pub fn dense_1_7b() -> ModelFacts {
         max_context: 131_072,
         experts: 0,
         experts_per_token: 0,
+        expert_layers: 0,
+        expert_hidden: 0,
         heads: 16,
         kv: KvShape::Heads {
             kv_heads: 8,

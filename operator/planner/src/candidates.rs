@@ -1,0 +1,132 @@
+//! Devices that ranks may compute on, in the order in which they are considered.
+
+use hearth_crds::{
+    DualBatch, FieldError, InferenceDeploymentSpec, ModelFacts, PrefillMode, Strategy,
+};
+
+use crate::error::{AskedBy, PlanError};
+use crate::node_ranks::{Device, Devices};
+
+/// What a spec says about devices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked {
+    is_auto: bool,
+    /// Whether there are prefill ranks.
+    has_prefill: bool,
+    /// `prefill.gpusPerWorker`.
+    gpus_per_worker: Option<u32>,
+    /// `prefill.mode` is StreamLoading.
+    streams: bool,
+    /// `decode.dualBatch` is On.
+    halves: bool,
+    has_experts: bool,
+}
+
+impl Asked {
+    /// Reads the spec.
+    ///
+    /// # Errors
+    /// [`PlanError::Unsupported`] for modes that contradict each other or the model.
+    pub(crate) fn of(
+        spec: &InferenceDeploymentSpec,
+        facts: &ModelFacts,
+    ) -> Result<Self, PlanError> {
+        let asked = Self {
+            is_auto: spec.strategy == Strategy::Auto,
+            has_prefill: spec.prefill.planned_replicas() > 0,
+            gpus_per_worker: spec.prefill.gpus_per_worker,
+            streams: spec.prefill.mode == PrefillMode::StreamLoading,
+            halves: spec.decode.dual_batch == DualBatch::On,
+            has_experts: facts.experts > 0,
+        };
+        let mut errors = Vec::new();
+        if !asked.has_experts {
+            let none = format!("{} has no routed experts", facts.architecture);
+            if asked.streams {
+                let remedy = format!("{none} to stream: write Auto or Chunked");
+                errors.push(("spec.prefill.mode", "is \"StreamLoading\"", remedy));
+            }
+            if asked.halves {
+                let remedy =
+                    format!("{none} that CPUs could compute meanwhile: write Auto or \"Off\"");
+                errors.push(("spec.decode.dualBatch", "is \"On\"", remedy));
+            }
+        } else if asked.halves && asked.gpus_per_worker == Some(0) {
+            let remedy = "one half batch is in attention on a GPU, and spec.prefill.gpusPerWorker is 0, so that no worker uses one: remove gpusPerWorker, or write dualBatch: Auto";
+            errors.push(("spec.decode.dualBatch", "is \"On\"", remedy.to_owned()));
+        }
+        if errors.is_empty() {
+            return Ok(asked);
+        }
+        let errors = errors.into_iter();
+        Err(PlanError::Unsupported(
+            errors
+                .map(|(field, is, remedy)| FieldError::new(field, is, remedy))
+                .collect(),
+        ))
+    }
+
+    /// Candidates, best first: a GPU that holds the model, as prefill is compute-bound; then one that holds all but the
+    /// routed experts; then CPUs. `has_gpus`: any node has a GPU that this engine can use.
+    pub(crate) fn candidates(self, has_gpus: bool) -> Vec<Devices> {
+        let is_gpu_asked = self.gpus_per_worker.is_some_and(|gpus| gpus > 0) && self.has_prefill;
+        let is_asked = is_gpu_asked || self.streams || self.halves;
+        let may_use = match self.gpus_per_worker {
+            Some(0) => false,
+            Some(_) | None => is_asked || (self.is_auto && has_gpus),
+        };
+        if !may_use {
+            return vec![Devices::CPUS];
+        }
+        let mut candidates = Vec::new();
+        let mut add = |prefill, decode| {
+            let prefill = match self.has_prefill {
+                true => prefill,
+                false => Device::Cpus,
+            };
+            let candidate = Devices { prefill, decode };
+            if self.allows(candidate, is_gpu_asked) && !candidates.contains(&candidate) {
+                candidates.push(candidate);
+            }
+        };
+        add(Device::Gpu, Device::Gpu);
+        add(Device::Gpu, Device::Cpus);
+        if self.has_experts {
+            add(Device::Gpu, Device::GpuAndCpus);
+            add(Device::StreamingGpu, Device::GpuAndCpus);
+            add(Device::StreamingGpu, Device::Cpus);
+            add(Device::Cpus, Device::GpuAndCpus);
+        }
+        if !is_asked {
+            add(Device::Cpus, Device::Cpus);
+        }
+        candidates
+    }
+
+    /// Whether what was asked for is obeyed.
+    fn allows(self, devices: Devices, is_gpu_asked: bool) -> bool {
+        let Devices { prefill, decode } = devices;
+        let has_prefill_gpu = prefill.is_gpu() || !self.has_prefill;
+        let decode_allowed = match decode {
+            Device::Cpus => true,
+            Device::GpuAndCpus => self.is_auto || self.halves,
+            Device::Gpu => self.is_auto,
+            Device::StreamingGpu => false,
+        };
+        decode_allowed
+            && (has_prefill_gpu || !is_gpu_asked)
+            && (prefill == Device::StreamingGpu || !self.streams)
+            && (decode == Device::GpuAndCpus || !self.halves)
+            // A GPU that holds the model computes its experts better than CPUs do, unless halves were asked for.
+            && (prefill != Device::Gpu || decode != Device::GpuAndCpus || self.halves)
+    }
+
+    /// The field that asked for a GPU, with its value, and what to write to let the planner choose.
+    pub(crate) fn asked_by(self) -> AskedBy {
+        match self {
+            Self { streams: true, .. } => AskedBy::StreamLoading,
+            Self { halves: true, .. } => AskedBy::DualBatch,
+            Self { .. } => AskedBy::GpusPerWorker,
+        }
+    }
+}

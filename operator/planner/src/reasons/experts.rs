@@ -1,0 +1,199 @@
+//! Sentences about routed experts that stay in the node's memory while the rest of the model is on a GPU.
+
+use hearth_crds::{DualBatch, PlanRank, PlanRole, PlanRouting, ResidencyPolicy, format_bytes};
+
+use crate::draft::{Draft, ranks_of};
+use crate::predict::{ExpertsAt, LinkRates, Step};
+use crate::reasons::ms;
+
+fn has_policy(rank: &PlanRank, policy: ResidencyPolicy) -> bool {
+    let residency = rank.residency.as_ref();
+    residency.is_some_and(|residency| residency.policy == policy)
+}
+
+/// What is streamed, at which rate, through how many slots, and what CPUs compute.
+pub(super) fn used(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    for rank in ranks {
+        if has_policy(rank, ResidencyPolicy::StreamLoading) {
+            why.extend(streamed(draft, rank));
+            why.extend(turning_point(draft, rank));
+        }
+        if has_policy(rank, ResidencyPolicy::HostExperts) {
+            why.extend(on_host(draft, rank));
+            why.extend(cache(draft, rank));
+            why.extend(dual_batch(draft, rank));
+        }
+    }
+}
+
+fn streamed(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
+    let slot = draft.slot_of(rank)?;
+    let link = LinkRates::of(slot.gpu)?;
+    let facts = draft.demand.facts;
+    let rate = match slot.gpu.copy_gbps {
+        measured if measured > 0.0 => "measured",
+        _ => "estimated from its PCIe link",
+    };
+    let predictor = draft.predictor_of(rank)?;
+    let tokens = rank.predicted.as_ref()?.prompt_tokens?;
+    let positions = f64::from(tokens);
+    let step = Step {
+        tokens,
+        cache_positions: 0.0,
+        attended_positions: positions * positions / 2.0,
+    };
+    let ExpertsAt::Ring { slots, copy_gbps } = predictor.experts_at else {
+        return None;
+    };
+    let time = predictor.streamed(step, slots, copy_gbps);
+    Some(format!(
+        "experts of {}: {} stream from the memory of {} to {} at {:.1} GB/s ({rate}; {:.1} beside decode); a prompt of {tokens} tokens takes {}, {} of copies beside {} of computation",
+        rank.name,
+        format_bytes(facts.bytes.routed_experts),
+        rank.node,
+        slot.gpu.name,
+        link.alone_gbps,
+        link.beside_decode_gbps,
+        ms(time.total_ms),
+        ms(time.copy_ms),
+        ms(time.compute_ms),
+    ))
+}
+
+/// The prompt length up to which a ring of all experts of a layer fits beside what the prompt itself needs, and the ring
+/// that was chosen for the longest prompt.
+fn turning_point(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
+    let demand = &draft.demand;
+    let slot = draft.slot_of(rank)?;
+    let experts = demand.facts.experts;
+    let one = format_bytes(demand.slot_bytes());
+    let ring = format!(
+        "ring of {}: {} slots of {one}, shared by all layers",
+        rank.name, slot.ring_slots
+    );
+    let context = demand.context_length;
+    if slot.ring_slots >= experts {
+        let room = slot.memory_bytes.saturating_sub(slot.kv_bytes);
+        let dense = demand.on_gpu(rank.role, slot.device).weights_bytes;
+        let for_prompt = room
+            .saturating_sub(dense)
+            .saturating_sub(demand.slot_bytes() * u64::from(slot.ring_slots));
+        return Some(format!(
+            "{ring}: all {experts} experts of a layer, as the longest prompt of {context} tokens needs {} beside them",
+            format_bytes(for_prompt)
+        ));
+    }
+    let point = demand.turning_point_tokens(slot.memory_bytes);
+    let needs = format_bytes(
+        demand
+            .flight_bytes(context)
+            .saturating_add(demand.kv_bytes(context)),
+    );
+    Some(match point {
+        0 => format!(
+            "{ring}: a prompt of {context} tokens needs {needs}, and even a short one leaves no room for all {experts} experts of a layer"
+        ),
+        point => format!(
+            "{ring}: a prompt of {context} tokens needs {needs}; the turning point is {point} tokens: with a contextLength up to that, all {experts} experts of a layer would fit"
+        ),
+    })
+}
+
+fn on_host(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
+    let predictor = draft.predictor_of(rank)?;
+    let context = draft.estimator.stream_tokens();
+    let parts = predictor.hybrid(Step {
+        tokens: 1,
+        cache_positions: f64::from(context),
+        attended_positions: f64::from(context),
+    });
+    let ExpertsAt::Host { rates, .. } = predictor.experts_at else {
+        return None;
+    };
+    Some(format!(
+        "experts of {}: {} stay in the memory of {}, whose CPUs read them at {:.1} GB/s: of a token's {}, {} are theirs, {} the GPU's and {} the way between",
+        rank.name,
+        format_bytes(draft.demand.facts.bytes.routed_experts),
+        rank.node,
+        rates.read_gbps,
+        ms(parts.total_ms()),
+        ms(parts.host_ms),
+        ms(parts.device_ms + parts.beside_ms),
+        ms(parts.exchange_ms),
+    ))
+}
+
+fn cache(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
+    let choice = draft.host_choice_of(rank)?;
+    let slot = draft.slot_of(rank)?;
+    let room = slot.cache_room_slots;
+    let times = format!(
+        "a token takes {} with it and {} without",
+        ms(choice.cached_ms),
+        ms(choice.uncached_ms)
+    );
+    Some(match choice.cache_slots {
+        0 => format!(
+            "no cache of experts on the GPU of {}: {room} of {} would fit, and {times}",
+            rank.name,
+            draft.demand.all_experts()
+        ),
+        slots => format!(
+            "cache of {slots} of {} experts on the GPU of {}, in the {} that are left there: {times}",
+            draft.demand.all_experts(),
+            rank.name,
+            format_bytes(u64::from(slots) * draft.demand.slot_bytes())
+        ),
+    })
+}
+
+fn dual_batch(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
+    let choice = draft.host_choice_of(rank)?;
+    let batch = rank.max_batch;
+    let asked = match draft.input.spec.decode.dual_batch {
+        DualBatch::Auto => "",
+        DualBatch::On | DualBatch::Off => ", as the spec says",
+    };
+    let what = match rank.dual_batch {
+        true => "dual batch",
+        false => "no dual batch",
+    };
+    if choice.halves_ms.is_infinite() {
+        return Some(format!(
+            "{what} in {}{asked}: one stream is no two halves",
+            rank.name
+        ));
+    }
+    Some(format!(
+        "{what} in {}{asked}: a step of {batch} streams takes {} in two halves, one on the GPU while the other is in its experts, and {} as a whole",
+        rank.name,
+        ms(choice.halves_ms),
+        ms(choice.whole_ms)
+    ))
+}
+
+/// Explains the prompt length, in tokens, from which a prefill rank that streams takes a prompt.
+pub(super) fn route(draft: &Draft<'_>, ranks: &[PlanRank], routing: &PlanRouting) -> String {
+    let below = routing.chunked_below_tokens;
+    let begin = format!("prompts below {below} tokens are prefilled by the decode rank");
+    if draft.input.spec.prefill.chunked_below_tokens.is_some() {
+        return format!("{begin}: spec.prefill.chunkedBelowTokens says so");
+    }
+    let times = |tokens: u32| {
+        let prefill = ranks_of(ranks, PlanRole::Prefill).next();
+        let decode = ranks_of(ranks, PlanRole::Decode).next();
+        let streamed_ms = draft.prefill_ttft_ms(prefill?, tokens)?;
+        let chunked_ms = draft.chunked_ttft_ms(decode?, tokens)?;
+        Some((streamed_ms, chunked_ms))
+    };
+    match times(below) {
+        Some((streamed_ms, chunked_ms)) if streamed_ms < chunked_ms => format!(
+            "{begin}: at {below} tokens chunks take {} and streaming the experts {}",
+            ms(chunked_ms),
+            ms(streamed_ms)
+        ),
+        _ => format!(
+            "{begin}, the others by the prefill rank, as spec.prefill.mode says: every prompt is predicted to be faster in chunks"
+        ),
+    }
+}

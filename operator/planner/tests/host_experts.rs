@@ -1,0 +1,302 @@
+//! Plans whose routed experts stay in the node's memory while the rest of the model is on a GPU.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use hearth_crds::{
+    GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRouting, ResidencyPolicy,
+};
+use hearth_planner::{PlanError, plan};
+use support::{GIB, dense_1_7b, gpu, laptop, plan_input_here, qwen3_30b, server, small_vm, spec};
+
+/// Context that leaves room for both workers on 8 GiB.
+const SHORT: &str = "model: {source: {builtin: {name: hearth-demo}}, contextLength: 2048}\n";
+
+fn planned(yaml: &str, profile: NodeProfileStatus) -> Result<InferencePlanSpec, PlanError> {
+    let spec = match yaml.starts_with("model:") {
+        true => serde_norway::from_str(yaml).unwrap(),
+        false => spec(yaml),
+    };
+    plan(&plan_input_here(&spec, &qwen3_30b(), &[profile]))
+}
+
+fn rank<'a>(plan: &'a InferencePlanSpec, name: &str) -> &'a PlanRank {
+    plan.rank(name).unwrap()
+}
+
+fn policy(rank: &PlanRank) -> ResidencyPolicy {
+    rank.residency.as_ref().unwrap().policy
+}
+
+#[track_caller]
+fn assert_line(lines: &[String], begin: &str, part: &str) {
+    let found = lines
+        .iter()
+        .any(|line| line.starts_with(begin) && line.contains(part));
+    assert!(found, "{begin} … {part} in {lines:#?}");
+}
+
+/// A device without a driver, computed by CPUs, with measured rates.
+fn virtual_device(gib: u64) -> GpuProfile {
+    GpuProfile {
+        uuid: hearth_crds::VIRTUAL_UUID.to_owned(),
+        name: "virtual".to_owned(),
+        memory_bytes: gib * GIB,
+        free_bytes: gib * GIB,
+        read_gbps: 500.0,
+        bf16_gflops: 50_000.0,
+        copy_gbps: 20.0,
+        copy_beside_reads_gbps: 15.0,
+        operation_us: 5.0,
+        virtual_device: Some(format!("virtual:memory={gib}Gi,copy=1GB/s")),
+        ..GpuProfile::default()
+    }
+}
+
+#[test]
+fn auto_streams_prompts_and_splits_decode_where_the_model_does_not_fit() {
+    let plan = planned(SHORT, laptop(40 * GIB)).unwrap();
+    let (prefill, decode) = (rank(&plan, "prefill-0"), rank(&plan, "decode-0"));
+    assert_eq!(policy(prefill), ResidencyPolicy::StreamLoading);
+    assert_eq!(policy(decode), ResidencyPolicy::HostExperts);
+    let facts = qwen3_30b();
+    for rank in [prefill, decode] {
+        let residency = rank.residency.as_ref().unwrap();
+        assert_eq!(residency.host_bytes, facts.bytes.routed_experts);
+        assert_eq!(rank.host_weight_bytes(), facts.bytes.routed_experts);
+        let kv_bytes = rank.kv.as_ref().unwrap().memory_bytes;
+        let dense_bytes = facts.bytes.total() - facts.bytes.routed_experts;
+        assert!(rank.gpu_memory_bytes > dense_bytes + kv_bytes, "{rank:?}");
+    }
+    let on_gpu = prefill.gpu_memory_bytes + decode.gpu_memory_bytes;
+    assert!(on_gpu <= 7 * GIB, "{on_gpu}");
+    assert_eq!(prefill.chunk_tokens, 2048, "a prompt is one pass");
+    assert!(prefill.residency.as_ref().unwrap().ring_slots >= Some(2));
+    // The CPUs of the node compute experts; the GPU's threads only load them.
+    assert!(decode.threads > prefill.threads, "{decode:?}");
+    assert_eq!(plan.min_version, 2);
+    let below = plan.routing.chunked_below_tokens;
+    assert!((1..2048).contains(&below), "{below}");
+    assert_line(&plan.why, "experts of prefill-0", "25.2 GB/s (estimated");
+    assert_line(&plan.why, "ring of prefill-0", "slots of");
+    assert_line(&plan.why, "experts of decode-0", "whose CPUs read them");
+    assert_line(&plan.why, &format!("prompts below {below}"), "chunks take");
+    assert_line(&plan.why, "prefill-0 on RTX 4060", "dense modules");
+
+    // The same machine without its GPU is slower at both.
+    let mut cpus = laptop(40 * GIB);
+    cpus.gpus.clear();
+    let without = planned(SHORT, cpus).unwrap();
+    assert!(plan.predicted.tpot_ms < without.predicted.tpot_ms);
+    assert!(plan.predicted.ttft_ms < without.predicted.ttft_ms);
+    assert_eq!(without.min_version, 0);
+}
+
+#[test]
+fn a_node_without_memory_for_the_experts_does_not_stream_them() {
+    let plan = planned(SHORT, laptop(20 * GIB)).unwrap();
+    assert!(!plan.ranks.iter().any(PlanRank::is_on_gpu));
+    assert_eq!(
+        policy(rank(&plan, "decode-0")),
+        ResidencyPolicy::MmapPrefetch
+    );
+}
+
+#[test]
+fn decode_stays_on_cpus_that_are_faster_without_the_gpu() {
+    let machine = NodeProfileStatus {
+        gpus: vec![gpu("NVIDIA L4", 1, 24)],
+        ..server()
+    };
+    let plan = planned("", machine).unwrap();
+    assert_eq!(
+        policy(rank(&plan, "prefill-0")),
+        ResidencyPolicy::StreamLoading
+    );
+    assert_eq!(policy(rank(&plan, "decode-0")), ResidencyPolicy::Resident);
+    assert_line(
+        &plan.not_chosen,
+        "experts of prefill streamed to a GPU, those of decode on CPUs beside it",
+        "on the CPUs alone",
+    );
+    // The one copy in the node's memory is the decode worker's too.
+    let facts = qwen3_30b();
+    assert_eq!(
+        rank(&plan, "decode-0").host_weight_bytes(),
+        facts.bytes.total()
+    );
+}
+
+#[test]
+fn the_ring_is_as_long_as_the_longest_prompt_leaves_it() {
+    let of = |context: u32| {
+        let yaml = format!(
+            "model: {{source: {{builtin: {{name: hearth-demo}}}}, contextLength: {context}}}\nstrategy: Hybrid\nprefill: {{mode: StreamLoading}}\ndecode: {{maxBatch: 1}}\n"
+        );
+        let machine = NodeProfileStatus {
+            gpus: vec![gpu("NVIDIA RTX 2000", 1, 8)],
+            ..server()
+        };
+        planned(&yaml, machine).unwrap()
+    };
+    let slots = |plan: &InferencePlanSpec| {
+        let residency = rank(plan, "prefill-0").residency.clone().unwrap();
+        residency.ring_slots.unwrap()
+    };
+    let short = of(8192);
+    assert_eq!(slots(&short), 128);
+    assert_line(
+        &short.why,
+        "ring of prefill-0",
+        "all 128 experts of a layer",
+    );
+    let lengths = [8192, 16_384, 20_480, 21_504].map(|context| slots(&of(context)));
+    assert!(lengths.is_sorted_by(|a, b| a >= b), "{lengths:?}");
+    let long = of(21_504);
+    assert!((2..128).contains(&slots(&long)), "{}", slots(&long));
+    let line = long.why.iter().find(|line| line.contains("turning point"));
+    let line = line.unwrap_or_else(|| panic!("{:#?}", long.why));
+    let words: Vec<&str> = line.split("turning point is ").collect();
+    let point: u32 = words[1].split(' ').next().unwrap().parse().unwrap();
+    assert!((16_384..21_504).contains(&point), "{line}");
+    assert_eq!(slots(&of(point)), 128, "as the plan says: {line}");
+}
+
+#[test]
+fn half_batches_are_chosen_where_they_are_faster_and_obeyed_where_they_are_asked_for() {
+    let of = |word: &str, batch: u32| {
+        let yaml = format!("{SHORT}decode: {{dualBatch: \"{word}\", maxBatch: {batch}}}\n");
+        let plan = planned(&yaml, laptop(40 * GIB)).unwrap();
+        let decode = rank(&plan, "decode-0");
+        (decode.dual_batch, plan.predicted.tokens_per_second)
+    };
+    let (on, off, auto) = (of("On", 4), of("Off", 4), of("Auto", 4));
+    assert!(on.0 && !off.0);
+    // Two percent are within the error of a prediction.
+    assert_eq!(auto.0, on.1 * 0.98 > off.1, "{on:?} {off:?} {auto:?}");
+    assert!(auto.1 >= on.1.min(off.1));
+    assert!(!of("Auto", 1).0, "one stream is no two halves");
+    // A GPU as slow as the CPUs leaves them idle for half of the time.
+    let slow = |word: &str| {
+        let mut machine = laptop(40 * GIB);
+        machine.gpus[0].read_gbps = 40.0;
+        let yaml = format!(
+            "{SHORT}prefill: {{mode: Chunked}}\ndecode: {{dualBatch: \"{word}\", maxBatch: 2}}\n"
+        );
+        planned(&yaml, machine).unwrap()
+    };
+    let (on, auto) = (slow("On"), slow("Auto"));
+    assert!(rank(&on, "decode-0").dual_batch);
+    assert_line(
+        &on.why,
+        "dual batch in decode-0, as the spec says",
+        "two halves",
+    );
+    assert_eq!(
+        auto.routing.chunked_below_tokens,
+        PlanRouting::ALWAYS_CHUNKED
+    );
+}
+
+#[test]
+fn a_virtual_device_is_held_by_nobody_and_has_no_driver() {
+    let machine = NodeProfileStatus {
+        gpus: vec![virtual_device(8)],
+        ..laptop(40 * GIB)
+    };
+    let text = machine.gpus[0].virtual_device.clone();
+    let plan = planned(SHORT, machine).unwrap();
+    for name in ["prefill-0", "decode-0"] {
+        let rank = rank(&plan, name);
+        assert_eq!(rank.virtual_device, text, "{name}");
+        assert_eq!((rank.device_name.as_str(), rank.gpus), ("VIRTUAL-0", 0));
+        assert_eq!(rank.gpu_budget_bytes(), rank.gpu_memory_bytes);
+    }
+    assert_eq!(plan.min_version, 2);
+    assert_line(
+        &plan.why,
+        "experts of prefill-0",
+        "20.0 GB/s (measured; 15.0 beside decode)",
+    );
+}
+
+#[test]
+fn constants_of_the_routing_policy_are_the_specs() {
+    let yaml = format!("{SHORT}prefill: {{chunkedBelowTokens: 777}}\n");
+    let plan = planned(&yaml, laptop(40 * GIB)).unwrap();
+    assert_eq!(plan.routing.chunked_below_tokens, 777);
+    assert_line(&plan.why, "prompts below 777", "chunkedBelowTokens says so");
+    let on_cpus = planned("prefill: {chunkedBelowTokens: 100}\n", server()).unwrap();
+    assert_eq!(on_cpus.routing.chunked_below_tokens, 100);
+}
+
+#[test]
+fn modes_that_cannot_be_are_refused_with_numbers_and_a_remedy() {
+    let error = planned("prefill: {mode: StreamLoading}\n", small_vm()).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    prefill-0 needs a GPU (spec.prefill.mode is StreamLoading), and the profile of here shows no GPU
+      write spec.prefill.mode: Auto to run on CPUs, or add a GPU of compute capability 8.0 or higher
+    ");
+    let tiny = |yaml: &str| {
+        let machine = NodeProfileStatus {
+            gpus: vec![virtual_device(1)],
+            ..server()
+        };
+        planned(yaml, machine).unwrap_err()
+    };
+    let error = tiny("strategy: Hybrid\nprefill: {mode: StreamLoading}\n").to_string();
+    assert!(error.contains("a ring of 2 of these"), "{error}");
+    assert!(error.contains("1 GiB free"), "{error}");
+    assert!(error.contains("spec.prefill.mode: Auto"), "{error}");
+    let error = tiny("decode: {dualBatch: \"On\"}\n").to_string();
+    assert!(error.contains("spec.decode.dualBatch: Auto"), "{error}");
+    let error = tiny("prefill: {gpusPerWorker: 0}\ndecode: {dualBatch: \"On\"}\n");
+    insta::assert_snapshot!(error, @r#"
+    spec.decode.dualBatch is "On"
+      one half batch is in attention on a GPU, and spec.prefill.gpusPerWorker is 0, so that no worker uses one: remove gpusPerWorker, or write dualBatch: Auto
+    "#);
+
+    let dense = |yaml: &str| {
+        let facts = dense_1_7b();
+        plan(&plan_input_here(&spec(yaml), &facts, &[laptop(40 * GIB)])).unwrap_err()
+    };
+    insta::assert_snapshot!(dense("prefill: {mode: StreamLoading}\n"), @r#"
+    spec.prefill.mode is "StreamLoading"
+      qwen3 has no routed experts to stream: write Auto or Chunked
+    "#);
+    insta::assert_snapshot!(dense("decode: {dualBatch: \"On\"}\n"), @r#"
+    spec.decode.dualBatch is "On"
+      qwen3 has no routed experts that CPUs could compute meanwhile: write Auto or "Off"
+    "#);
+    // A link of unknown rate predicts nothing.
+    let mut machine = laptop(40 * GIB);
+    machine.gpus[0].pcie_gbps = 0.0;
+    let error = planned(
+        &format!("{SHORT}prefill: {{mode: StreamLoading}}\n"),
+        machine,
+    );
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("the rate of copies to RTX 4060"), "{error}");
+}
+
+#[test]
+fn answers_stay_on_faster_cpus_where_only_prompts_were_asked_to_stream() {
+    let of = |yaml: &str| {
+        let machine = NodeProfileStatus {
+            gpus: vec![gpu("NVIDIA L4", 1, 24)],
+            ..server()
+        };
+        planned(yaml, machine).unwrap()
+    };
+    let plan = of("prefill: {mode: StreamLoading}\n");
+    assert_eq!(
+        policy(rank(&plan, "prefill-0")),
+        ResidencyPolicy::StreamLoading
+    );
+    assert_eq!(policy(rank(&plan, "decode-0")), ResidencyPolicy::Resident);
+    let halves = of("prefill: {mode: StreamLoading}\ndecode: {dualBatch: \"On\"}\n");
+    let decode = rank(&halves, "decode-0");
+    assert_eq!(policy(decode), ResidencyPolicy::HostExperts);
+    assert!(decode.dual_batch && halves.predicted.tpot_ms > plan.predicted.tpot_ms);
+}

@@ -1,0 +1,109 @@
+//! `hearth up` with a virtual device in place of a GPU: the plan is made for what was measured, and the workers carry it
+//! out to the byte.
+
+use std::path::Path;
+
+use hearth_tests::{
+    Answer, Metrics, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run,
+};
+use serde_json::{Value, json};
+
+/// A device that is smaller than the demo model (6.9 MiB), and has room for all but its routed experts.
+const DEVICE: &str = "virtual:memory=6.5Mi";
+
+/// A deployment whose prompts are all streamed, and whose answers are written by CPUs.
+fn streaming(directory: &Path) -> UpOptions {
+    let file = deployment(directory, |spec| {
+        spec["strategy"] = json!("Hybrid");
+        spec["model"]["contextLength"] = json!(64);
+        spec["prefill"] = json!({"mode": "StreamLoading", "chunkedBelowTokens": 0});
+        spec["decode"] = json!({"maxBatch": 1});
+    });
+    UpOptions {
+        file: Some(file),
+        arguments: ["--virtual-device", DEVICE].map(str::to_owned).to_vec(),
+        ..UpOptions::default()
+    }
+}
+
+fn answer(up: &Up) -> Answer {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let body = chat_body("hearth-demo", "What is Hearth?", 24);
+    let answer = runtime.block_on(chat_stream(&up.v1(), &body, |_, _| {}));
+    answer.unwrap_or_else(|error| panic!("{error}\n{}", up.logs()))
+}
+
+/// The plan for a deployment, or what is said instead.
+fn planned(file: &Path, device: &str) -> Result<Value, String> {
+    let state = tempfile::tempdir().expect("a directory");
+    let (status, output, errors) = run(hearth()
+        .args(["plan", "-o", "json", "--virtual-device", device, "-f"])
+        .arg(file)
+        .arg("--state-dir")
+        .arg(state.path()));
+    match status {
+        0 => Ok(serde_json::from_str(&output).expect("a plan")),
+        _ => Err(errors),
+    }
+}
+
+#[test]
+fn a_device_smaller_than_the_model_streams_its_experts_and_answers_the_same() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let options = streaming(directory.path());
+    let up = Up::start(&options);
+    let streamed = answer(&up);
+    let metrics = Metrics::of(&up.metrics_base());
+    assert!(metrics.of_role("hearth_worker_prompt_tokens_total", "prefill") > 0.0);
+    assert!(up.logs().contains("experts are streamed"), "{}", up.logs());
+    drop(up);
+
+    let file = deployment(directory.path(), |_| {});
+    let plain = Up::start(&UpOptions {
+        file: Some(file),
+        ..UpOptions::default()
+    });
+    assert_eq!(streamed, answer(&plain));
+}
+
+#[test]
+fn the_plan_is_made_for_what_was_measured() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = streaming(directory.path()).file.expect("a file");
+    let plan = planned(&file, DEVICE).expect("a plan");
+    let ranks = plan["ranks"].as_array().expect("ranks");
+    let rank = |role: &str| {
+        let found = ranks.iter().find(|rank| rank["role"] == role);
+        found.unwrap_or_else(|| panic!("no {role} in {plan:#}"))
+    };
+    let prefill = rank("Prefill");
+    assert_eq!(prefill["virtualDevice"], json!(DEVICE));
+    assert_eq!(prefill["residency"]["policy"], "StreamLoading");
+    let slots = prefill["residency"]["ringSlots"].as_u64();
+    assert!(
+        slots.is_some_and(|slots| (2..16).contains(&slots)),
+        "{plan:#}"
+    );
+    let bytes = prefill["gpuMemoryBytes"].as_u64().expect("bytes");
+    assert!(bytes <= 13 << 19, "{bytes} of 6.5 MiB");
+    assert_eq!(prefill["chunkTokens"], plan["model"]["contextLength"]);
+    assert_eq!(rank("Decode")["device"], "cpu");
+    assert_eq!(plan["minVersion"], 2);
+    let why = plan["why"].to_string();
+    assert!(why.contains("GB/s (measured"), "{why}");
+}
+
+#[test]
+fn devices_that_cannot_be_are_refused_with_numbers() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = streaming(directory.path()).file.expect("a file");
+    for (device, says) in [
+        ("virtual", "needs memory"),
+        ("virtual:memory=0", "0 bytes"),
+        ("cuda", "not a virtual device"),
+        ("virtual:memory=4Mi", "a ring of 2 of these"),
+    ] {
+        let error = planned(&file, device).expect_err(device);
+        assert!(error.contains(says), "{device}: {error}");
+    }
+}

@@ -1,0 +1,213 @@
+//! Measures a virtual device, which stands for a GPU in a profile: its memory and its rates, by timing what it does.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use hearth_crds::{GPU_RANK_THREADS, GpuProfile, VIRTUAL_UUID};
+use hearth_kernels::ops::*;
+use hearth_kernels::{CpuOptions, DType, HostMatrix, KernelError};
+use hearth_profiler::three_digits;
+use hearth_virtual::VirtualBackend;
+
+use crate::device::{DeviceArg, VirtualArg};
+
+/// Share of the device's memory that one matrix of a measurement has.
+const MATRIX_SHARE: u64 = 16;
+/// The largest matrix of a measurement in bytes: more than caches hold.
+const MOST_BYTES: u64 = 32 << 20;
+/// Columns of a matrix.
+const COLUMNS: usize = 512;
+/// Rows of activations for a product that is bound by arithmetic.
+const PRODUCT_ROWS: usize = 256;
+/// Shortest time of a measurement: shorter ones are repeated more often.
+const LEAST_TIME: Duration = Duration::from_millis(40);
+
+/// A virtual device, as `--device` takes it.
+#[derive(Clone, Debug)]
+pub(super) struct VirtualDevice {
+    text: String,
+    arg: VirtualArg,
+}
+
+impl std::str::FromStr for VirtualDevice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse::<DeviceArg>()? {
+            DeviceArg::Virtual(arg) => Ok(Self {
+                text: text.to_owned(),
+                arg,
+            }),
+            DeviceArg::Cpu | DeviceArg::Cuda(_) => Err(
+                "it is not a virtual device: write virtual:memory=8Gi; real GPUs are found without a flag"
+                    .to_owned(),
+            ),
+        }
+    }
+}
+
+impl VirtualDevice {
+    /// Bytes of this machine's memory that it takes; none if it computes nothing.
+    pub(super) fn host_bytes(&self) -> u64 {
+        match self.arg.is_modelled() {
+            true => 0,
+            false => self.arg.memory_bytes(),
+        }
+    }
+
+    /// Opens it with as many threads as a rank on a GPU has, and measures it.
+    ///
+    /// # Errors
+    /// An error if its memory is too small for any measurement.
+    pub(super) fn measure(&self) -> anyhow::Result<GpuProfile> {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let backend = VirtualBackend::new(self.arg.options(CpuOptions {
+            isa: None,
+            threads: cpus.min(GPU_RANK_THREADS as usize),
+            numa_cpus: Vec::new(),
+        }))?;
+        let measured = rates(&backend, self.arg.memory_bytes(), cpus).map_err(|error| {
+            anyhow::anyhow!(
+                "{} cannot be measured: {error}\n  give it more memory",
+                self.text
+            )
+        })?;
+        Ok(GpuProfile {
+            uuid: VIRTUAL_UUID.to_owned(),
+            name: "virtual".to_owned(),
+            memory_bytes: self.arg.memory_bytes(),
+            free_bytes: self.arg.memory_bytes(),
+            virtual_device: Some(self.text.clone()),
+            ..measured
+        })
+    }
+}
+
+/// Rates of a device: copies alone and beside reads of `cpus` threads, reads, products, and small operations.
+fn rates(
+    backend: &VirtualBackend,
+    memory_bytes: u64,
+    cpus: usize,
+) -> Result<GpuProfile, KernelError> {
+    backend.bind_thread()?;
+    let bytes = (memory_bytes / MATRIX_SHARE).min(MOST_BYTES) as usize;
+    let rows = (bytes / 2 / COLUMNS).max(1);
+    // Not zeros, which the system would not give memory.
+    let data = vec![1_u8; rows * COLUMNS * 2];
+    let matrix = HostMatrix::new(data.into(), DType::Bf16, rows, COLUMNS, None)?;
+    let size = matrix.size_bytes() as f64;
+    let copy_gbps = size / copy_seconds(backend, &matrix)? / 1e9;
+    let copy_beside_reads_gbps = size / beside_reads(backend, &matrix, cpus)? / 1e9;
+    let weight = backend.weight(&matrix)?;
+    let one = backend.zeros(1, COLUMNS)?;
+    let read_seconds = seconds(backend, || backend.linear(&one, &weight, None).map(drop))?;
+    let many = backend.zeros(PRODUCT_ROWS.min(rows.max(1)), COLUMNS)?;
+    let (product_rows, _) = backend.shape(&many);
+    let product_seconds = seconds(backend, || backend.linear(&many, &weight, None).map(drop))?;
+    let flops = 2.0 * product_rows as f64 * rows as f64 * COLUMNS as f64;
+    let mut sum = backend.zeros(1, COLUMNS)?;
+    let operation_seconds = seconds(backend, || backend.add_assign(&mut sum, &one))?;
+    Ok(GpuProfile {
+        copy_gbps: three_digits(copy_gbps),
+        copy_beside_reads_gbps: three_digits(copy_beside_reads_gbps),
+        read_gbps: three_digits(size / read_seconds / 1e9),
+        bf16_gflops: three_digits(flops / product_seconds / 1e9),
+        operation_us: three_digits(operation_seconds * 1e6),
+        ..GpuProfile::default()
+    })
+}
+
+/// Seconds that a copy of the matrix into a slot takes, one after the other.
+fn copy_seconds(backend: &VirtualBackend, matrix: &HostMatrix) -> Result<f64, KernelError> {
+    let slots = backend.slots(backend.slot_bytes(matrix), 2)?;
+    let mut turn = slots.iter().cycle();
+    seconds(backend, || {
+        let Some(slot) = turn.next() else {
+            return Ok(());
+        };
+        backend.reuse(slot, Some(&backend.computed()?))?;
+        backend.load(matrix, slot, 0)?;
+        // Operations wait for the copy, and the measurement for the operations.
+        backend.after(&backend.copied()?)
+    })
+}
+
+/// The same while `cpus` threads read memory.
+fn beside_reads(
+    backend: &VirtualBackend,
+    matrix: &HostMatrix,
+    cpus: usize,
+) -> Result<f64, KernelError> {
+    let ends = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ends.load(Ordering::Relaxed) {
+                if hearth_kernels::read_bandwidth_gbps(cpus, MOST_BYTES as usize).is_err() {
+                    return;
+                }
+            }
+        });
+        let measured = copy_seconds(backend, matrix);
+        ends.store(true, Ordering::Relaxed);
+        measured
+    })
+}
+
+/// Seconds by its own clock that one call takes on the device, once it has taken some time in sum.
+fn seconds(
+    backend: &VirtualBackend,
+    mut call: impl FnMut() -> Result<(), KernelError>,
+) -> Result<f64, KernelError> {
+    let mut times = 1_u32;
+    loop {
+        backend.begin_pass(1)?;
+        let begin_ns = backend.elapsed_ns();
+        for _ in 0..times {
+            call()?;
+        }
+        backend.finish()?;
+        let took = Duration::from_nanos(backend.elapsed_ns() - begin_ns);
+        if took >= LEAST_TIME {
+            return Ok(took.as_secs_f64() / f64::from(times));
+        }
+        times = times.saturating_mul(if took < LEAST_TIME / 8 { 8 } else { 2 });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_device_is_measured_and_a_real_one_is_none() {
+        let device: VirtualDevice = "virtual:memory=4Mi".parse().expect("a virtual device");
+        let profile = device.measure().expect("a profile");
+        assert_eq!(
+            (profile.memory_bytes, profile.free_bytes),
+            (4 << 20, 4 << 20)
+        );
+        assert_eq!(profile.uuid, VIRTUAL_UUID);
+        assert_eq!(
+            profile.virtual_device.as_deref(),
+            Some("virtual:memory=4Mi")
+        );
+        for rate in [
+            profile.copy_gbps,
+            profile.copy_beside_reads_gbps,
+            profile.read_gbps,
+            profile.bf16_gflops,
+            profile.operation_us,
+        ] {
+            assert!(rate > 0.0 && rate.is_finite(), "{profile:?}");
+        }
+        for (wrong, says) in [
+            ("cpu", "not a virtual device"),
+            ("cuda", "not a virtual device"),
+            ("virtual", "needs memory"),
+            ("virtual:memory=0", "0 bytes"),
+        ] {
+            let error = wrong.parse::<VirtualDevice>().expect_err(wrong);
+            assert!(error.contains(says), "{wrong}: {error}");
+        }
+    }
+}

@@ -102,6 +102,9 @@ pub(crate) struct ModelArgs {
     /// with host-experts (default: all of them)
     #[arg(long, value_name = "BYTES")]
     pub(crate) residency_budget: Option<u64>,
+    /// Experts that are cached on the device with --residency host-experts: those that are used most
+    #[arg(long, value_name = "EXPERTS", default_value_t = 0)]
+    pub(crate) cache_slots: u32,
     /// Decode several sequences as two half batches with --residency host-experts: one is in attention while the other is
     /// in its experts
     #[arg(long)]

@@ -8,10 +8,10 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuBackend, CpuOptions, KvDType};
-use hearth_model::{Model, ModuleId, ModuleSpec, Residency, modules};
+use hearth_model::{ExpertCache, Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
-    LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident, ResidentOptions,
-    StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions, note_unused,
+    HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
+    ResidentOptions, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions, note_unused,
 };
 use hearth_virtual::VirtualBackend;
 
@@ -58,6 +58,8 @@ pub(crate) enum ResidencyPolicy {
     HostExperts {
         /// Bytes of experts in memory at a time, read ahead of use and dropped after it; `None` means all of them.
         budget_bytes: Option<u64>,
+        /// Experts that the device has slots for: those that are used most.
+        cache_slots: usize,
     },
 }
 
@@ -92,6 +94,7 @@ impl LoadOptions<'_> {
             },
             ResidencyArg::HostExperts => ResidencyPolicy::HostExperts {
                 budget_bytes: args.residency_budget,
+                cache_slots: args.cache_slots as usize,
             },
         };
         let prefetches = is_hybrid || args.residency == ResidencyArg::MmapPrefetch;
@@ -106,6 +109,11 @@ impl LoadOptions<'_> {
                 "--ring-slots",
                 args.ring_slots.is_some() && !streams,
                 ResidencyArg::StreamLoading,
+            ),
+            (
+                "--cache-slots",
+                args.cache_slots > 0 && !is_hybrid,
+                ResidencyArg::HostExperts,
             ),
             (
                 "--dual-batch",
@@ -159,12 +167,22 @@ pub(crate) fn open(
     let loaded = match options.device.open()? {
         OnDevice::Cpu(backend) => OnDevice::Cpu(files.on_cpu(backend, policy, keep)?),
         OnDevice::Gpu(backend) => {
-            OnDevice::Gpu(files.on_device(backend, policy, host, keep, Files::streamed_to_gpu)?)
+            let slots = Slots {
+                streamed: |files: &Files<'_>, backend: &_, slots| {
+                    files.streamed_to_gpu(backend, slots)
+                },
+                cached: |files: &Files<'_>, backend: &_, slots| files.cached_on_gpu(backend, slots),
+            };
+            OnDevice::Gpu(files.on_device(backend, policy, host, keep, slots)?)
         }
         OnDevice::Virtual(backend) => {
-            let streamed =
-                |files: &Files<'_>, backend: &_, slots| files.streamed(backend, slots, trace);
-            OnDevice::Virtual(files.on_device(backend, policy, host, keep, streamed)?)
+            let slots = Slots {
+                streamed: |files: &Files<'_>, backend: &_, slots| {
+                    files.streamed(backend, slots, trace)
+                },
+                cached: |files: &Files<'_>, backend: &_, slots| files.cached(backend, slots),
+            };
+            OnDevice::Virtual(files.on_device(backend, policy, host, keep, slots)?)
         }
     };
     Ok(match (options.is_dual_batch, loaded) {
@@ -186,6 +204,17 @@ impl<B: Backend> LoadedOn<B> {
         }
     }
 }
+
+/// How experts get into slots of a device's memory.
+struct Slots<S, C> {
+    /// Opens the policy that streams them.
+    streamed: S,
+    /// Opens the cache of those that are used most.
+    cached: C,
+}
+
+type Policy<B> = anyhow::Result<Arc<dyn Residency<B>>>;
+type Cache<B> = anyhow::Result<Arc<dyn ExpertCache<B>>>;
 
 /// Why a device with memory of its own does not prefetch.
 const CPU_ONLY: &str = "--residency mmap-prefetch applies to the CPU only: a device with memory of its own keeps the weights there\n  use --residency resident, or --device cpu";
@@ -221,14 +250,17 @@ impl Files<'_> {
         self.model(backend, residency)
     }
 
-    /// The model on a device with memory of its own; `streamed` opens the policy that streams experts there.
+    /// The model on a device with memory of its own.
     fn on_device<B: Backend>(
         self,
         backend: Arc<B>,
         policy: ResidencyPolicy,
         host: CpuOptions,
         keep: Keep<'_, '_>,
-        streamed: impl FnOnce(&Self, &Arc<B>, Option<usize>) -> anyhow::Result<Arc<dyn Residency<B>>>,
+        slots: Slots<
+            impl FnOnce(&Self, &Arc<B>, Option<usize>) -> Policy<B>,
+            impl FnOnce(&Self, &Arc<B>, usize) -> Cache<B>,
+        >,
     ) -> anyhow::Result<LoadedOn<B>> {
         match policy {
             ResidencyPolicy::Resident => {
@@ -237,16 +269,23 @@ impl Files<'_> {
                 self.model(backend, residency)
             }
             ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
-            ResidencyPolicy::StreamLoading { slots } => {
-                let residency = streamed(&self, &backend, slots)?;
+            ResidencyPolicy::StreamLoading { slots: count } => {
+                let residency = (slots.streamed)(&self, &backend, count)?;
                 let loaded = self.model(backend, residency)?;
                 Ok(LoadedOn {
                     model: loaded.model.in_row_tiles(STREAMED_TILE_ROWS),
                     ..loaded
                 })
             }
-            ResidencyPolicy::HostExperts { budget_bytes } => {
-                self.with_host_experts(backend, host, budget_bytes, keep)
+            ResidencyPolicy::HostExperts {
+                budget_bytes,
+                cache_slots,
+            } => {
+                let open = |files: &Self, backend: &_| match cache_slots {
+                    0 => Ok(None),
+                    _ => (slots.cached)(files, backend, cache_slots).map(Some),
+                };
+                self.with_host_experts(backend, host, budget_bytes, keep, open)
             }
         }
     }
@@ -330,6 +369,25 @@ impl Files<'_> {
         anyhow::bail!(crate::device::WITHOUT_GPUS)
     }
 
+    /// Slots for the experts that are used most.
+    fn cached<B: Backend + LoadOps>(&self, backend: &Arc<B>, slots: usize) -> Cache<B> {
+        let backend = Arc::clone(backend);
+        let cache = HotExperts::open(&self.checkpoint, &self.modules, backend, slots)?;
+        Ok(Arc::new(cache))
+    }
+
+    /// The same in a GPU's memory.
+    #[cfg(feature = "cuda")]
+    fn cached_on_gpu(&self, backend: &Arc<GpuBackend>, slots: usize) -> Cache<GpuBackend> {
+        self.cached(backend, slots)
+    }
+
+    /// The same in a build that opens no GPU.
+    #[cfg(not(feature = "cuda"))]
+    fn cached_on_gpu(&self, _backend: &Arc<GpuBackend>, _slots: usize) -> Cache<GpuBackend> {
+        anyhow::bail!(crate::device::WITHOUT_GPUS)
+    }
+
     /// Keeps routed experts in the machine's memory, where its CPUs compute them, and all else on the device.
     fn with_host_experts<B: Backend>(
         self,
@@ -337,6 +395,7 @@ impl Files<'_> {
         host: CpuOptions,
         budget_bytes: Option<u64>,
         (resident, progress): Keep<'_, '_>,
+        cache: impl FnOnce(&Self, &Arc<B>) -> anyhow::Result<Option<Arc<dyn ExpertCache<B>>>>,
     ) -> anyhow::Result<LoadedOn<B>> {
         if self.config.moe.is_none() {
             anyhow::bail!(
@@ -359,11 +418,12 @@ impl Files<'_> {
                 self.keep(&host, experts, options, progress)?
             }
         };
+        let cache = cache(&self, &backend)?;
         let loaded = self.model(backend, residency)?;
         Ok(LoadedOn {
             model: loaded
                 .model
-                .with_host_experts(Arc::clone(&host), experts, None)?,
+                .with_host_experts(Arc::clone(&host), experts, cache)?,
             host: Some(host),
             ..loaded
         })

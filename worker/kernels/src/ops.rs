@@ -142,6 +142,8 @@ pub trait LoadOps: MemoryOps {
     fn computed(&self) -> Result<Self::Mark, KernelError>;
     /// Lets computation that is queued from now on wait for a mark.
     fn after(&self, mark: &Self::Mark) -> Result<(), KernelError>;
+    /// Lets the calling thread wait until a mark is reached.
+    fn wait(&self, mark: &Self::Mark) -> Result<(), KernelError>;
 }
 
 /// Operations whose cost is dominated by touching their operands.

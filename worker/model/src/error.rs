@@ -58,6 +58,19 @@ pub enum ResidencyError {
         /// The backend's error; `None` if there are more slots than experts.
         source: Option<KernelError>,
     },
+    /// The device cannot hold the cache of experts.
+    #[error(
+        "a cache of {slots} experts of {slot_bytes} bytes does not fit: {}\n  use fewer --cache-slots, or give the device more memory",
+        first_line(source)
+    )]
+    Cache {
+        /// Number of slots.
+        slots: usize,
+        /// Bytes of one.
+        slot_bytes: u64,
+        /// The backend's error.
+        source: KernelError,
+    },
     /// The thread that loads weights has ended.
     #[error(
         "{module}: the thread that loads weights has ended\n  its panic is in the log above; restart the worker"

@@ -8,6 +8,7 @@
 //! | [`Resident`] | all stay in memory from the start | models that fit |
 //! | [`MmapPrefetch`] | loaded before use and released after it, by advice to the kernel | models larger than memory |
 //! | [`StreamLoading`] | dense modules stay on the device; routed experts pass through a ring of slots there, copied while others compute | MoE models larger than the device |
+//! | [`HotExperts`] | those routed experts that are used most stay in slots on the device, beside a host that has all | decoding with experts on the host |
 //!
 //! **Invariant**: a policy changes when bytes are in memory, never which bytes are read: every policy gives the same
 //! results.
@@ -15,6 +16,8 @@
 //! **Invariant**: while a guard is held, its module's pages are not released.
 
 mod holder;
+mod host_expert;
+mod hot_experts;
 mod mmap_prefetch;
 mod pages;
 mod resident;
@@ -24,6 +27,7 @@ mod stream_loading;
 mod window;
 
 pub use holder::{Held, WeightFile};
+pub use hot_experts::HotExperts;
 pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};
 pub use resident::{LoadProgress, Placing, Resident, ResidentOptions};
 pub use store::note_unused;

@@ -12,13 +12,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use hearth_formats::Checkpoint;
+use hearth_kernels::Backend;
 use hearth_kernels::ops::LoadOps;
-use hearth_kernels::{Backend, HostMatrix};
 use hearth_model::{
-    Guard, ModuleId, ModuleSpec, ModuleWeights, Release, Residency, ResidencyError, ResidencyStats,
-    TensorShape,
+    Guard, ModuleId, ModuleSpec, Release, Residency, ResidencyError, ResidencyStats,
 };
 
+use crate::host_expert::{HostExpert, Streamed};
 use crate::ring::Ring;
 use crate::store::Store;
 
@@ -89,39 +89,6 @@ impl<B: Backend + LoadOps> Drop for Ending<'_, B> {
     fn drop(&mut self) {
         self.0.state().ends = true;
         self.0.changed.notify_all();
-    }
-}
-
-/// An expert in a slot.
-struct Streamed<B: Backend + LoadOps> {
-    weights: Arc<ModuleWeights<B>>,
-    /// The end of its copy.
-    copied: B::Mark,
-}
-
-/// An expert in the host's memory.
-struct HostExpert {
-    matrices: Vec<(&'static str, HostMatrix)>,
-    bytes: u64,
-}
-
-impl HostExpert {
-    fn new(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Result<Self, ResidencyError> {
-        let mut matrices = Vec::new();
-        for tensor in &spec.tensors {
-            if let TensorShape::Matrix { rows, cols } = tensor.shape {
-                matrices.push((tensor.field, checkpoint.matrix(&tensor.name, rows, cols)?));
-            }
-        }
-        Ok(Self {
-            matrices,
-            bytes: spec.stored_bytes(checkpoint),
-        })
-    }
-
-    fn slot_bytes<B: LoadOps>(&self, backend: &B) -> usize {
-        let matrices = self.matrices.iter();
-        matrices.map(|(_, m)| backend.slot_bytes(m)).sum()
     }
 }
 
@@ -283,24 +250,14 @@ impl<B: Backend + LoadOps> Shared<B> {
         slot: usize,
         free: Option<&B::Mark>,
     ) -> Result<Streamed<B>, ResidencyError> {
-        let (backend, slot) = (&*self.backend, &self.slots[slot]);
         let expert = self
             .experts
             .get(&id)
             .ok_or(ResidencyError::Unknown { module: id })?;
-        let failed = |source| ResidencyError::Kernel { module: id, source };
-        backend.reuse(slot, free).map_err(failed)?;
-        let (mut at, mut matrices) = (0, Vec::with_capacity(expert.matrices.len()));
-        for (field, matrix) in &expert.matrices {
-            matrices.push((*field, backend.load(matrix, slot, at).map_err(failed)?));
-            at += backend.slot_bytes(matrix);
-        }
-        self.loaded_bytes.fetch_add(expert.bytes, Ordering::Relaxed);
-        let weights = ModuleWeights::of_matrices(id, matrices, expert.bytes);
-        Ok(Streamed {
-            weights: Arc::new(weights),
-            copied: backend.copied().map_err(failed)?,
-        })
+        let streamed = expert.load(&*self.backend, &self.slots[slot], free)?;
+        self.loaded_bytes
+            .fetch_add(expert.bytes(), Ordering::Relaxed);
+        Ok(streamed)
     }
 
     fn tell(&self, event: StreamEvent) {
@@ -343,7 +300,7 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         };
         drop(state);
         self.acquired.fetch_add(1, Ordering::Relaxed);
-        self.read_bytes.fetch_add(expert.bytes, Ordering::Relaxed);
+        self.read_bytes.fetch_add(expert.bytes(), Ordering::Relaxed);
         let guard = Guard::new(weights, Some(Arc::clone(&self.shared) as Arc<dyn Release>));
         self.shared
             .backend
@@ -379,7 +336,7 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
     fn stats(&self) -> ResidencyStats {
         let dense = self.dense.stats();
         let experts = self.shared.experts.values();
-        let expert_bytes: u64 = experts.map(|expert| expert.bytes).sum();
+        let expert_bytes: u64 = experts.map(|expert| expert.bytes()).sum();
         ResidencyStats {
             total_bytes: dense.total_bytes + expert_bytes,
             resident_bytes: dense.total_bytes + self.ring_bytes,
@@ -402,7 +359,7 @@ impl<B: Backend + LoadOps> Release for Shared<B> {
         };
         let is_free = self.state().ring.release(id, Some(mark));
         if is_free {
-            let bytes = self.experts.get(&id).map_or(0, |expert| expert.bytes);
+            let bytes = self.experts.get(&id).map_or(0, |expert| expert.bytes());
             self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
             self.tell(StreamEvent::Released(id));
         }

@@ -351,7 +351,10 @@ fn load_options<'a>(
             PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading {
                 slots: residency.ring_slots.map(|slots| slots as usize),
             },
-            PlanPolicy::HostExperts => ResidencyPolicy::HostExperts { budget_bytes: None },
+            PlanPolicy::HostExperts => ResidencyPolicy::HostExperts {
+                budget_bytes: None,
+                cache_slots: residency.cache_slots.unwrap_or(0) as usize,
+            },
         },
         placing,
     })

@@ -206,6 +206,11 @@ impl Lanes {
         state.host_from_ns = state.host_from_ns.max(due_ns);
     }
 
+    /// Makes the host wait until a mark is reached.
+    pub(crate) fn wait_for(&self, mark: &VirtualMark) {
+        self.wait_until(mark.due_ns);
+    }
+
     /// Sleeps until a moment, real ns since the device was opened.
     pub(crate) fn wait_until(&self, due_ns: u64) {
         loop {

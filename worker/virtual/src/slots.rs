@@ -177,6 +177,11 @@ impl LoadOps for VirtualBackend {
         self.lanes.wait_in(Lane::Compute, mark);
         Ok(())
     }
+
+    fn wait(&self, mark: &VirtualMark) -> Result<(), KernelError> {
+        self.lanes.wait_for(mark);
+        Ok(())
+    }
 }
 
 impl VirtualBackend {

@@ -150,4 +150,8 @@ impl LoadOps for CudaBackend {
     fn after(&self, mark: &CudaMark) -> Result<(), KernelError> {
         self.queue.wait_for(&mark.0)
     }
+
+    fn wait(&self, mark: &CudaMark) -> Result<(), KernelError> {
+        mark.0.wait()
+    }
 }

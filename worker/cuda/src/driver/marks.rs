@@ -66,6 +66,20 @@ impl Mark {
     }
 }
 
+impl Mark {
+    /// Waits until this point is reached.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the driver fails.
+    pub(crate) fn wait(&self) -> Result<(), KernelError> {
+        self.0.home.device.bind()?;
+        match &self.0.event {
+            Some(event) => event.wait(),
+            None => Ok(()),
+        }
+    }
+}
+
 impl Drop for Recorded {
     fn drop(&mut self) {
         // A stream that waits for the event waits for the point at which it was recorded then, whatever it marks later.

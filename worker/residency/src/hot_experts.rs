@@ -1,0 +1,404 @@
+//! A cache of routed experts in the device's memory, beside a host that computes those that are missing.
+//!
+//! Slots are filled by use: an expert that was missed is copied while the host computes others, into the slot of the one
+//! that was used least of late. How many of a layer's misses are copied at once follows from how long a copy takes and how
+//! long the host takes for an expert, both measured while serving.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use hearth_formats::Checkpoint;
+use hearth_kernels::Backend;
+use hearth_kernels::ops::LoadOps;
+use hearth_model::{
+    ExpertCache, Guard, Kept, ModuleId, ModuleSpec, Release, Residency, ResidencyError,
+    ResidencyStats,
+};
+
+use crate::host_expert::{HostExpert, Streamed};
+
+/// Steps after which a use counts half.
+const HALF_LIFE_STEPS: f64 = 128.0;
+/// Share of the newest measurement in the time of a copy.
+const NEWEST_SHARE: f64 = 0.1;
+
+/// Slots on the device for the experts that are used most.
+pub struct HotExperts<B: Backend + LoadOps> {
+    shared: Arc<Shared<B>>,
+    loader: Option<JoinHandle<()>>,
+    slot_bytes: usize,
+    acquired: AtomicU64,
+    read_bytes: AtomicU64,
+}
+
+/// Everything that the loader shares with the thread of the model.
+struct Shared<B: Backend + LoadOps> {
+    backend: Arc<B>,
+    experts: HashMap<ModuleId, HostExpert>,
+    slots: Vec<B::Slot>,
+    state: Mutex<State<B>>,
+    changed: Condvar,
+    loaded_bytes: AtomicU64,
+}
+
+struct State<B: Backend + LoadOps> {
+    cached: HashMap<ModuleId, Cached<B>>,
+    unused: Vec<usize>,
+    /// Experts to load, in order.
+    wanted: VecDeque<ModuleId>,
+    is_loading: bool,
+    /// Loads that failed, until they are asked for.
+    failed: HashMap<ModuleId, ResidencyError>,
+    heat: Heat,
+    /// Milliseconds that a copy takes, a running mean; 0: not measured yet.
+    copy_ms: f64,
+    ends: bool,
+}
+
+struct Cached<B: Backend + LoadOps> {
+    slot: usize,
+    /// What the copy into the slot waits for.
+    free: Option<B::Mark>,
+    /// `None` until the copy has ended.
+    expert: Option<Streamed<B>>,
+    holds: usize,
+}
+
+/// How much experts were used of late.
+struct Heat {
+    uses: HashMap<ModuleId, (f64, u64)>,
+    /// Layers that were looked at.
+    now: u64,
+    half_life: f64,
+}
+
+impl Heat {
+    fn of(&self, id: ModuleId) -> f64 {
+        self.uses.get(&id).map_or(0.0, |(uses, last)| {
+            uses * (-((self.now - last) as f64) / self.half_life).exp2()
+        })
+    }
+
+    fn used(&mut self, ids: &[ModuleId]) {
+        self.now += 1;
+        for id in ids {
+            let uses = self.of(*id) + 1.0;
+            self.uses.insert(*id, (uses, self.now));
+        }
+    }
+}
+
+impl<B: Backend + LoadOps> HotExperts<B> {
+    /// Takes `slots` slots, and starts the loader. Of `modules`, routed experts are cached.
+    ///
+    /// # Errors
+    /// [`ResidencyError::Format`]; [`ResidencyError::Cache`] if the device has no room for the slots;
+    /// [`ResidencyError::Experts`] for a model without routed experts; [`ResidencyError::System`] if no thread can be
+    /// started.
+    pub fn open(
+        checkpoint: &Checkpoint,
+        modules: &[ModuleSpec],
+        backend: Arc<B>,
+        slots: usize,
+    ) -> Result<Self, ResidencyError> {
+        let mut experts = HashMap::new();
+        let mut layers = 0_u64;
+        for spec in modules {
+            if let ModuleId::Expert(_, index) = spec.id {
+                experts.insert(spec.id, HostExpert::new(spec, checkpoint)?);
+                layers += u64::from(index == 0);
+            }
+        }
+        let sizes = experts.values().map(|expert| expert.slot_bytes(&*backend));
+        let slot_bytes = sizes.max().ok_or(ResidencyError::Experts)?;
+        let taken = backend.slots(slot_bytes, slots.min(experts.len()));
+        let taken = taken.map_err(|source| ResidencyError::Cache {
+            slots,
+            slot_bytes: slot_bytes as u64,
+            source,
+        })?;
+        let shared = Arc::new(Shared {
+            backend,
+            experts,
+            state: Mutex::new(State {
+                cached: HashMap::new(),
+                unused: (0..taken.len()).rev().collect(),
+                wanted: VecDeque::new(),
+                is_loading: false,
+                failed: HashMap::new(),
+                heat: Heat {
+                    uses: HashMap::new(),
+                    now: 0,
+                    half_life: HALF_LIFE_STEPS * layers as f64,
+                },
+                copy_ms: 0.0,
+                ends: false,
+            }),
+            slots: taken,
+            changed: Condvar::new(),
+            loaded_bytes: AtomicU64::new(0),
+        });
+        let of_loader = Arc::clone(&shared);
+        let loader = std::thread::Builder::new()
+            .name("loader".to_owned())
+            .spawn(move || of_loader.run())
+            .map_err(|source| ResidencyError::System {
+                what: "start the thread that loads experts".to_owned(),
+                source,
+                remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
+            })?;
+        Ok(Self {
+            shared,
+            loader: Some(loader),
+            slot_bytes,
+            acquired: AtomicU64::new(0),
+            read_bytes: AtomicU64::new(0),
+        })
+    }
+
+    fn kept(&self, id: ModuleId) -> Kept {
+        Kept::new(id, Arc::clone(&self.shared) as Arc<dyn Release>)
+    }
+}
+
+impl<B: Backend + LoadOps> State<B> {
+    /// Takes a slot for an expert: an unused one, or that of the expert which is used least and which nobody holds, if
+    /// `may_replace` agrees to its heat.
+    fn slot(&mut self, may_replace: impl Fn(f64) -> bool) -> Option<usize> {
+        if let Some(slot) = self.unused.pop() {
+            return Some(slot);
+        }
+        let heat = &self.heat;
+        let replaceable = self.cached.iter().filter(|(_, cached)| {
+            // One that is being copied keeps its slot.
+            cached.holds == 0 && cached.expert.is_some()
+        });
+        let (coldest, heat) = replaceable
+            .map(|(id, _)| (*id, heat.of(*id)))
+            // Ids break ties, so that the choice does not depend on the map's order.
+            .min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))?;
+        match may_replace(heat) {
+            true => self.cached.remove(&coldest).map(|cached| cached.slot),
+            false => None,
+        }
+    }
+
+    /// Begins to load an expert into a slot.
+    fn want(&mut self, id: ModuleId, slot: usize, free: Option<B::Mark>, holds: usize) {
+        let cached = Cached {
+            slot,
+            free,
+            expert: None,
+            holds,
+        };
+        self.cached.insert(id, cached);
+        self.wanted.push_back(id);
+    }
+
+    /// Number of `missed` experts that the link brings before the host has computed the rest.
+    fn pays(&self, missed: usize, host_ms: f64) -> usize {
+        if self.copy_ms <= 0.0 || host_ms <= 0.0 {
+            return 0;
+        }
+        let before = self.wanted.len() + usize::from(self.is_loading);
+        let spare_ms = missed as f64 * host_ms - before as f64 * self.copy_ms;
+        ((spare_ms / (host_ms + self.copy_ms)).max(0.0) as usize).min(missed)
+    }
+}
+
+impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
+    fn keep(&self, chosen: &[ModuleId]) -> Vec<Option<Kept>> {
+        let mut state = self.shared.state();
+        state.heat.used(chosen);
+        let hold = |id: &ModuleId| {
+            let cached = state.cached.get_mut(id);
+            let cached = cached.filter(|cached| cached.expert.is_some())?;
+            cached.holds += 1;
+            Some(self.kept(*id))
+        };
+        chosen.iter().map(hold).collect()
+    }
+
+    fn load(&self, missed: &[ModuleId], host_ms: f64) -> Vec<Option<Kept>> {
+        let mut coming: Vec<Option<Kept>> = missed.iter().map(|_| None).collect();
+        // Behind everything that reads the slots which are given away here.
+        let Ok(free) = self.shared.backend.computed() else {
+            return coming;
+        };
+        let mut state = self.shared.state();
+        let is_new = |index: &usize| !state.cached.contains_key(&missed[*index]);
+        let mut hottest: Vec<usize> = (0..missed.len()).filter(is_new).collect();
+        let heat = |index: usize| state.heat.of(missed[index]);
+        hottest.sort_by(|a, b| heat(*b).total_cmp(&heat(*a)));
+        let count = state.pays(missed.len(), host_ms);
+        for index in hottest.iter().take(count) {
+            let Some(slot) = state.slot(|_| true) else {
+                break;
+            };
+            state.want(missed[*index], slot, Some(free.clone()), 1);
+            coming[*index] = Some(self.kept(missed[*index]));
+        }
+        let is_idle = count == 0 && state.wanted.is_empty() && !state.is_loading;
+        if let Some(hottest) = hottest.first().filter(|_| is_idle) {
+            // For later steps: the host computes it now.
+            let id = missed[*hottest];
+            let own = state.heat.of(id);
+            if let Some(slot) = state.slot(|heat| heat < own) {
+                state.want(id, slot, Some(free), 0);
+            }
+        }
+        drop(state);
+        self.shared.changed.notify_all();
+        coming
+    }
+}
+
+impl<B: Backend + LoadOps> Residency<B> for HotExperts<B> {
+    /// Waits for an expert that is kept.
+    fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError> {
+        let mut state = self.shared.state();
+        let (weights, copied) = loop {
+            if let Some(error) = state.failed.remove(&id) {
+                return Err(error);
+            }
+            let Some(cached) = state.cached.get_mut(&id) else {
+                return Err(ResidencyError::Unknown { module: id });
+            };
+            if let Some(Streamed { weights, copied }) = &cached.expert {
+                cached.holds += 1;
+                break (Arc::clone(weights), copied.clone());
+            }
+            if state.ends {
+                return Err(ResidencyError::Ended { module: id });
+            }
+            let changed = &self.shared.changed;
+            state = changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        };
+        drop(state);
+        self.acquired.fetch_add(1, Ordering::Relaxed);
+        self.read_bytes
+            .fetch_add(weights.bytes(), Ordering::Relaxed);
+        let guard = Guard::new(weights, Some(Arc::clone(&self.shared) as Arc<dyn Release>));
+        let backend = &self.shared.backend;
+        backend
+            .after(&copied)
+            .map_err(|source| ResidencyError::Kernel { module: id, source })?;
+        Ok(guard)
+    }
+
+    /// The experts' bytes are the host's; those of slots are resident on the device too.
+    fn stats(&self) -> ResidencyStats {
+        ResidencyStats {
+            resident_bytes: (self.slot_bytes * self.shared.slots.len()) as u64,
+            acquired: self.acquired.load(Ordering::Relaxed),
+            read_bytes: self.read_bytes.load(Ordering::Relaxed),
+            prefetched_bytes: self.shared.loaded_bytes.load(Ordering::Relaxed),
+            ..ResidencyStats::default()
+        }
+    }
+}
+
+/// Says that the loader has ended, even by a panic: nobody waits for it then.
+struct Ending<'a, B: Backend + LoadOps>(&'a Shared<B>);
+
+impl<B: Backend + LoadOps> Drop for Ending<'_, B> {
+    fn drop(&mut self) {
+        self.0.state().ends = true;
+        self.0.changed.notify_all();
+    }
+}
+
+impl<B: Backend + LoadOps> Shared<B> {
+    /// Copies wanted experts, one after the other, until the cache ends.
+    fn run(&self) {
+        let _ends = Ending(self);
+        let mut state = self.state();
+        while !state.ends {
+            let next = state.wanted.pop_front();
+            let entry = next.and_then(|id| state.cached.get_mut(&id).map(|cached| (id, cached)));
+            let Some((id, cached)) = entry else {
+                state = self
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let (slot, free) = (cached.slot, cached.free.take());
+            state.is_loading = true;
+            drop(state);
+            let started = Instant::now();
+            let loaded = self.load(id, slot, free.as_ref());
+            let copy_ms = started.elapsed().as_secs_f64() * 1e3;
+            state = self.state();
+            state.is_loading = false;
+            match loaded {
+                Ok(loaded) => {
+                    state.copy_ms = match state.copy_ms {
+                        0.0 => copy_ms,
+                        mean => (1.0 - NEWEST_SHARE) * mean + NEWEST_SHARE * copy_ms,
+                    };
+                    if let Some(cached) = state.cached.get_mut(&id) {
+                        cached.expert = Some(loaded);
+                    }
+                }
+                Err(error) => {
+                    if state
+                        .cached
+                        .remove(&id)
+                        .is_some_and(|cached| cached.holds > 0)
+                    {
+                        state.failed.insert(id, error);
+                    }
+                    state.unused.push(slot);
+                }
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    /// Copies an expert, and waits until it is there.
+    fn load(
+        &self,
+        id: ModuleId,
+        slot: usize,
+        free: Option<&B::Mark>,
+    ) -> Result<Streamed<B>, ResidencyError> {
+        let expert = self
+            .experts
+            .get(&id)
+            .ok_or(ResidencyError::Unknown { module: id })?;
+        let streamed = expert.load(&*self.backend, &self.slots[slot], free)?;
+        let waited = self.backend.wait(&streamed.copied);
+        waited.map_err(|source| ResidencyError::Kernel { module: id, source })?;
+        self.loaded_bytes
+            .fetch_add(expert.bytes(), Ordering::Relaxed);
+        Ok(streamed)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<B>> {
+        // Each change is complete before anything can panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<B: Backend + LoadOps> Release for Shared<B> {
+    fn released(&self, id: ModuleId) {
+        if let Some(cached) = self.state().cached.get_mut(&id) {
+            cached.holds = cached.holds.saturating_sub(1);
+        }
+    }
+}
+
+impl<B: Backend + LoadOps> Drop for HotExperts<B> {
+    fn drop(&mut self) {
+        self.shared.state().ends = true;
+        self.shared.changed.notify_all();
+        if let Some(loader) = self.loader.take() {
+            // A panic of the loader was reported by its thread.
+            let _ = loader.join();
+        }
+    }
+}

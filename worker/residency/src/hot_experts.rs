@@ -198,14 +198,21 @@ impl<B: Backend + LoadOps> State<B> {
         self.wanted.push_back(id);
     }
 
-    /// Number of `missed` experts that the link brings before the host has computed the rest.
+    /// Number of `missed` experts to copy so that link and host are done soonest; the fewest of those that are equal.
     fn pays(&self, missed: usize, host_ms: f64) -> usize {
         if self.copy_ms <= 0.0 || host_ms <= 0.0 {
             return 0;
         }
         let before = self.wanted.len() + usize::from(self.is_loading);
-        let spare_ms = missed as f64 * host_ms - before as f64 * self.copy_ms;
-        ((spare_ms / (host_ms + self.copy_ms)).max(0.0) as usize).min(missed)
+        let done_ms = |copies: usize| {
+            let link_ms = match copies {
+                0 => 0.0,
+                _ => (before + copies) as f64 * self.copy_ms,
+            };
+            link_ms.max((missed - copies) as f64 * host_ms)
+        };
+        let best = (0..=missed).min_by(|a, b| done_ms(*a).total_cmp(&done_ms(*b)));
+        best.unwrap_or(0)
     }
 }
 

@@ -70,6 +70,10 @@ fn logits_are_the_same_bits_in_chunks_and_on_other_thread_counts() {
         let arguments = [&device[..], &ring, &["--chunk", "16"]].concat();
         assert_eq!(compute(slots, &arguments), whole);
     }
+    for beside in [&[][..], &["--cache-slots", "3"], &["--dual-batch"]] {
+        let hybrid = [&device[..], &["--residency", "host-experts"], beside].concat();
+        assert_eq!(compute("hybrid", &hybrid), whole);
+    }
     let scalar = compute("scalar", &["--isa", "scalar"]);
     assert_eq!(scalar.0, whole.0);
 }
@@ -317,6 +321,15 @@ fn wrong_calls_are_told_why() {
         (
             &["bench", "--ring-slots", "4"],
             "no effect with --residency resident",
+        ),
+        (
+            &["bench", "--residency", "host-experts"],
+            "no effect on the CPU",
+        ),
+        (&["bench", "--dual-batch"], "use --residency host-experts"),
+        (
+            &["bench", "--cache-slots", "4"],
+            "use --residency host-experts",
         ),
         (
             &["bench", "--trace", "trace.json"],

@@ -227,12 +227,13 @@ impl Host {
             reply,
         };
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        match jobs.as_ref().map(|jobs| jobs.send(job)) {
-            Some(Ok(())) => Ok(HostOutput {
+        let is_sent = jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
+        match is_sent {
+            true => Ok(HostOutput {
                 output,
                 is_given_up,
             }),
-            Some(Err(_)) | None => Err(ModelError::ExpertsEnded),
+            false => Err(ModelError::ExpertsEnded),
         }
     }
 }

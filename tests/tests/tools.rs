@@ -308,12 +308,32 @@ fn profile_tells_of_this_machine() {
 
 #[test]
 fn wrong_calls_are_told_why() {
-    let out = tempfile::tempdir().expect("directory");
-    let cases: [(&[&str], &str); 10] = [
+    refuse(&[
         (
             &["logits", "--tokens", "99999999", "--out", "x.safetensors"],
             "vocabulary",
         ),
+        (
+            &["generate", "--tokens", "1", "--max-tokens", "0"],
+            "max-tokens",
+        ),
+        (&["generate", "--tokens", "99999999"], "99999999"),
+        (
+            &["bench", "--prefill", "1000000", "--decode", "1"],
+            "context",
+        ),
+    ]);
+    let (code, _, stderr) =
+        run(worker().args(["generate", "--tokens", "1", "--model", "/no/such/directory"]));
+    assert!(
+        code == 1 && stderr.contains("/no/such/directory"),
+        "{stderr}"
+    );
+}
+
+#[test]
+fn options_that_a_device_has_no_use_for_are_told_why() {
+    refuse(&[
         (
             &["bench", "--residency", "stream-loading"],
             "no effect on the CPU",
@@ -359,19 +379,15 @@ fn wrong_calls_are_told_why() {
             ],
             "no effect with --device virtual",
         ),
-        (
-            &["generate", "--tokens", "1", "--max-tokens", "0"],
-            "max-tokens",
-        ),
-        (&["generate", "--tokens", "99999999"], "99999999"),
-        (
-            &["bench", "--prefill", "1000000", "--decode", "1"],
-            "context",
-        ),
-    ];
+    ]);
+}
+
+/// Runs wrong calls on the demo model: each fails and says so.
+fn refuse(cases: &[(&[&str], &str)]) {
+    let out = tempfile::tempdir().expect("directory");
     for (arguments, expected) in cases {
         let (code, _, stderr) = run(worker()
-            .args(arguments)
+            .args(*arguments)
             .arg("--model")
             .arg(demo())
             .current_dir(out.path()));
@@ -380,12 +396,6 @@ fn wrong_calls_are_told_why() {
             "{arguments:?}: {stderr}"
         );
     }
-    let (code, _, stderr) =
-        run(worker().args(["generate", "--tokens", "1", "--model", "/no/such/directory"]));
-    assert!(
-        code == 1 && stderr.contains("/no/such/directory"),
-        "{stderr}"
-    );
 }
 
 /// Checks facts that the operator plans with before it has a node; `hearth-worker facts --json --model DIR >

@@ -232,27 +232,8 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put_if(!gpu_uuids.is_empty(), "gpu-uuids", gpu_uuids.join(","));
     lines.put_if(*gpu_memory_bytes > 0, "gpu-memory", gpu_memory_bytes);
     lines.put_some("virtual-device", virtual_device.as_ref());
-    if let Some(PlanResidency {
-        policy,
-        weight_bytes,
-        budget_bytes,
-        host_bytes,
-        ring_slots,
-        cache_slots,
-    }) = residency
-    {
-        let policy = match policy {
-            ResidencyPolicy::Resident => "resident",
-            ResidencyPolicy::MmapPrefetch => "mmap-prefetch",
-            ResidencyPolicy::StreamLoading => "stream-loading",
-            ResidencyPolicy::HostExperts => "host-experts",
-        };
-        lines.put("residency", policy);
-        lines.put("residency-weights", weight_bytes);
-        lines.put("residency-budget", budget_bytes);
-        lines.put_if(*host_bytes > 0, "residency-host", host_bytes);
-        lines.put_some("ring-slots", ring_slots.as_ref());
-        lines.put_some("cache-slots", cache_slots.as_ref());
+    if let Some(residency) = residency {
+        put_residency(lines, residency);
     }
     if let Some(PlanKv {
         memory_bytes,
@@ -270,6 +251,29 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put_if(*dual_batch, "dual-batch", "yes");
     lines.put("chunk", chunk_tokens);
     lines.put("scratch", scratch_bytes);
+}
+
+fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
+    let PlanResidency {
+        policy,
+        weight_bytes,
+        budget_bytes,
+        host_bytes,
+        ring_slots,
+        cache_slots,
+    } = residency;
+    let policy = match policy {
+        ResidencyPolicy::Resident => "resident",
+        ResidencyPolicy::MmapPrefetch => "mmap-prefetch",
+        ResidencyPolicy::StreamLoading => "stream-loading",
+        ResidencyPolicy::HostExperts => "host-experts",
+    };
+    lines.put("residency", policy);
+    lines.put("residency-weights", weight_bytes);
+    lines.put("residency-budget", budget_bytes);
+    lines.put_if(*host_bytes > 0, "residency-host", host_bytes);
+    lines.put_some("ring-slots", ring_slots.as_ref());
+    lines.put_some("cache-slots", cache_slots.as_ref());
 }
 
 fn put_toleration(lines: &mut Lines, toleration: &TolerationSpec) {

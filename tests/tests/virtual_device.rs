@@ -3,9 +3,7 @@
 
 use std::path::Path;
 
-use hearth_tests::{
-    Answer, Metrics, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run,
-};
+use hearth_tests::{Answer, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run};
 use serde_json::{Value, json};
 
 /// A device that is smaller than the demo model (6.9 MiB), and has room for all but its routed experts.
@@ -53,8 +51,10 @@ fn a_device_smaller_than_the_model_streams_its_experts_and_answers_the_same() {
     let options = streaming(directory.path());
     let up = Up::start(&options);
     let streamed = answer(&up);
-    let metrics = Metrics::of(&up.metrics_base());
-    assert!(metrics.of_role("hearth_worker_prompt_tokens_total", "prefill") > 0.0);
+    // The gateway asks its workers once a second.
+    up.wait_for("the prefill worker has read the prompt", |metrics| {
+        metrics.of_role("hearth_worker_prompt_tokens_total", "prefill") > 0.0
+    });
     assert!(up.logs().contains("experts are streamed"), "{}", up.logs());
     drop(up);
 

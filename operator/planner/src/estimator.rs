@@ -5,11 +5,12 @@ use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning};
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
 use crate::gpus::{GpuLack, GpuOffer, GpuSlot, GpuSlots, assign_slots};
 use crate::host_experts::{HostChoice, HostExperts};
+use crate::link::LinkRates;
 use crate::memory::{Demand, NodeBudget};
 use crate::node_ranks::Device;
 use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
-use crate::predict::{ExpertsAt, LOOPBACK_GBPS, LinkRates, Predictor, Rates};
+use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor, Rates};
 
 /// GB/s between two nodes that have not measured their link: a little under gigabit Ethernet.
 const UNMEASURED_LINK_GBPS: f64 = 0.1;

@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileStatus, PlanRole, format_bytes};
 
+use crate::link::LinkRates;
 use crate::memory::{BLOCK_TOKENS, Demand, LEAST_SLOTS};
 use crate::node_ranks::{Device, NodeRanks};
-use crate::predict::LinkRates;
 
 /// Compute capability that the engine's kernels need: bf16 on tensor cores.
 pub(crate) const LEAST_CAPABILITY: ComputeCapability = ComputeCapability { major: 8, minor: 0 };

@@ -19,6 +19,7 @@ mod estimator;
 mod gpus;
 mod host_experts;
 mod input;
+mod link;
 mod memory;
 mod node_ranks;
 mod numerics;
@@ -34,9 +35,10 @@ pub use cpus::{CpuOffer, CpuRoom, format_cpu_list};
 pub use error::{Advice, AskedBy, PlanError};
 pub use gpus::GpuOffer;
 pub use input::PlanInput;
+pub use link::LINK_EFFICIENCY;
 pub use plan::plan;
 pub use predict::{
     COMPUTE_EFFICIENCY, GPU_COMPUTE_EFFICIENCY, GPU_LAYER_OVERHEAD_MS, GPU_READ_EFFICIENCY,
-    LAYER_OVERHEAD_MS, LINK_EFFICIENCY, READ_EFFICIENCY,
+    LAYER_OVERHEAD_MS, READ_EFFICIENCY,
 };
 pub use stream_loading::{StreamedPrompt, StreamedTime};

@@ -30,8 +30,6 @@ pub(crate) const UNMAP_MS_PER_GB: f64 = 8.5;
 pub const GPU_LAYER_OVERHEAD_MS: f64 = 0.05;
 /// Operations of a layer on a device whose time for a small operation was measured.
 const LAYER_OPERATIONS: f64 = 20.0;
-/// Share of the bandwidth that a PCIe link has by its generation and width which copies from pinned memory reach.
-pub const LINK_EFFICIENCY: f64 = 0.8;
 /// Milliseconds of a layer to hand activations to the CPUs and their sum back: two copies and two waits.
 const EXCHANGE_MS: f64 = 0.04;
 /// Bandwidth of KV transfer between two processes of one node, over loopback, in GB/s.
@@ -133,33 +131,6 @@ impl Rates {
             disk_gbps: self.disk_gbps / n,
             map_ms_per_gb: self.map_ms_per_gb * n,
         }
-    }
-}
-
-/// Rates of copies from a node's memory to one of its GPUs, in GB/s.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct LinkRates {
-    /// With nothing else running.
-    pub alone_gbps: f64,
-    /// While the node's CPUs decode.
-    pub beside_decode_gbps: f64,
-}
-
-impl LinkRates {
-    /// The measured rates, else a share of the estimate for both; `None` if neither is known.
-    pub(crate) fn of(gpu: &GpuProfile) -> Option<Self> {
-        let alone_gbps = match gpu.copy_gbps {
-            measured if measured > 0.0 => measured,
-            _ => gpu.pcie_gbps * LINK_EFFICIENCY,
-        };
-        let beside_decode_gbps = match gpu.copy_beside_reads_gbps {
-            measured if measured > 0.0 => measured,
-            _ => alone_gbps,
-        };
-        (alone_gbps > 0.0).then_some(Self {
-            alone_gbps,
-            beside_decode_gbps,
-        })
     }
 }
 

@@ -3,7 +3,8 @@
 use hearth_crds::{DualBatch, PlanRank, PlanRole, PlanRouting, ResidencyPolicy, format_bytes};
 
 use crate::draft::{Draft, ranks_of};
-use crate::predict::{ExpertsAt, LinkRates, Step};
+use crate::link::LinkRates;
+use crate::predict::{ExpertsAt, Step};
 use crate::reasons::ms;
 
 fn has_policy(rank: &PlanRank, policy: ResidencyPolicy) -> bool {

@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use hearth_tests::{Answer, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 /// A device that is smaller than the demo model (6.9 MiB), and has room for all but its routed experts.
@@ -64,6 +65,56 @@ fn a_device_smaller_than_the_model_streams_its_experts_and_answers_the_same() {
         ..UpOptions::default()
     });
     assert_eq!(streamed, answer(&plain));
+}
+
+/// One device has the ring of prefill and the dense modules of decode, whose experts the CPUs compute.
+#[test]
+fn a_device_streams_prompts_beside_answers_whose_experts_are_on_cpus() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = deployment(directory.path(), |spec| {
+        spec["model"]["contextLength"] = json!(128);
+        spec["prefill"] = json!({"mode": "StreamLoading", "chunkedBelowTokens": 0});
+        spec["decode"] = json!({"maxBatch": 4, "dualBatch": "On"});
+    });
+    let up = Up::start(&UpOptions {
+        file: Some(file.clone()),
+        arguments: ["--virtual-device", "virtual:memory=24Mi"]
+            .map(str::to_owned)
+            .to_vec(),
+        ..UpOptions::default()
+    });
+    let plan = planned(&file, "virtual:memory=24Mi").expect("a plan");
+    let policies: Vec<&Value> = plan["ranks"]
+        .as_array()
+        .expect("ranks")
+        .iter()
+        .map(|rank| &rank["residency"]["policy"])
+        .collect();
+    assert_eq!(
+        policies,
+        ["", "StreamLoading", "HostExperts"].map(word).each_ref()
+    );
+    let first = answer(&up);
+    for rank in ["prefill-0", "decode-0"] {
+        up.signal(rank, Signal::KILL);
+        assert_eq!(answer(&up), first, "after the end of {rank}");
+    }
+    drop(up);
+
+    let file = deployment(directory.path(), |_| {});
+    let plain = Up::start(&UpOptions {
+        file: Some(file),
+        ..UpOptions::default()
+    });
+    assert_eq!(first, answer(&plain));
+}
+
+/// A word of a plan; none for a rank without it.
+fn word(word: &str) -> Value {
+    match word {
+        "" => Value::Null,
+        word => json!(word),
+    }
 }
 
 #[test]

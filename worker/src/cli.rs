@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hearth_kernels::{CpuOptions, Isa, KvDType};
 
-use crate::device::{ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, KernelDirectories};
+use crate::device::{
+    ActivationsArg, DeviceArg, DeviceOptions, GpuOptions, HostOptions, KernelDirectories,
+};
 use crate::environment::Environment;
 use crate::{roles, tools};
 
@@ -102,6 +104,9 @@ pub(crate) struct ModelArgs {
     /// with host-experts (default: all of them)
     #[arg(long, value_name = "BYTES")]
     pub(crate) residency_budget: Option<u64>,
+    /// What computes the experts with --residency host-experts: cpu, or for bench a virtual device with mode=modelled
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub(crate) host: DeviceArg,
     /// Experts that are cached on the device with --residency host-experts: those that are used most
     #[arg(long, value_name = "EXPERTS", default_value_t = 0)]
     pub(crate) cache_slots: u32,
@@ -112,6 +117,32 @@ pub(crate) struct ModelArgs {
 }
 
 impl ModelArgs {
+    /// Refuses devices that compute nothing, for a tool whose result would mean nothing.
+    ///
+    /// # Errors
+    /// An error that says what to use.
+    pub(crate) fn must_compute(&self, tool: &str) -> anyhow::Result<()> {
+        self.compute.device.must_compute("--device", tool)?;
+        self.host.must_compute("--host", tool)
+    }
+
+    /// What computes routed experts beside a device.
+    ///
+    /// # Errors
+    /// An error if it is neither the CPUs nor modelled.
+    pub(crate) fn host_options(&self) -> anyhow::Result<HostOptions> {
+        let cpu = self.compute.cpu_options();
+        match &self.host {
+            DeviceArg::Cpu => Ok(HostOptions::Cpu(cpu)),
+            DeviceArg::Virtual(device) if device.is_modelled() => {
+                Ok(HostOptions::Modelled(device.options(cpu)))
+            }
+            DeviceArg::Virtual(_) | DeviceArg::Cuda(_) => anyhow::bail!(
+                "--host takes cpu, or a virtual device with mode=modelled\n  leave it out: the CPUs compute the experts"
+            ),
+        }
+    }
+
     /// The cache's element type: what was asked, else exact with the exact kernels.
     pub(crate) fn kv_dtype(&self) -> KvDType {
         match (self.kv_dtype, self.compute.isa) {

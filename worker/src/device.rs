@@ -45,10 +45,10 @@ impl DeviceArg {
     ///
     /// # Errors
     /// An error that says what to use.
-    pub(crate) fn must_compute(&self, tool: &str) -> anyhow::Result<()> {
+    pub(crate) fn must_compute(&self, option: &str, tool: &str) -> anyhow::Result<()> {
         match self {
             Self::Virtual(virtual_device) if virtual_device.is_modelled() => anyhow::bail!(
-                "--device virtual with mode=modelled computes nothing, so the result of {tool} would mean nothing\n  use mode=exact, or hearth-worker bench"
+                "{option} virtual with mode=modelled computes nothing, so the result of {tool} would mean nothing\n  use mode=exact, or hearth-worker bench"
             ),
             _ => Ok(()),
         }
@@ -101,6 +101,14 @@ pub(crate) enum DeviceOptions {
     Gpu(GpuOptions),
     /// A virtual device.
     Virtual(VirtualOptions),
+}
+
+/// What computes routed experts beside a device.
+pub(crate) enum HostOptions {
+    /// This machine's CPUs.
+    Cpu(CpuOptions),
+    /// Nothing: a model of the time that they take.
+    Modelled(VirtualOptions),
 }
 
 /// A value that belongs to one of the devices that this build supports.

@@ -7,7 +7,7 @@ use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::trace::Trace;
-use hearth_kernels::{Backend, CpuBackend, CpuOptions, KvDType};
+use hearth_kernels::{Backend, CpuBackend, KvDType};
 use hearth_model::{ExpertCache, Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
     HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
@@ -16,7 +16,7 @@ use hearth_residency::{
 use hearth_virtual::VirtualBackend;
 
 use crate::cli::{ModelArgs, ResidencyArg};
-use crate::device::{DeviceOptions, GpuBackend, OnDevice};
+use crate::device::{DeviceArg, DeviceOptions, GpuBackend, HostOptions, OnDevice};
 use crate::environment::Environment;
 
 /// Number of modules beyond the running one that `MmapPrefetch` requests from the kernel.
@@ -31,9 +31,8 @@ pub(crate) struct LoadOptions<'a> {
     pub(crate) device: DeviceOptions,
     /// Residency policy, with the bytes of weights that may be in memory at a time.
     pub(crate) residency: ResidencyPolicy,
-    /// Kernels and threads of the host beside a device: they compute its routed experts with
-    /// [`ResidencyPolicy::HostExperts`].
-    pub(crate) host: CpuOptions,
+    /// What computes routed experts beside a device with [`ResidencyPolicy::HostExperts`].
+    pub(crate) host: HostOptions,
     /// Whether steps that decode several sequences run as two flights that take turns.
     pub(crate) is_dual_batch: bool,
     /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
@@ -111,6 +110,11 @@ impl LoadOptions<'_> {
                 ResidencyArg::StreamLoading,
             ),
             (
+                "--host",
+                args.host != DeviceArg::Cpu && !is_hybrid,
+                ResidencyArg::HostExperts,
+            ),
+            (
                 "--cache-slots",
                 args.cache_slots > 0 && !is_hybrid,
                 ResidencyArg::HostExperts,
@@ -130,7 +134,7 @@ impl LoadOptions<'_> {
         Ok(Self {
             device: args.compute.device_options(environment, is_hybrid)?,
             residency,
-            host: args.compute.cpu_options(),
+            host: args.host_options()?,
             is_dual_batch: args.dual_batch,
             placing: None,
         })
@@ -255,7 +259,7 @@ impl Files<'_> {
         self,
         backend: Arc<B>,
         policy: ResidencyPolicy,
-        host: CpuOptions,
+        host: HostOptions,
         keep: Keep<'_, '_>,
         slots: Slots<
             impl FnOnce(&Self, &Arc<B>, Option<usize>) -> Policy<B>,
@@ -392,7 +396,7 @@ impl Files<'_> {
     fn with_host_experts<B: Backend>(
         self,
         backend: Arc<B>,
-        host: CpuOptions,
+        host: HostOptions,
         budget_bytes: Option<u64>,
         (resident, progress): Keep<'_, '_>,
         cache: impl FnOnce(&Self, &Arc<B>) -> anyhow::Result<Option<Arc<dyn ExpertCache<B>>>>,
@@ -404,29 +408,37 @@ impl Files<'_> {
         }
         let is_expert = |spec: &ModuleSpec| matches!(spec.id, ModuleId::Expert(..));
         let (experts, dense) = self.modules.iter().cloned().partition(is_expert);
-        let on_device = ResidentOptions::default();
-        let residency = self.keep(&backend, dense, on_device, &mut |_| {})?;
-        let threads = host.threads;
-        let host = Arc::new(CpuBackend::new(host)?);
-        let experts = match budget_bytes {
-            Some(_) => self.prefetched(&host, experts, budget_bytes)?,
-            None => {
-                let options = ResidentOptions {
-                    touch_threads: threads,
+        let residency = self.keep(&backend, dense, ResidentOptions::default(), &mut |_| {})?;
+        let cache = cache(&self, &backend)?;
+        match host {
+            HostOptions::Cpu(options) => {
+                let resident = ResidentOptions {
+                    touch_threads: options.threads,
                     ..resident
                 };
-                self.keep(&host, experts, options, progress)?
+                let host = Arc::new(CpuBackend::new(options)?);
+                let experts = match budget_bytes {
+                    Some(_) => self.prefetched(&host, experts, budget_bytes)?,
+                    None => self.keep(&host, experts, resident, progress)?,
+                };
+                let loaded = self.model(backend, residency)?;
+                let beside = Arc::clone(&host);
+                Ok(LoadedOn {
+                    model: loaded.model.with_host_experts(beside, experts, cache)?,
+                    host: Some(host),
+                    ..loaded
+                })
             }
-        };
-        let cache = cache(&self, &backend)?;
-        let loaded = self.model(backend, residency)?;
-        Ok(LoadedOn {
-            model: loaded
-                .model
-                .with_host_experts(Arc::clone(&host), experts, cache)?,
-            host: Some(host),
-            ..loaded
-        })
+            HostOptions::Modelled(options) => {
+                let host = Arc::new(VirtualBackend::new(options)?);
+                let experts = self.keep(&host, experts, ResidentOptions::default(), progress)?;
+                let loaded = self.model(backend, residency)?;
+                Ok(LoadedOn {
+                    model: loaded.model.with_host_experts(host, experts, cache)?,
+                    ..loaded
+                })
+            }
+        }
     }
 
     /// Adds the remedies that a model with experts has where not all of it fits.

@@ -27,7 +27,7 @@ use super::process::ProcessArgs;
 use super::report::{Report, stay_alive};
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
-use crate::device::{DeviceArg, DeviceOptions, GpuOptions, on_device};
+use crate::device::{DeviceArg, DeviceOptions, GpuOptions, HostOptions, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
 use crate::signals;
@@ -233,7 +233,7 @@ fn open(
     let mut told = 0;
     let loaded = load::open(
         directory,
-        load_options(rank, device, host, placing)?,
+        load_options(rank, device, HostOptions::Cpu(host), placing)?,
         &mut |progress| {
             let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
             watch.went_on(percent);
@@ -332,7 +332,7 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
 fn load_options<'a>(
     rank: &PlanRank,
     device: DeviceOptions,
-    host: CpuOptions,
+    host: HostOptions,
     placing: Option<Placing<'a>>,
 ) -> anyhow::Result<LoadOptions<'a>> {
     let residency = rank

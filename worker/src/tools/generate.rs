@@ -79,7 +79,7 @@ struct Timings {
 
 /// Generates and prints the answer.
 pub(crate) fn run(args: &GenerateArgs, environment: &Environment) -> anyhow::Result<()> {
-    args.model.compute.device.must_compute("generate")?;
+    args.model.must_compute("generate")?;
     let began = Instant::now();
     let directory = &args.model.model;
     let tokenizer = match &args.prompt {

@@ -32,7 +32,7 @@ pub(crate) struct LogitsArgs {
 
 /// Computes the logits and writes them.
 pub(crate) fn run(args: &LogitsArgs, environment: &Environment) -> anyhow::Result<()> {
-    args.model.compute.device.must_compute("logits")?;
+    args.model.must_compute("logits")?;
     let options = LoadOptions::from_args(&args.model, environment)?;
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
     on_device!(loaded, loaded => compute(args, &loaded.model))

@@ -134,6 +134,13 @@ impl Lanes {
         self.state().host_from_ns = self.now_ns();
     }
 
+    /// Notes that what the host queues next waited for something beside the device.
+    pub(crate) fn host_has_values(&self) {
+        let now_ns = self.now_ns();
+        let mut state = self.state();
+        state.host_from_ns = state.host_from_ns.max(now_ns);
+    }
+
     /// Queues an operation or copy of `took_us` modelled µs; its serial, and in modelled mode its times.
     pub(crate) fn queue(&self, lane: Lane, took_us: f64) -> (u64, Times) {
         let now_ns = self.now_ns();

@@ -180,6 +180,8 @@ impl MemoryOps for VirtualBackend {
         values: &[f32],
     ) -> Result<VirtualTensor, KernelError> {
         checks::upload((rows, cols), values.len())?;
+        // The host had no values before, whatever made them.
+        self.lanes.host_has_values();
         let work = Work::new("upload", 0).over_link(size_of_val(values));
         self.output(&work, (rows, cols), |cpu| cpu.upload(rows, cols, values))
     }

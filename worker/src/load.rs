@@ -131,6 +131,17 @@ impl LoadOptions<'_> {
                 "{option} has no effect with --residency {here}\n  leave it out, or use --residency {there}"
             );
         }
+        if is_hybrid && args.cache_slots > 0 && args.residency_budget.is_some() {
+            anyhow::bail!(
+                "--cache-slots has no use beside --residency-budget: copies to the device would keep the experts in memory\n  leave one of them out"
+            );
+        }
+        let is_modelled = |device: &DeviceArg| matches!(device, DeviceArg::Virtual(device) if device.is_modelled());
+        if is_hybrid && is_modelled(&args.compute.device) != is_modelled(&args.host) {
+            anyhow::bail!(
+                "a modelled device beside CPUs that compute, or the other way round, compares stretched times with real ones\n  give --device and --host both mode=modelled, or none of them"
+            );
+        }
         Ok(Self {
             device: args.compute.device_options(environment, is_hybrid)?,
             residency,
@@ -408,7 +419,7 @@ impl Files<'_> {
         }
         let is_expert = |spec: &ModuleSpec| matches!(spec.id, ModuleId::Expert(..));
         let (experts, dense) = self.modules.iter().cloned().partition(is_expert);
-        let residency = self.keep(&backend, dense, ResidentOptions::default(), &mut |_| {})?;
+        let residency = self.keep(&backend, dense, ResidentOptions::default(), &mut *progress)?;
         let cache = cache(&self, &backend)?;
         match host {
             HostOptions::Cpu(options) => {

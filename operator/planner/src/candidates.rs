@@ -20,6 +20,9 @@ pub(crate) struct Asked {
     /// `decode.dualBatch` is On.
     halves: bool,
     has_experts: bool,
+    /// Whether the facts say in which layers the experts are; those of earlier versions do not, and workers of these
+    /// versions neither stream experts nor compute them beside a GPU.
+    knows_experts: bool,
 }
 
 impl Asked {
@@ -38,6 +41,7 @@ impl Asked {
             streams: spec.prefill.mode == PrefillMode::StreamLoading,
             halves: spec.decode.dual_batch == DualBatch::On,
             has_experts: facts.experts > 0,
+            knows_experts: facts.expert_layers > 0,
         };
         let mut errors = Vec::new();
         if !asked.has_experts {
@@ -51,6 +55,13 @@ impl Asked {
                     format!("{none} that CPUs could compute meanwhile: write Auto or \"Off\"");
                 errors.push(("spec.decode.dualBatch", "is \"On\"", remedy));
             }
+        } else if (asked.streams || asked.halves) && !asked.knows_experts {
+            let (field, is) = match asked.streams {
+                true => ("spec.prefill.mode", "is \"StreamLoading\""),
+                false => ("spec.decode.dualBatch", "is \"On\""),
+            };
+            let remedy = "the facts of this model are those of an earlier version's worker, which cannot do it: renew the workers' image and have the model inspected again, or write Auto";
+            errors.push((field, is, remedy.to_owned()));
         } else if asked.halves && asked.gpus_per_worker == Some(0) {
             let remedy = "one half batch is in attention on a GPU, and spec.prefill.gpusPerWorker is 0, so that no worker uses one: remove gpusPerWorker, or write dualBatch: Auto";
             errors.push(("spec.decode.dualBatch", "is \"On\"", remedy.to_owned()));
@@ -91,7 +102,7 @@ impl Asked {
         };
         add(Device::Gpu, Device::Gpu);
         add(Device::Gpu, Device::Cpus);
-        if self.has_experts {
+        if self.knows_experts {
             add(Device::Gpu, Device::GpuAndCpus);
             add(Device::StreamingGpu, Device::GpuAndCpus);
             add(Device::StreamingGpu, Device::Cpus);
@@ -113,7 +124,10 @@ impl Asked {
             Device::Gpu => self.is_auto,
             Device::StreamingGpu => false,
         };
+        // Without Auto, prompts are read by a GPU only where the spec says so.
+        let prefill_allowed = !prefill.is_gpu() || self.is_auto || is_gpu_asked || self.streams;
         decode_allowed
+            && prefill_allowed
             && (has_prefill_gpu || !is_gpu_asked)
             && (prefill == Device::StreamingGpu || !self.streams)
             && (decode == Device::GpuAndCpus || !self.halves)

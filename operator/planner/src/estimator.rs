@@ -97,7 +97,11 @@ impl<'a> Estimator<'a> {
         match slot.device {
             Device::Cpus | Device::Gpu | Device::StreamingGpu => None,
             Device::GpuAndCpus => Some(HostExperts {
-                room_slots: slot.cache_room_slots,
+                room_slots: match slot.gpu.virtual_device {
+                    Some(_) => slot.cache_room_slots,
+                    // Which of two arithmetics computes an expert would depend on time.
+                    None => 0,
+                },
                 all_experts: self.demand.all_experts(),
                 dual_batch: self.spec.decode.dual_batch,
                 max_batch: self.demand.max_batch,

@@ -32,6 +32,8 @@ pub const GPU_LAYER_OVERHEAD_MS: f64 = 0.05;
 const LAYER_OPERATIONS: f64 = 20.0;
 /// Milliseconds of a layer to hand activations to the CPUs and their sum back: two copies and two waits.
 const EXCHANGE_MS: f64 = 0.04;
+/// Most rows of a step that uses experts cached on the device; the worker's limit (`worker/model/src/experts/hot.rs`).
+const CACHED_STEP_ROWS: u32 = 32;
 /// Bandwidth of KV transfer between two processes of one node, over loopback, in GB/s.
 pub(crate) const LOOPBACK_GBPS: f64 = 1.0;
 
@@ -369,6 +371,11 @@ impl<'a> Predictor<'a> {
         let shared_bytes = facts.bytes.shared_expert as f64;
         let shared_flops = facts.flops_of(shared_bytes) * tokens;
         let shared_ms = self.rates.ms(shared_bytes, shared_flops);
+        // Workers use their cache in steps of few rows alone.
+        let cached_share = match step.tokens <= CACHED_STEP_ROWS {
+            true => cached_share,
+            false => 0.0,
+        };
         let missed = 1.0 - cached_share;
         let exchanged = tokens * f64::from(facts.hidden) * 4.0 * 2.0 * layers;
         HybridStep {

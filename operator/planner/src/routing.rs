@@ -38,7 +38,9 @@ impl Draft<'_> {
         let of = |role| ranks_of(ranks, role);
         let on_gpu = |role| of(role).any(PlanRank::is_on_gpu);
         if self.streams_prompts() {
-            let is_asked = self.input.spec.prefill.mode == PrefillMode::StreamLoading;
+            let prefill = &self.input.spec.prefill;
+            let is_asked = prefill.mode == PrefillMode::StreamLoading
+                || prefill.gpus_per_worker.is_some_and(|gpus| gpus > 0);
             return match self.crossover_tokens(ranks) {
                 Some(tokens) => tokens,
                 // Slower at every length, and still to be done.

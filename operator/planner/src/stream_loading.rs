@@ -104,11 +104,12 @@ impl Lanes {
         }
     }
 
-    /// Experts that are computed together: those that are there, at most half of the ring, so that copies go on.
+    /// Experts that are computed together: those that are there, at most a sixteenth of the ring, as workers do
+    /// (`worker/residency/src/stream_loading.rs`), so that copies go on.
     fn group(&self, ahead: &VecDeque<f64>, rest: u32, now_ms: f64) -> u32 {
         let first_ms = ahead.front().copied().unwrap_or(now_ms).max(now_ms);
         let there = ahead.iter().take_while(|end_ms| **end_ms <= first_ms);
-        let most = (self.prompt.slots / 2).max(1).min(rest) as usize;
+        let most = (self.prompt.slots / 16).max(1).min(rest) as usize;
         u32::try_from(there.take(most).count()).map_or(1, |count| count.max(1))
     }
 }

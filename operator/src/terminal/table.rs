@@ -118,13 +118,13 @@ fn weights(rank: &PlanRank, copy_exists: bool) -> String {
         Some(residency) => match residency.policy {
             ResidencyPolicy::StreamLoading => format!(
                 "copied {}, streamed {} by {} slots",
-                bytes(residency.weight_bytes - residency.host_bytes),
+                bytes(residency.weight_bytes.saturating_sub(residency.host_bytes)),
                 bytes(residency.host_bytes),
                 residency.ring_slots.unwrap_or(0)
             ),
             ResidencyPolicy::HostExperts => format!(
                 "copied {}, on CPUs {}",
-                bytes(residency.weight_bytes - residency.host_bytes),
+                bytes(residency.weight_bytes.saturating_sub(residency.host_bytes)),
                 bytes(residency.host_bytes)
             ),
             ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch if rank.is_on_gpu() => {

@@ -60,7 +60,7 @@ pub enum ResidencyError {
     },
     /// The device cannot hold the cache of experts.
     #[error(
-        "a cache of {slots} experts of {slot_bytes} bytes does not fit: {}\n  use fewer --cache-slots, or give the device more memory",
+        "a cache of {slots} experts of {slot_bytes} bytes does not fit: {}\n  use fewer --cache-slots (in a plan: plan again), or give the device more memory",
         first_line(source)
     )]
     Cache {

@@ -126,8 +126,7 @@ impl<B: Backend> Model<B> {
 
     /// Numerics of the backend that runs routed experts if they differ from the device's.
     pub fn expert_numerics(&self) -> Option<String> {
-        let elsewhere = self.experts.numerics();
-        elsewhere.filter(|numerics| *numerics != self.backend.numerics())
+        self.experts.numerics(&self.backend.numerics())
     }
 
     /// Counters of all weights, on the device and elsewhere.

@@ -44,8 +44,8 @@ pub trait ExpertCache<B: Backend>: Residency<B> {
     /// Notes that these experts are used, and keeps those of them that are on the device there; `None` for the others.
     fn keep(&self, chosen: &[ModuleId]) -> Vec<Option<Kept>>;
 
-    /// Begins to load as many of `missed` as arrive before the host, which takes `host_ms` milliseconds for an expert, would
-    /// have computed the rest; `None` for those that are left to it. [`Residency::acquire`] waits for one that comes.
+    /// Begins to load as many of `missed` as end the layer soonest beside the host, which takes `host_ms` milliseconds for an
+    /// expert; `None` for those that are left to it. [`Residency::acquire`] waits for one that comes.
     fn load(&self, missed: &[ModuleId], host_ms: f64) -> Vec<Option<Kept>>;
 }
 

@@ -29,7 +29,6 @@ impl<B: Backend> Model<B> {
             .begin_pass(tokens.len())
             .map_err(|e| ModelError::from(e).within(id))?;
         self.residency().begin_pass(tokens.len());
-        self.experts().begin_pass(tokens.len());
         let embedding = self.residency().acquire(id)?;
         let table = embedding.matrix("embedding")?;
         // residual [rows, hidden]

@@ -20,7 +20,7 @@ use hearth_model::{
 
 use crate::host_expert::{HostExpert, Streamed};
 
-/// Steps after which a use counts half.
+/// Steps, of one flight each, after which a use counts half.
 const HALF_LIFE_STEPS: f64 = 128.0;
 /// Share of the newest measurement in the time of a copy.
 const NEWEST_SHARE: f64 = 0.1;
@@ -114,7 +114,8 @@ impl<B: Backend + LoadOps> HotExperts<B> {
         }
         let sizes = experts.values().map(|expert| expert.slot_bytes(&*backend));
         let slot_bytes = sizes.max().ok_or(ResidencyError::Experts)?;
-        let taken = backend.slots(slot_bytes, slots.min(experts.len()));
+        let slots = slots.min(experts.len());
+        let taken = backend.slots(slot_bytes, slots);
         let taken = taken.map_err(|source| ResidencyError::Cache {
             slots,
             slot_bytes: slot_bytes as u64,
@@ -188,6 +189,7 @@ impl<B: Backend + LoadOps> State<B> {
 
     /// Begins to load an expert into a slot.
     fn want(&mut self, id: ModuleId, slot: usize, free: Option<B::Mark>, holds: usize) {
+        self.failed.remove(&id);
         let cached = Cached {
             slot,
             free,
@@ -324,13 +326,13 @@ impl<B: Backend + LoadOps> Shared<B> {
         let _ends = Ending(self);
         let mut state = self.state();
         while !state.ends {
-            let next = state.wanted.pop_front();
-            let entry = next.and_then(|id| state.cached.get_mut(&id).map(|cached| (id, cached)));
-            let Some((id, cached)) = entry else {
-                state = self
-                    .changed
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
+            let Some(id) = state.wanted.pop_front() else {
+                let waited = self.changed.wait(state);
+                state = waited.unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            // An expert that is wanted has its slot.
+            let Some(cached) = state.cached.get_mut(&id) else {
                 continue;
             };
             let (slot, free) = (cached.slot, cached.free.take());
@@ -352,6 +354,7 @@ impl<B: Backend + LoadOps> Shared<B> {
                     }
                 }
                 Err(error) => {
+                    tracing::warn!(%id, %error, "an expert could not be copied to the device");
                     if state
                         .cached
                         .remove(&id)

@@ -128,9 +128,13 @@ fn cached_experts_give_the_bits_of_one_device() {
                     model = model.in_dual_batches();
                 }
                 let what = format!("{case}, {slots} slots, dual batches {is_dual}");
-                assert!(run(&model) == want, "{what}");
-                let stats = cache.stats();
-                assert!(stats.prefetched_bytes > 0, "{what}: nothing was cached");
+                // The first rounds fill the cache.
+                let round = |_| {
+                    let before = cache.stats().acquired;
+                    assert!(run(&model) == want, "{what}");
+                    cache.stats().acquired > before
+                };
+                assert!((0..100).any(round), "{what}: the device computed no expert");
             }
         }
     }
@@ -147,14 +151,17 @@ fn a_cache_with_room_for_all_is_asked_for_all_in_the_end() {
         let cached = cache.stats().acquired - cached;
         (cached, model.stats().acquired - all)
     };
-    for _ in 0..50 {
-        acquired(&model);
-    }
-    let (cached, all) = acquired(&model);
     let layers = files.config.layers as u64;
     // Embedding, attention and router of each layer, and head; the rest are experts.
     let dense = STEPS as u64 * (2 * layers + 2);
-    assert_eq!(cached, all - dense, "experts were computed on the host");
+    let is_on_device = |_| {
+        let (cached, all) = acquired(&model);
+        cached == all - dense
+    };
+    assert!(
+        (0..1000).any(is_on_device),
+        "the host still computes experts"
+    );
 }
 
 #[test]
@@ -175,7 +182,9 @@ fn an_expert_is_kept_while_it_is_held_and_the_coldest_gives_way() {
     };
     // Before a copy was measured none is waited for; it comes for later steps.
     assert!(!fetch(0).0);
+    let asked = std::time::Instant::now();
     while cache.keep(&[id(0)])[0].is_none() {
+        assert!(asked.elapsed().as_secs() < 60, "it was not copied");
         std::thread::yield_now();
     }
     assert!(fetch(1).0);

@@ -398,6 +398,10 @@ fn device_options(
 /// Returns the virtual device that the plan names, with the rank's share of its memory.
 fn virtual_options(text: &str, rank: &PlanRank, cpu: CpuOptions) -> anyhow::Result<DeviceOptions> {
     match text.parse() {
+        Ok(DeviceArg::Virtual(arg)) if arg.is_modelled() => bail!(
+            "the plan gives {} the virtual device {text:?}, which computes nothing: its answers would mean nothing\n  plan with mode=exact",
+            rank.name
+        ),
         Ok(DeviceArg::Virtual(arg)) => Ok(DeviceOptions::Virtual(VirtualOptions {
             memory_bytes: rank.gpu_budget_bytes(),
             ..arg.options(cpu)

@@ -137,10 +137,15 @@ fn wait(file: &WeightFile, rank: &PlanRank, limit_bytes: u64, waits: &dyn Fn()) 
     }
 }
 
-/// Whether the rank keeps all weights mapped in this machine's memory.
+/// Whether the rank keeps all weights that its CPUs compute with mapped in this machine's memory.
 fn maps_all(rank: &PlanRank) -> bool {
-    let residency = rank.residency.as_ref();
-    !rank.is_on_gpu() && residency.is_some_and(|r| r.policy == ResidencyPolicy::Resident)
+    rank.residency
+        .as_ref()
+        .is_some_and(|residency| match residency.policy {
+            ResidencyPolicy::Resident => !rank.is_on_gpu(),
+            ResidencyPolicy::HostExperts => true,
+            ResidencyPolicy::MmapPrefetch | ResidencyPolicy::StreamLoading => false,
+        })
 }
 
 /// Memory that the rank needs on the host, including the weights, in bytes.

@@ -111,7 +111,7 @@ pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Resu
         meter.tell("the virtual device");
         profile.gpus = vec![device.measure()?];
         let available = &mut profile.memory.available_bytes;
-        *available = available.saturating_sub(device.host_bytes());
+        *available = available.saturating_sub(device.memory_bytes());
     } else if matches!(args.scope, ScopeArg::Process) && !profile.gpus.is_empty() {
         let obstacle = gpu_obstacle(&args.gpu, environment);
         profile

@@ -34,6 +34,10 @@ impl std::str::FromStr for VirtualDevice {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.parse::<DeviceArg>()? {
+            DeviceArg::Virtual(arg) if arg.is_modelled() => Err(
+                "it computes nothing, and answers would mean nothing: leave mode=modelled and its rates out, or try it in hearth-worker bench"
+                    .to_owned(),
+            ),
             DeviceArg::Virtual(arg) => Ok(Self {
                 text: text.to_owned(),
                 arg,
@@ -47,12 +51,9 @@ impl std::str::FromStr for VirtualDevice {
 }
 
 impl VirtualDevice {
-    /// Bytes of this machine's memory that it takes; none if it computes nothing.
-    pub(super) fn host_bytes(&self) -> u64 {
-        match self.arg.is_modelled() {
-            true => 0,
-            false => self.arg.memory_bytes(),
-        }
+    /// Bytes of its memory, which is this machine's.
+    pub(super) fn memory_bytes(&self) -> u64 {
+        self.arg.memory_bytes()
     }
 
     /// Opens it with as many threads as a rank on a GPU has, and measures it.
@@ -205,6 +206,10 @@ mod tests {
             ("cuda", "not a virtual device"),
             ("virtual", "needs memory"),
             ("virtual:memory=0", "0 bytes"),
+            (
+                "virtual:memory=1Gi,mode=modelled,copy=1GB/s,read=1GB/s,compute=1TFLOPS",
+                "computes nothing",
+            ),
         ] {
             let error = wrong.parse::<VirtualDevice>().expect_err(wrong);
             assert!(error.contains(says), "{wrong}: {error}");

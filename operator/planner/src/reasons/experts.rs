@@ -133,6 +133,12 @@ fn cache(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
         ms(choice.cached_ms),
         ms(choice.uncached_ms)
     );
+    if slot.gpu.virtual_device.is_none() {
+        return Some(format!(
+            "no cache of experts on the GPU of {}: it computes other bits than the CPUs do, and which of them computes an expert would depend on what was cached",
+            rank.name
+        ));
+    }
     Some(match choice.cache_slots {
         0 => format!(
             "no cache of experts on the GPU of {}: {room} of {} would fit, and {times}",

@@ -249,9 +249,10 @@ mod tests {
         assert!(read(&|spec| spec["fromTheFuture"] = json!(1)).is_ok());
         assert!(read(&|spec| spec["minVersion"] = json!(READER_VERSION)).is_ok());
         let newer = read(&|spec| spec["minVersion"] = json!(READER_VERSION + 1)).unwrap_err();
+        let (asked, most) = (READER_VERSION + 1, READER_VERSION);
         assert_eq!(
             newer.why,
-            "its minVersion is 2, this operator reads up to 1"
+            format!("its minVersion is {asked}, this operator reads up to {most}")
         );
         let other = read(&|spec| spec["strategy"] = json!("Swarm")).unwrap_err();
         assert!(

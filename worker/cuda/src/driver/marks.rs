@@ -64,9 +64,7 @@ impl Mark {
             None => Ok(()),
         }
     }
-}
 
-impl Mark {
     /// Waits until this point is reached.
     ///
     /// # Errors

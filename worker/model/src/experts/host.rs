@@ -2,7 +2,7 @@
 //!
 //! The device runs attention, dense blocks, routers, shared experts and the head. A thread owns the host's backend: it
 //! takes the normalised rows and the router's choice, and returns the sum of the experts' outputs, while the device goes
-//! on with the shared experts or with another flight. A layer takes one round trip.
+//! on with the shared experts or with another flight.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
@@ -29,7 +29,6 @@ pub(crate) struct HostExperts<B: Backend> {
     host: Host,
     /// Some experts are on the device too.
     cache: Option<Arc<dyn ExpertCache<B>>>,
-    begin_pass: Box<dyn Fn(usize) + Send + Sync>,
     stats: Box<dyn Fn() -> ResidencyStats + Send + Sync>,
 }
 
@@ -44,22 +43,16 @@ impl<B: Backend> HostExperts<B> {
         residency: Arc<dyn Residency<H>>,
         cache: Option<Arc<dyn ExpertCache<B>>>,
     ) -> Result<Self, ModelError> {
-        let of_pass = Arc::clone(&residency);
         Ok(Self {
             device,
             host: Host::start(host, Arc::clone(&residency))?,
             cache,
-            begin_pass: Box::new(move |rows| of_pass.begin_pass(rows)),
             stats: Box::new(move || residency.stats()),
         })
     }
 }
 
 impl<B: Backend> Experts<B> for HostExperts<B> {
-    fn begin_pass(&self, rows: usize) {
-        (self.begin_pass)(rows);
-    }
-
     fn begin(
         &self,
         layer: RoutedLayer,
@@ -83,8 +76,13 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
         }))
     }
 
-    fn numerics(&self) -> Option<String> {
-        Some(self.host.numerics.clone())
+    fn numerics(&self, of_device: &str) -> Option<String> {
+        let of_host = &self.host.numerics;
+        (of_host != of_device).then(|| match self.cache {
+            // Either of them computes an expert, as it happens to be cached.
+            Some(_) => format!("{of_host} or the device"),
+            None => of_host.clone(),
+        })
     }
 
     fn stats(&self) -> ResidencyStats {
@@ -270,6 +268,9 @@ impl Job {
         }
         let total = self.chosen.run(host, residency, &x, &mut check)?;
         let output: Result<Vec<f32>, KernelError> = host.download(&total);
+        if rows > hot::MOST_ROWS {
+            return Ok(output?);
+        }
         let each_us = started.elapsed().as_secs_f64() * 1e6 / self.chosen.ids().len().max(1) as f64;
         let mean_us = match expert_us.load(Ordering::Relaxed) {
             0 => each_us,

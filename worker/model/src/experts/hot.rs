@@ -1,7 +1,7 @@
 //! Experts of which some are on the device too: a cache of those that are used most, in memory that is left there.
 //!
 //! A layer's choices are split three ways. The device computes experts that it has; a few of the others are copied to it
-//! while the host computes the rest, as many as arrive in time by the rates of both. Each side returns weighted outputs
+//! while the host computes the rest, as many as end the layer soonest by the rates of both. Each side returns weighted outputs
 //! that are not added yet, and the device adds them in the order in which one device would have.
 
 use std::sync::Arc;

@@ -25,9 +25,6 @@ pub(crate) struct RoutedLayer {
 
 /// A place where routed experts run.
 pub(crate) trait Experts<B: Backend>: Send + Sync {
-    /// Tells the place that a pass of `rows` rows begins.
-    fn begin_pass(&self, _rows: usize) {}
-
     /// Begins the experts that the tokens `x` `[rows, hidden]` chose. What follows until
     /// [`PendingExperts::finish`] (the shared experts, or another flight) runs beside them where the place can.
     ///
@@ -40,8 +37,8 @@ pub(crate) trait Experts<B: Backend>: Send + Sync {
         chosen: B::Chosen,
     ) -> Result<Box<dyn PendingExperts<B>>, ModelError>;
 
-    /// Numerics of the backend that runs them; `None`: the model's own does.
-    fn numerics(&self) -> Option<String> {
+    /// Numerics of the backend that runs them if they differ from the device's.
+    fn numerics(&self, _of_device: &str) -> Option<String> {
         None
     }
 

@@ -312,8 +312,8 @@ pub trait RouterOps: MemoryOps {
     ) -> Result<Self::Chosen, KernelError>;
     /// Copies the choice to the host, for policies that load the chosen experts.
     fn routing(&self, chosen: Self::Chosen) -> Result<Routing, KernelError>;
-    /// Copies the choice and activations `[tokens, hidden]`, row-major, to the host in one round trip, for experts that run
-    /// elsewhere.
+    /// Copies the choice and activations `[tokens, hidden]`, row-major, to the host, for experts that run elsewhere; a
+    /// device that can does it in one round trip.
     fn routing_and_rows(
         &self,
         chosen: Self::Chosen,

@@ -97,9 +97,10 @@ impl<B: Backend> Model<B> {
 }
 
 impl Batch {
-    /// Whether every sequence has one row.
+    /// Whether every row is a sequence of its own, in order.
     fn is_decode(&self) -> bool {
-        self.spans.len() == self.tokens.len()
+        let is_own = |(row, span): (usize, &Span)| span.first_row == row && span.rows == 1;
+        self.spans.len() == self.tokens.len() && self.spans.iter().enumerate().all(is_own)
     }
 }
 

@@ -29,6 +29,10 @@ pub struct EngineOptions {
     pub max_batch: usize,
     /// Maximum rows per forward pass: decode rows first, then prompt chunks.
     pub chunk_tokens: usize,
+    /// Whether a prompt is computed in one pass, whatever its length, and a pass goes on as long as anybody wants it: where
+    /// weights come over a link in every pass, a second one costs their way again. Needs `chunk_tokens` of a whole
+    /// context.
+    pub whole_prompts: bool,
     /// Maximum tokens of prompt and answer together.
     pub context_length: usize,
     /// Requests that may wait in addition to the `max_batch` that run.
@@ -48,6 +52,7 @@ impl Default for EngineOptions {
             kv_dtype: KvDType::Bf16,
             max_batch: 16,
             chunk_tokens: 256,
+            whole_prompts: false,
             context_length: 4096,
             max_queue: 1024,
             numerics: String::new(),

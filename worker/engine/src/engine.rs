@@ -471,6 +471,13 @@ fn check_options(options: &EngineOptions) -> Result<(), EngineError> {
             return Err(option(field, value, format!("give at least {least}")));
         }
     }
+    if options.whole_prompts && options.chunk_tokens < options.context_length {
+        let context = options.context_length;
+        let remedy = format!(
+            "prompts are computed whole, so a step needs room for the context of {context} tokens"
+        );
+        return Err(option("chunk_tokens", options.chunk_tokens, remedy));
+    }
     Ok(())
 }
 

@@ -53,6 +53,8 @@ pub(crate) struct StepLoop<F> {
     imports: ImportQueue,
     counters: Counters,
     failures_in_a_row: u32,
+    /// See [`EngineOptions::whole_prompts`].
+    whole_prompts: bool,
     /// Set if the last schedule had nothing to compute and nothing has happened since.
     idle: bool,
     stopping: bool,
@@ -84,6 +86,7 @@ impl<F: Forward> StepLoop<F> {
         let limits = SchedulerOptions {
             max_batch: options.max_batch,
             chunk_tokens: options.chunk_tokens,
+            whole_prompts: options.whole_prompts,
             // The handle limits the number of requests.
             max_waiting: usize::MAX,
         };
@@ -98,6 +101,7 @@ impl<F: Forward> StepLoop<F> {
             imports: ImportQueue::default(),
             counters: Counters::default(),
             failures_in_a_row: 0,
+            whole_prompts: options.whole_prompts,
             idle: true,
             stopping: false,
         })
@@ -384,6 +388,7 @@ impl<F: Forward> StepLoop<F> {
             work: &work,
             requests: &mut self.requests,
             layout: &self.layout,
+            is_finished_if_wanted: self.whole_prompts,
             kv_bytes_moved: &mut self.counters.kv_bytes_moved,
             lost: Vec::new(),
         };

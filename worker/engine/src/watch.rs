@@ -17,6 +17,8 @@ pub(crate) struct StepWatch<'a> {
     pub(crate) work: &'a StepWork,
     pub(crate) requests: &'a mut BTreeMap<SequenceId, EngineRequest>,
     pub(crate) layout: &'a KvLayout,
+    /// Whether a pass goes on as long as one of its requests is wanted.
+    pub(crate) is_finished_if_wanted: bool,
     pub(crate) kv_bytes_moved: &'a mut u64,
     /// Exports whose KV could not be read.
     pub(crate) lost: Vec<(SequenceId, EngineError)>,
@@ -40,7 +42,8 @@ impl Watch for StepWatch<'_> {
 
     /// Ends a pass with a prompt chunk if restarting it without the rows of cancelled requests costs the others
     /// less than finishing it; a pass with only cancelled requests therefore always ends. A step of decode rows alone
-    /// is one token long, and a GPU runs it as a whole.
+    /// is one token long, and a GPU runs it as a whole. Where weights come over a link in every pass, restarting is
+    /// never cheaper.
     fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
         let batch = &self.work.batch;
         if batch.spans.iter().all(|span| span.rows == 1) {
@@ -52,7 +55,11 @@ impl Watch for StepWatch<'_> {
             request.is_none_or(EngineRequest::is_cancelled)
         });
         let cancelled_rows: usize = cancelled.map(|(_, span)| span.rows).sum();
-        is_cheaper_to_finish(batch.tokens.len(), cancelled_rows, done, blocks)
+        let rows = batch.tokens.len();
+        match self.is_finished_if_wanted {
+            true => cancelled_rows < rows,
+            false => is_cheaper_to_finish(rows, cancelled_rows, done, blocks),
+        }
     }
 }
 

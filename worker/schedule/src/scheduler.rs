@@ -16,6 +16,8 @@ pub struct SchedulerOptions {
     pub max_batch: usize,
     /// Prompt tokens per step, over all sequences.
     pub chunk_tokens: usize,
+    /// Whether a prompt is never cut: as many share a step as `chunk_tokens` allows, and at least one.
+    pub whole_prompts: bool,
     /// Requests in the queue. Preempted sequences do not count: an accepted request is never dropped.
     pub max_waiting: usize,
 }
@@ -111,6 +113,7 @@ impl Scheduler {
         let SchedulerOptions {
             max_batch,
             chunk_tokens,
+            whole_prompts: _,
             max_waiting,
         } = options;
         for (field, value) in [
@@ -504,7 +507,7 @@ impl Scheduler {
         (left >= self.decoders().count()).then_some(tokens)
     }
 
-    /// Adds chunks of prompts, oldest first, up to the budget.
+    /// Adds chunks of prompts, oldest first, up to the budget; or whole prompts, of which the first has no budget.
     fn add_chunks(&mut self, step: &mut Step) {
         let mut budget = self.options.chunk_tokens;
         let ids: Vec<SequenceId> = self.running.iter().copied().collect();
@@ -522,8 +525,18 @@ impl Scheduler {
                 // Another sequence may have computed the same prefix while this one waited.
                 self.kv.extend_from_cache(kv, &sequence.tokens);
             }
-            if let Some(span) = self.span(id, budget, SpanKind::Prefill) {
-                budget -= span.tokens.len();
+            let whole = self.options.whole_prompts;
+            let is_first = budget == self.options.chunk_tokens;
+            let rows = if whole && is_first {
+                usize::MAX
+            } else {
+                budget
+            };
+            if let Some(span) = self.span(id, rows, SpanKind::Prefill) {
+                if whole && !span.wants_logits {
+                    return; // It is the next step's.
+                }
+                budget = budget.saturating_sub(span.tokens.len());
                 step.spans.push(span);
             }
         }
@@ -534,7 +547,7 @@ impl Scheduler {
         let sequence = self.sequences.get(&id)?;
         let kv = sequence.kv.as_ref()?;
         let start = kv.tokens();
-        let end = sequence.tokens.len().min(start + rows);
+        let end = sequence.tokens.len().min(start.saturating_add(rows));
         Some(StepSpan {
             sequence: id,
             kind,

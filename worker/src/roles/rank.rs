@@ -269,6 +269,8 @@ fn start<B: Backend>(
         kv_dtype,
         max_batch: rank.max_batch as usize,
         chunk_tokens: rank.chunk_tokens as usize,
+        // Each pass takes the experts over the link.
+        whole_prompts: streams_experts(rank),
         context_length: plan.model.context_length as usize,
         max_queue: WORKER_QUEUE,
         grammar_tokenizer: grammar_tokenizer(directory, rank.role, loaded.model.config())?,
@@ -290,6 +292,11 @@ fn start<B: Backend>(
         binding,
     };
     Ok((Arc::new(worker), device))
+}
+
+fn streams_experts(rank: &PlanRank) -> bool {
+    let policy = rank.residency.as_ref().map(|residency| residency.policy);
+    policy == Some(PlanPolicy::StreamLoading)
 }
 
 fn weight_files(checkpoint: &Checkpoint) -> Vec<PathBuf> {

@@ -11,7 +11,7 @@ use hearth_engine::{
 use hearth_formats::{GenerationConfig, ModelConfig, Tokenizer};
 use serde::Serialize;
 
-use crate::cli::ModelArgs;
+use crate::cli::{ModelArgs, ResidencyArg};
 use crate::device::on_device;
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions};
@@ -182,13 +182,19 @@ fn stop_tokens(args: &GenerateArgs, from_config: &[u32]) -> anyhow::Result<Vec<u
 fn engine_options(args: &GenerateArgs, prompt_tokens: usize, limit: usize) -> EngineOptions {
     let wanted = prompt_tokens + args.max_tokens as usize;
     let context_length = wanted.min(limit);
+    let whole_prompts = args.model.residency == ResidencyArg::StreamLoading;
     EngineOptions {
         numerics: String::new(),
         kv: KvBudget::Blocks(context_length.div_ceil(BLOCK_TOKENS) + 1),
         block_tokens: BLOCK_TOKENS,
         kv_dtype: args.model.kv_dtype(),
         max_batch: 1,
-        chunk_tokens: CHUNK_TOKENS,
+        chunk_tokens: if whole_prompts {
+            context_length
+        } else {
+            CHUNK_TOKENS
+        },
+        whole_prompts,
         context_length,
         max_queue: 0,
         grammar_tokenizer: None,

@@ -75,6 +75,11 @@ fn options_that_cannot_work_are_refused() {
     assert!(start(|o| o.max_batch = 0).starts_with("max_batch is 0: give at least 1"));
     assert!(start(|o| o.chunk_tokens = 0).starts_with("chunk_tokens is 0"));
     assert!(start(|o| o.context_length = 1).starts_with("context_length is 1"));
+    let text = start(|o| o.whole_prompts = true);
+    assert!(
+        text.starts_with("chunk_tokens is 8") && text.contains("context of 64 tokens"),
+        "{text}"
+    );
     let text = start(|o| o.context_length = 65);
     assert!(
         text.contains("16 blocks") && text.contains("needs 17 blocks of 64 bytes"),

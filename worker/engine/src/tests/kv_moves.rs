@@ -90,6 +90,48 @@ fn kv_of_a_chunk_is_sent_while_later_chunks_wait() {
     assert_eq!(order, [(0, 0), (0, 1), (8, 0), (8, 1), (16, 0), (16, 1)]);
 }
 
+/// Layers that are computed where a prompt is cancelled in the middle of a pass that it shares with a shorter one.
+fn layers_beside_a_cancelled_prompt(whole_prompts: bool) -> usize {
+    let (engine, controls) = engine_with(EngineOptions {
+        chunk_tokens: 64,
+        whole_prompts,
+        ..options(64)
+    });
+    let (at, arrived) = channel();
+    let (go, going) = channel::<()>();
+    let batches = controls.batches.clone();
+    *controls.before_layer.lock().unwrap() = Some(Box::new(move |layer| {
+        // The first pass until the others are queued, theirs in its middle.
+        let passes = batches.lock().unwrap().len();
+        if [(1, 0), (2, 1)].contains(&(passes, layer)) {
+            let _ = at.send(());
+            let _ = going.recv_timeout(PATIENCE);
+        }
+    }));
+    let (_first, _handle) = prefill(&engine, &[1], 0);
+    arrived.recv_timeout(PATIENCE).unwrap();
+    let leaves = prefill(&engine, &(0..30).collect::<Vec<u32>>(), 0);
+    let (stays, _handle) = prefill(&engine, &(30..40).collect::<Vec<u32>>(), 0);
+    go.send(()).unwrap();
+    arrived.recv_timeout(PATIENCE).unwrap();
+    drop(leaves);
+    go.send(()).unwrap();
+    loop {
+        match stays.recv_timeout(PATIENCE).unwrap() {
+            PrefillEvent::Kv { .. } => {}
+            PrefillEvent::Done { .. } => break,
+            PrefillEvent::Failed(error) => panic!("{error}"),
+        }
+    }
+    controls.layers.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+#[test]
+fn a_pass_of_whole_prompts_is_never_begun_again_for_those_who_stay() {
+    assert_eq!(layers_beside_a_cancelled_prompt(false), LAYERS + 1 + LAYERS);
+    assert_eq!(layers_beside_a_cancelled_prompt(true), LAYERS + LAYERS);
+}
+
 #[test]
 fn kv_of_a_layer_leaves_before_the_next_layer_computes() {
     let (engine, controls) = engine_with(options(64));

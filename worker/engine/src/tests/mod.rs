@@ -33,6 +33,7 @@ fn options(blocks: usize) -> EngineOptions {
         kv_dtype: KvDType::F32,
         max_batch: 4,
         chunk_tokens: 8,
+        whole_prompts: false,
         context_length: (blocks * BLOCK_TOKENS).min(64),
         max_queue: 100,
         numerics: OWN.to_owned(),

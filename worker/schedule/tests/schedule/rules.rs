@@ -9,6 +9,7 @@ use hearth_schedule::{
 const OPTIONS: SchedulerOptions = SchedulerOptions {
     max_batch: 4,
     chunk_tokens: 8,
+    whole_prompts: false,
     max_waiting: 16,
 };
 
@@ -122,6 +123,66 @@ fn the_chunk_is_shared_first_come_first_served() {
     assert_eq!(
         shape(&step),
         [(2, SpanKind::Prefill, 3, 2), (3, SpanKind::Prefill, 0, 5)]
+    );
+}
+
+#[test]
+fn whole_prompts_share_a_step_as_far_as_it_goes_and_are_never_cut() {
+    let options = SchedulerOptions {
+        whole_prompts: true,
+        ..OPTIONS
+    };
+    let mut s = scheduler(options, 64);
+    for (first, tokens) in [(0, 5), (100, 3), (200, 4), (300, 2), (400, 20), (500, 1)] {
+        let prompt = request(first..first + tokens, 1);
+        let export = Request {
+            work: Work::Export,
+            max_new_tokens: 0,
+            ..prompt
+        };
+        s.submit(export).unwrap();
+    }
+    let whole = |sequence, rows| (sequence, SpanKind::Prefill, 0, rows);
+    // The fourth would fit beside the third, the fifth fits nowhere and still is one step; none overtakes another.
+    for expected in [
+        vec![whole(1, 5), whole(2, 3)],
+        vec![whole(3, 4), whole(4, 2)],
+        vec![whole(5, 20)],
+        vec![whole(6, 1)],
+    ] {
+        let step = s.schedule();
+        assert_eq!(shape(&step), expected);
+        assert!(step.spans.iter().all(|span| span.wants_logits));
+        // An export samples nothing.
+        let done = StepResult {
+            step: step.number,
+            sampled: Vec::new(),
+        };
+        let update = s.update(done).unwrap();
+        assert_eq!(update.exported.len(), expected.len());
+        for exported in update.exported {
+            s.export_done(exported).unwrap();
+        }
+    }
+    assert!(s.is_idle() && s.stats().kv.used_blocks == 0);
+}
+
+#[test]
+fn a_whole_prompt_is_what_the_cache_lacks_of_it_and_decoding_goes_on_beside_it() {
+    let options = SchedulerOptions {
+        whole_prompts: true,
+        ..OPTIONS
+    };
+    let mut s = scheduler(options, 64);
+    s.submit(request(0..20, 4)).unwrap();
+    let step = s.schedule();
+    assert_eq!(shape(&step), [(1, SpanKind::Prefill, 0, 20)]);
+    answer(&mut s, &step);
+    s.submit(request(0..30, 1)).unwrap();
+    let step = s.schedule();
+    assert_eq!(
+        shape(&step),
+        [(1, SpanKind::Decode, 20, 1), (2, SpanKind::Prefill, 20, 10)]
     );
 }
 

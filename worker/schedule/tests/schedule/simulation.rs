@@ -19,6 +19,7 @@ const OPTIONS: SimulationOptions = SimulationOptions {
     scheduler: SchedulerOptions {
         max_batch: 4,
         chunk_tokens: 32,
+        whole_prompts: false,
         max_waiting: 1000,
     },
     blocks: 64,
@@ -221,7 +222,7 @@ proptest! {
         blocks in 16usize..40,
     ) {
         let options = SimulationOptions {
-            scheduler: SchedulerOptions { max_batch, chunk_tokens, max_waiting: 1000 },
+            scheduler: SchedulerOptions { max_batch, chunk_tokens, whole_prompts: false, max_waiting: 1000 },
             blocks,
             block_tokens: 4,
             costs: COSTS,

@@ -7,7 +7,7 @@ use crate::simulator::rows_of;
 use hearth_kvcache::KvCache;
 use hearth_schedule::{
     Phase, Provenance, Request, Sampled, Scheduler, SchedulerOptions, SequenceId, SpanKind, Step,
-    StepResult, Work,
+    StepResult, StepSpan, Work,
 };
 use proptest::prelude::*;
 
@@ -166,7 +166,11 @@ impl World {
     fn check_step(&self, step: &Step) {
         let decodes = rows_of(step, SpanKind::Decode);
         assert!(decodes <= self.options.max_batch);
-        assert!(rows_of(step, SpanKind::Prefill) <= self.options.chunk_tokens);
+        let prompts = step.spans.iter().filter(|s| s.kind == SpanKind::Prefill);
+        let is_alone = prompts.clone().count() == 1 && self.options.whole_prompts;
+        assert!(is_alone || rows_of(step, SpanKind::Prefill) <= self.options.chunk_tokens);
+        let is_whole = |span: &StepSpan| span.wants_logits || !self.options.whole_prompts;
+        assert!(prompts.clone().all(is_whole), "a prompt was cut: {step:?}");
         let decoders = self.live().into_iter().filter(|id| {
             self.requests[id].work != Work::Export
                 && self.scheduler.phase(*id) != Some(Phase::Waiting)
@@ -240,10 +244,12 @@ impl World {
     }
 }
 
-fn play(max_batch: usize, chunk_tokens: usize, blocks: usize, ops: Vec<Op>) {
+fn play(max_batch: usize, chunk: (usize, bool), blocks: usize, ops: Vec<Op>) {
+    let (chunk_tokens, whole_prompts) = chunk;
     let options = SchedulerOptions {
         max_batch,
         chunk_tokens,
+        whole_prompts,
         max_waiting: 8,
     };
     let mut world = World::new(options, blocks);
@@ -260,7 +266,7 @@ proptest! {
 
     #[test]
     fn every_answer_is_the_one_of_an_undisturbed_run(
-        max_batch in 1usize..5, chunk in 1usize..12, blocks in 6usize..16,
+        max_batch in 1usize..5, chunk in (1usize..12, any::<bool>()), blocks in 6usize..16,
         ops in ops(vec![
             Work::Generate, Work::Generate, Work::ImportThenGenerate(Provenance(0)),
             Work::ImportThenGenerate(Provenance(1)), Work::ImportThenGenerate(Provenance(2)), Work::Export,
@@ -271,7 +277,7 @@ proptest! {
 
     #[test]
     fn the_oldest_never_stands_still(
-        max_batch in 1usize..5, chunk in 1usize..12, blocks in 6usize..12,
+        max_batch in 1usize..5, chunk in (1usize..12, any::<bool>()), blocks in 6usize..12,
         ops in ops(vec![Work::Generate]),
     ) {
         play(max_batch, chunk, blocks, ops);

@@ -386,12 +386,27 @@ pub struct PlanResidency {
     /// StreamLoading and HostExperts. Ranks of one node share one copy.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub host_bytes: u64,
-    /// Slots of the ring that experts pass through, each for one expert; set with StreamLoading alone.
+    /// Slots of the longest ring that experts pass through, each for one expert; set with StreamLoading alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ring_slots: Option<u32>,
+    /// Lengths of the ring by the length of a prompt, in ascending order: the longer the prompt, the more of the memory of
+    /// ring and activations it needs. Unset where one length is for all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ring_lengths: Vec<PlanRingLength>,
     /// Experts that are kept on the GPU too, those used last; set with HostExperts where that pays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_slots: Option<u32>,
+}
+
+/// Length of a ring for prompts of a length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PlanRingLength {
+    /// The longest prompts that it is for, in tokens that are computed together.
+    pub prompt_tokens: u32,
+    /// Slots.
+    pub slots: u32,
 }
 
 /// Policy that brings weights to where they are used.

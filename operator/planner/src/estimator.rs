@@ -1,6 +1,6 @@
 //! Predicted costs of placing a rank.
 
-use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning};
+use hearth_crds::{GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning};
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
 use crate::gpus::{GpuLack, GpuOffer, GpuSlot, GpuSlots, assign_slots};
@@ -62,8 +62,29 @@ impl<'a> Estimator<'a> {
             ranks,
             self.demand,
             self.gpus,
-            gpus_per_prefill,
+            (gpus_per_prefill, &|gpu| self.turning_point_tokens(gpu)),
         )
+    }
+
+    /// Tokens of the longest prompt that a GPU streams faster through a ring of more than two slots.
+    pub(crate) fn turning_point_tokens(&self, gpu: &GpuProfile) -> u32 {
+        let context = self.demand.context_length;
+        LinkRates::of(gpu).map_or(context, |link| {
+            self.on_gpu(gpu, ExpertsAt::Device)
+                .turning_point_tokens(link.alone_gbps, context)
+        })
+    }
+
+    /// The predictor of a rank that has a whole GPU.
+    fn on_gpu(&self, gpu: &GpuProfile, experts_at: ExpertsAt) -> Predictor<'a> {
+        Predictor {
+            facts: self.demand.facts,
+            rates: Rates::of_gpu(gpu),
+            kv_bytes_per_token: self.demand.kv_bytes_per_token,
+            kept_bytes: u64::MAX,
+            mapped_bytes: u64::MAX,
+            experts_at,
+        }
     }
 
     /// The predictor of a rank with these CPUs; `slot` is `None` for a rank on CPUs.
@@ -118,21 +139,16 @@ impl<'a> Estimator<'a> {
         slot: Option<&GpuSlot<'_>>,
         budget: &NodeBudget,
     ) -> Predictor<'a> {
-        let (rates, kept_bytes, mapped_bytes) = match slot {
-            Some(slot) => (Rates::of_gpu(slot.gpu), u64::MAX, u64::MAX),
-            None => (
-                Rates::of(self.nodes[node], set),
-                self.kept_bytes(node, budget),
-                budget.weight_budget_bytes,
-            ),
-        };
-        Predictor {
-            facts: self.demand.facts,
-            rates,
-            kv_bytes_per_token: self.demand.kv_bytes_per_token,
-            kept_bytes,
-            mapped_bytes,
-            experts_at: slot.map_or(ExpertsAt::Device, |slot| self.experts_at(node, set, slot)),
+        match slot {
+            Some(slot) => self.on_gpu(slot.gpu, self.experts_at(node, set, slot)),
+            None => Predictor {
+                facts: self.demand.facts,
+                rates: Rates::of(self.nodes[node], set),
+                kv_bytes_per_token: self.demand.kv_bytes_per_token,
+                kept_bytes: self.kept_bytes(node, budget),
+                mapped_bytes: budget.weight_budget_bytes,
+                experts_at: ExpertsAt::Device,
+            },
         }
     }
 
@@ -141,10 +157,12 @@ impl<'a> Estimator<'a> {
         let copy_gbps = LinkRates::of(slot.gpu).map_or(f64::MIN_POSITIVE, |link| link.alone_gbps);
         match slot.device {
             Device::Cpus | Device::Gpu => ExpertsAt::Device,
-            Device::StreamingGpu => ExpertsAt::Ring {
-                slots: slot.ring_slots,
-                copy_gbps,
-            },
+            Device::StreamingGpu => slot
+                .ring
+                .map_or(ExpertsAt::Device, |slots| ExpertsAt::Ring {
+                    slots,
+                    copy_gbps,
+                }),
             Device::GpuAndCpus => ExpertsAt::Host {
                 rates: Rates::of(self.nodes[node], set),
                 copy_gbps,

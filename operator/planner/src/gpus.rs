@@ -7,8 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileStatus, PlanRole, format_bytes};
 
 use crate::link::LinkRates;
-use crate::memory::{BLOCK_TOKENS, Demand, LEAST_SLOTS};
+use crate::memory::{BLOCK_TOKENS, Demand, GpuNeed, LEAST_SLOTS};
 use crate::node_ranks::{Device, NodeRanks};
+use crate::ring::RingLengths;
 
 /// Compute capability that the engine's kernels need: bf16 on tensor cores.
 pub(crate) const LEAST_CAPABILITY: ComputeCapability = ComputeCapability { major: 8, minor: 0 };
@@ -74,8 +75,10 @@ pub(crate) struct GpuSlot<'a> {
     pub kv_bytes: u64,
     /// Weights that stay, ring, KV and working memory.
     pub memory_bytes: u64,
-    /// Slots of the ring that experts are streamed through; 0 without one.
-    pub ring_slots: u32,
+    /// Lengths of the ring that experts are streamed through; `None` without one.
+    pub ring: Option<RingLengths>,
+    /// Bytes that ring and working room share; 0 without a ring.
+    pub ring_room_bytes: u64,
     /// Experts that a cache in the memory left could hold, which `memory_bytes` does not include.
     pub cache_room_slots: u32,
     /// Ranks of the same role on the same GPU, including this one.
@@ -240,13 +243,14 @@ pub(crate) fn has_usable(node: &NodeProfileStatus, offer: GpuOffer<'_>) -> bool 
 }
 
 /// Assigns the ranks of a node to its GPUs: each to the one with the most memory left, prefill ranks first. The memory
-/// left after that becomes KV cache. A prefill rank holds `gpus_per_prefill` GPUs and computes on one of them.
+/// left after that becomes KV cache. A prefill rank holds `gpus_per_prefill` GPUs and computes on one of them;
+/// `gains_until` says the tokens of the longest prompt that a GPU streams faster through a longer ring.
 pub(crate) fn assign_slots<'a>(
     node: &'a NodeProfileStatus,
     ranks: NodeRanks,
     demand: &Demand<'_>,
     offer: GpuOffer<'_>,
-    gpus_per_prefill: u32,
+    (gpus_per_prefill, gains_until): (u32, &dyn Fn(&GpuProfile) -> u32),
 ) -> Result<GpuSlots<'a>, GpuLack> {
     let (prefill, decode) = (
         ranks.gpu_ranks(PlanRole::Prefill),
@@ -288,7 +292,7 @@ pub(crate) fn assign_slots<'a>(
             taken.push((role, take(node, &mut rooms, &used, wanted, demand)?));
         }
     }
-    Ok(divided(&rooms, &taken, ranks, demand))
+    Ok(divided(&rooms, &taken, (ranks, gains_until), demand))
 }
 
 /// Reserves the minimum that a rank needs on the GPU with the most memory left (the first if equal), among those with room
@@ -346,12 +350,13 @@ fn take(
     Ok(n)
 }
 
-/// Divides the memory left on the GPUs among their ranks: rings get up to the experts of a layer, prefill ranks KV up to
+/// Divides the memory left on the GPUs among their ranks: rings get up to the experts of a layer as far as prompts gain
+/// from them, prefill ranks KV up to
 /// what they can use, decode ranks share the rest of it in whole blocks, and a cache of experts can have what is left.
 fn divided<'a>(
     rooms: &[GpuRoom<'a>],
     taken: &[(PlanRole, usize)],
-    node_ranks: NodeRanks,
+    (node_ranks, gains_until): (NodeRanks, &dyn Fn(&GpuProfile) -> u32),
     demand: &Demand<'_>,
 ) -> GpuSlots<'a> {
     let block = demand.kv_bytes(BLOCK_TOKENS).max(1);
@@ -367,12 +372,10 @@ fn divided<'a>(
             let device = node_ranks.devices.of(role);
             let need = demand.on_gpu(role, device);
             let share = left.checked_div(ranks).unwrap_or(0);
-            let ring_slots = match device {
-                Device::StreamingGpu => ring_slots(share, demand),
-                Device::Cpus | Device::Gpu | Device::GpuAndCpus => 0,
+            let (more_ring, ring_room_bytes, ring) = match device {
+                Device::StreamingGpu => ring(share, need, gains_until(room.gpu), demand),
+                Device::Cpus | Device::Gpu | Device::GpuAndCpus => (0, 0, None),
             };
-            let ring = u64::from(ring_slots) * slot_bytes;
-            let more_ring = ring.saturating_sub(need.ring_least_bytes);
             let share = (share - more_ring) / block * block;
             let more_kv = share.min(need.kv_best_bytes.saturating_sub(need.kv_least_bytes));
             left -= (more_ring + more_kv) * ranks;
@@ -386,7 +389,8 @@ fn divided<'a>(
                 usable_bytes: room.usable_bytes,
                 kv_bytes: need.kv_least_bytes + more_kv,
                 memory_bytes: need.least_bytes() + more_ring + more_kv,
-                ring_slots,
+                ring,
+                ring_room_bytes,
                 cache_room_slots: u32::try_from(cached.min(demand.all_experts())).unwrap_or(0),
                 sharing: u32::try_from(ranks).unwrap_or(u32::MAX),
             };
@@ -396,12 +400,23 @@ fn divided<'a>(
     slots
 }
 
-/// Slots of a ring that has `more_bytes` beside its least: at most the experts of a layer.
-fn ring_slots(more_bytes: u64, demand: &Demand<'_>) -> u32 {
-    let more = u32::try_from(more_bytes / demand.slot_bytes()).unwrap_or(u32::MAX);
-    LEAST_SLOTS
-        .saturating_add(more)
-        .min(demand.facts.experts.max(LEAST_SLOTS))
+/// The part of `more_bytes` that a ring gets beside its least, what it then shares with the working room, and its lengths.
+fn ring(
+    more_bytes: u64,
+    need: GpuNeed,
+    gains_until: u32,
+    demand: &Demand<'_>,
+) -> (u64, u64, Option<RingLengths>) {
+    let least = need.ring_least_bytes.saturating_add(need.working_bytes);
+    let wanted = demand.ring_room_bytes(gains_until).saturating_sub(least);
+    let slot_bytes = demand.slot_bytes().max(1);
+    let more = match more_bytes >= wanted {
+        true => wanted,
+        false => more_bytes / slot_bytes * slot_bytes,
+    };
+    let room_bytes = least.saturating_add(more);
+    let ring = demand.ring_lengths(room_bytes, gains_until);
+    (more, room_bytes, Some(ring))
 }
 
 impl GpuShortage {

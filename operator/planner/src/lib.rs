@@ -27,6 +27,7 @@ mod place;
 mod plan;
 mod predict;
 mod reasons;
+mod ring;
 mod routing;
 mod stream_loading;
 mod write;

@@ -3,6 +3,7 @@
 use hearth_crds::{ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy};
 
 use crate::node_ranks::{Device, NodeRanks};
+use crate::ring::RingLengths;
 
 /// Tokens of one KV block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
@@ -177,26 +178,35 @@ impl Demand<'_> {
             .saturating_add(self.gpu_context_bytes())
     }
 
-    /// Tokens of the longest prompt that leaves room for a ring of all experts of a layer in `memory_bytes` of a GPU that
-    /// streams; 0 if none does.
-    pub(crate) fn turning_point_tokens(&self, memory_bytes: u64) -> u32 {
-        let dense = self.facts.dense_bytes();
-        let stays = (dense + dense / GPU_PADDING_SHARE)
-            .saturating_add(self.slot_bytes() * u64::from(self.facts.experts));
-        let needs = |tokens: u32| {
-            stays
-                .saturating_add(self.flight_bytes(tokens))
-                .saturating_add(self.kv_bytes(tokens))
+    /// Bytes that the ring of a rank that streams and its working room share: all experts of a layer beside each prompt
+    /// that gains from them, and the smallest ring beside the longest prompt. `gains_until`: tokens of the longest prompt
+    /// that gains.
+    pub(crate) fn ring_room_bytes(&self, gains_until: u32) -> u64 {
+        let of = |slots: u32, tokens: u32| {
+            let ring_bytes = self.slot_bytes().saturating_mul(u64::from(slots));
+            ring_bytes.saturating_add(self.flight_bytes(tokens))
         };
-        let (mut fits, mut exceeds) = (0, self.context_length.saturating_add(1));
-        while exceeds - fits > 1 {
-            let middle = fits + (exceeds - fits) / 2;
-            match needs(middle) <= memory_bytes {
-                true => fits = middle,
-                false => exceeds = middle,
+        let gains_until = gains_until.min(self.context_length);
+        of(self.facts.experts, gains_until).max(of(LEAST_SLOTS, self.context_length))
+    }
+
+    /// Lengths of a ring that shares `room_bytes` with the working room.
+    pub(crate) fn ring_lengths(&self, room_bytes: u64, gains_until: u32) -> RingLengths {
+        let longest = |slots: u32| {
+            let ring_bytes = self.slot_bytes().saturating_mul(u64::from(slots));
+            let left_bytes = room_bytes.saturating_sub(ring_bytes);
+            let (mut fits, mut exceeds) = (0, self.context_length.saturating_add(1));
+            while exceeds - fits > 1 {
+                let middle = fits + (exceeds - fits) / 2;
+                match self.flight_bytes(middle) <= left_bytes {
+                    true => fits = middle,
+                    false => exceeds = middle,
+                }
             }
-        }
-        fits
+            fits
+        };
+        let slots = (self.facts.experts, LEAST_SLOTS);
+        RingLengths::new(slots, self.context_length, gains_until, longest)
     }
 
     fn gpu_context_bytes(&self) -> u64 {

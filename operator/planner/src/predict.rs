@@ -6,6 +6,7 @@
 use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus};
 
 use crate::cpus::CpuSet;
+use crate::ring::RingLengths;
 use crate::stream_loading::{StreamedPrompt, StreamedTime};
 
 /// Share of the measured read bandwidth that the weights' kernels reach from a mapped file.
@@ -142,7 +143,7 @@ pub(crate) enum ExpertsAt {
     /// On the rank's device, which has all weights.
     Device,
     /// On the rank's device, through a ring of slots.
-    Ring { slots: u32, copy_gbps: f64 },
+    Ring { slots: RingLengths, copy_gbps: f64 },
     /// On CPUs of these rates, but for the share that the device has too.
     Host {
         rates: Rates,
@@ -182,7 +183,10 @@ impl Predictor<'_> {
     pub(crate) fn step_ms(&self, step: Step) -> f64 {
         match self.experts_at {
             ExpertsAt::Device => self.whole_step_ms(step),
-            ExpertsAt::Ring { slots, copy_gbps } => self.streamed(step, slots, copy_gbps).total_ms,
+            ExpertsAt::Ring { slots, copy_gbps } => {
+                self.streamed(step, slots.at(step.tokens), copy_gbps)
+                    .total_ms
+            }
             ExpertsAt::Host { .. } => self.hybrid(step).total_ms(),
         }
     }
@@ -316,23 +320,48 @@ impl<'a> Predictor<'a> {
         let experts = facts.expected_distinct_experts(step.tokens).round();
         let layers = f64::from(facts.layers.max(1));
         let chosen = f64::from(step.tokens) * f64::from(facts.experts_per_token);
-        let expert_bytes = facts.expert_bytes() as f64;
-        let rates = self.rates;
-        let expert_ms = rates.ms(
-            expert_bytes,
-            chosen / experts.max(1.0) * facts.expert_flops(),
-        );
         StreamedPrompt {
             dense_layers: facts.layers.saturating_sub(facts.routed_layers()),
             expert_layers: facts.routed_layers(),
             experts: experts as u32,
             slots,
-            copy_ms: expert_bytes / 1e9 / copy_gbps * 1e3,
-            expert_ms,
-            dense_ms: self.dense_ms(step, 1) / layers + rates.layer_overhead_ms,
+            copy_ms: self.expert_copy_ms(copy_gbps),
+            expert_ms: self.expert_ms(step.tokens),
+            dense_ms: self.dense_ms(step, 1) / layers + self.rates.layer_overhead_ms,
             is_ahead: chosen >= f64::from(facts.experts),
         }
         .simulate()
+    }
+
+    /// Milliseconds that one routed expert computes in a step of `tokens`.
+    fn expert_ms(&self, tokens: u32) -> f64 {
+        let facts = self.facts;
+        let experts = facts.expected_distinct_experts(tokens).round().max(1.0);
+        let chosen = f64::from(tokens) * f64::from(facts.experts_per_token);
+        self.rates.ms(
+            facts.expert_bytes() as f64,
+            chosen / experts * facts.expert_flops(),
+        )
+    }
+
+    fn expert_copy_ms(&self, copy_gbps: f64) -> f64 {
+        self.facts.expert_bytes() as f64 / 1e9 / copy_gbps * 1e3
+    }
+
+    /// Tokens of the longest prompt, at most `context`, whose experts compute for less time than their copies take. Behind
+    /// this turning point a ring of 2 slots hides all copies, as one expert computes while the next is copied (hybrid MoE
+    /// paper, section 3.1).
+    pub(crate) fn turning_point_tokens(&self, copy_gbps: f64, context: u32) -> u32 {
+        let copy_ms = self.expert_copy_ms(copy_gbps);
+        let (mut below, mut beyond) = (0, context.saturating_add(1));
+        while beyond - below > 1 {
+            let middle = below + (beyond - below) / 2;
+            match self.expert_ms(middle) < copy_ms {
+                true => below = middle,
+                false => beyond = middle,
+            }
+        }
+        below
     }
 
     /// Milliseconds of everything in a step but routed experts and the layers' overhead; `head_rows` tokens have logits.

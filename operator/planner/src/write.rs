@@ -212,6 +212,7 @@ impl Draft<'_> {
             budget_bytes: weight_bytes,
             host_bytes: 0,
             ring_slots: None,
+            ring_lengths: Vec::new(),
             cache_slots: None,
         };
         let Some(slot) = host.slot else {
@@ -222,17 +223,24 @@ impl Draft<'_> {
             };
         };
         let cache_slots = choice.map_or(0, |choice| choice.cache_slots);
-        let on_device = u64::from(slot.ring_slots + cache_slots) * facts.expert_bytes();
+        let ring_slots = slot.ring.map(|ring| ring.most());
+        let on_device = u64::from(ring_slots.unwrap_or(cache_slots)) * facts.expert_bytes();
         let beside_host = PlanResidency {
             budget_bytes: facts.dense_bytes().saturating_add(on_device),
             host_bytes: facts.bytes.routed_experts,
-            ..resident
+            ..resident.clone()
         };
         match slot.device {
             Device::Cpus | Device::Gpu => resident,
             Device::StreamingGpu => PlanResidency {
                 policy: ResidencyPolicy::StreamLoading,
-                ring_slots: Some(slot.ring_slots),
+                ring_slots,
+                ring_lengths: slot
+                    .ring
+                    .map_or_else(Vec::new, |ring| match ring.lengths() {
+                        [_] => Vec::new(),
+                        lengths => lengths.to_vec(),
+                    }),
                 ..beside_host
             },
             Device::GpuAndCpus => PlanResidency {

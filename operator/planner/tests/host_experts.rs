@@ -5,7 +5,8 @@
 mod support;
 
 use hearth_crds::{
-    GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRouting, ResidencyPolicy,
+    GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRingLength, PlanRouting,
+    ResidencyPolicy,
 };
 use hearth_planner::{PlanError, plan};
 use support::{GIB, dense_1_7b, gpu, laptop, plan_input_here, qwen3_30b, server, small_vm, spec};
@@ -129,7 +130,7 @@ fn decode_stays_on_cpus_that_are_faster_without_the_gpu() {
 }
 
 #[test]
-fn the_ring_is_as_long_as_the_longest_prompt_leaves_it() {
+fn the_ring_shrinks_as_prompts_need_its_memory_and_to_two_slots_past_the_turning_point() {
     let of = |context: u32| {
         let yaml = format!(
             "model: {{source: {{builtin: {{name: hearth-demo}}}}, contextLength: {context}}}\nstrategy: Hybrid\nprefill: {{mode: StreamLoading}}\ndecode: {{maxBatch: 1}}\n"
@@ -140,27 +141,40 @@ fn the_ring_is_as_long_as_the_longest_prompt_leaves_it() {
         };
         planned(&yaml, machine).unwrap()
     };
-    let slots = |plan: &InferencePlanSpec| {
-        let residency = rank(plan, "prefill-0").residency.clone().unwrap();
-        residency.ring_slots.unwrap()
-    };
-    let short = of(8192);
-    assert_eq!(slots(&short), 128);
-    assert_line(
-        &short.why,
-        "ring of prefill-0",
-        "all 128 experts of a layer",
-    );
-    let lengths = [8192, 16_384, 20_480, 21_504].map(|context| slots(&of(context)));
-    assert!(lengths.is_sorted_by(|a, b| a >= b), "{lengths:?}");
-    let long = of(21_504);
-    assert!((2..128).contains(&slots(&long)), "{}", slots(&long));
-    let line = long.why.iter().find(|line| line.contains("turning point"));
-    let line = line.unwrap_or_else(|| panic!("{:#?}", long.why));
-    let words: Vec<&str> = line.split("turning point is ").collect();
-    let point: u32 = words[1].split(' ').next().unwrap().parse().unwrap();
-    assert!((16_384..21_504).contains(&point), "{line}");
-    assert_eq!(slots(&of(point)), 128, "as the plan says: {line}");
+    let mut points = Vec::new();
+    for context in [1024, 8192, 16_384, 20_480, 21_504] {
+        let plan = of(context);
+        let residency = rank(&plan, "prefill-0").residency.clone().unwrap();
+        assert_eq!(residency.ring_slots, Some(128), "a short prompt has room");
+        let line = plan.why.iter().find(|l| l.contains("ring of prefill-0"));
+        let line = line.unwrap_or_else(|| panic!("{:#?}", plan.why));
+        let lengths = residency.ring_lengths;
+        if lengths.is_empty() {
+            assert!(line.contains("all 128 experts of a layer"), "{line}");
+            continue;
+        }
+        assert_eq!(lengths[0].slots, 128, "{line}");
+        assert_eq!(lengths[lengths.len() - 1].prompt_tokens, context, "{line}");
+        let longer = |pair: &[PlanRingLength]| {
+            pair[0].prompt_tokens < pair[1].prompt_tokens && pair[0].slots > pair[1].slots
+        };
+        assert!(lengths.windows(2).all(longer), "{line}");
+        for length in &lengths {
+            let words = format!("{} up to {}", length.slots, length.prompt_tokens);
+            assert!(line.contains(&words), "{words}: {line}");
+        }
+        let Some((_, point)) = line.split_once("turning point is ") else {
+            continue;
+        };
+        let point: u32 = point.split(' ').next().unwrap().parse().unwrap();
+        let beyond = lengths.iter().filter(|length| length.prompt_tokens > point);
+        assert!(beyond.clone().count() > 0, "{line}");
+        assert!(beyond.clone().all(|length| length.slots == 2), "{line}");
+        points.push(point);
+    }
+    // It follows from the rates, and not from the longest prompt.
+    assert!(points.len() >= 2, "{points:?}");
+    assert!(points.iter().all(|point| *point == points[0]), "{points:?}");
 }
 
 #[test]

@@ -117,10 +117,14 @@ fn weights(rank: &PlanRank, copy_exists: bool) -> String {
         None => "-".to_owned(),
         Some(residency) => match residency.policy {
             ResidencyPolicy::StreamLoading => format!(
-                "copied {}, streamed {} by {} slots",
+                "copied {}, streamed {} by {}{} slots",
                 bytes(residency.weight_bytes.saturating_sub(residency.host_bytes)),
                 bytes(residency.host_bytes),
-                residency.ring_slots.unwrap_or(0)
+                residency.ring_slots.unwrap_or(0),
+                match residency.ring_lengths.last() {
+                    Some(shortest) => format!(" to {}", shortest.slots),
+                    None => String::new(),
+                }
             ),
             ResidencyPolicy::HostExperts => format!(
                 "copied {}, on CPUs {}",

@@ -8,7 +8,7 @@
 use hearth_crds::{
     DurationText, EndpointSpec, InferenceDeploymentSpec, InferencePlanSpec, ModelSource,
     ObjectivesSpec, Pinning, PlacementSpec, PlanKv, PlanKvType, PlanModel, PlanRank, PlanResidency,
-    PlanRole, PlanRouting, PlanStrategy, ResidencyPolicy, TolerationSpec,
+    PlanRingLength, PlanRole, PlanRouting, PlanStrategy, ResidencyPolicy, TolerationSpec,
 };
 use sha2::{Digest, Sha256};
 
@@ -260,6 +260,7 @@ fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
         budget_bytes,
         host_bytes,
         ring_slots,
+        ring_lengths,
         cache_slots,
     } = residency;
     let policy = match policy {
@@ -273,6 +274,13 @@ fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
     lines.put("residency-budget", budget_bytes);
     lines.put_if(*host_bytes > 0, "residency-host", host_bytes);
     lines.put_some("ring-slots", ring_slots.as_ref());
+    for length in ring_lengths {
+        let PlanRingLength {
+            prompt_tokens,
+            slots,
+        } = length;
+        lines.put("ring-length", format!("{prompt_tokens} {slots}"));
+    }
     lines.put_some("cache-slots", cache_slots.as_ref());
 }
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, ResidencyPolicy, SecretRef,
-    TolerationSpec,
+    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, PlanRingLength, ResidencyPolicy,
+    SecretRef, TolerationSpec,
 };
 use serde_json::json;
 
@@ -144,6 +144,18 @@ const CHANGES: &[Change] = &[
         |_, _, p| {
             if let Some(residency) = &mut p.ranks[1].residency {
                 residency.ring_slots = Some(16);
+            }
+        },
+        &[1],
+    ),
+    (
+        "lengths of the ring",
+        |_, _, p| {
+            if let Some(residency) = &mut p.ranks[1].residency {
+                residency.ring_lengths = vec![PlanRingLength {
+                    prompt_tokens: 64,
+                    slots: 8,
+                }];
             }
         },
         &[1],

@@ -139,6 +139,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
             budget_bytes: 7_733_248,
             host_bytes: 0,
             ring_slots: None,
+            ring_lengths: Vec::new(),
             cache_slots: None,
         }),
         kv: is_worker.then_some(PlanKv {

@@ -46,7 +46,7 @@ fn streamed(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     let ExpertsAt::Ring { slots, copy_gbps } = predictor.experts_at else {
         return None;
     };
-    let time = predictor.streamed(step, slots, copy_gbps);
+    let time = predictor.streamed(step, slots.at(tokens), copy_gbps);
     Some(format!(
         "experts of {}: {} stream from the memory of {} to {} at {:.1} GB/s ({rate}; {:.1} beside decode); a prompt of {tokens} tokens takes {}, {} of copies beside {} of computation",
         rank.name,
@@ -61,43 +61,41 @@ fn streamed(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     ))
 }
 
-/// The prompt length up to which a ring of all experts of a layer fits beside what the prompt itself needs, and the ring
-/// that was chosen for the longest prompt.
+/// The lengths of the ring, and the prompt length from which on a longer one would save nothing.
 fn turning_point(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     let demand = &draft.demand;
     let slot = draft.slot_of(rank)?;
+    let ring = slot.ring?;
     let experts = demand.facts.experts;
     let one = format_bytes(demand.slot_bytes());
-    let ring = format!(
-        "ring of {}: {} slots of {one}, shared by all layers",
-        rank.name, slot.ring_slots
-    );
     let context = demand.context_length;
-    if slot.ring_slots >= experts {
-        let room = slot.memory_bytes.saturating_sub(slot.kv_bytes);
-        let dense = demand.on_gpu(rank.role, slot.device).weights_bytes;
-        let for_prompt = room
-            .saturating_sub(dense)
-            .saturating_sub(demand.slot_bytes() * u64::from(slot.ring_slots));
-        return Some(format!(
-            "{ring}: all {experts} experts of a layer, as the longest prompt of {context} tokens needs {} beside them",
-            format_bytes(for_prompt)
-        ));
-    }
-    let point = demand.turning_point_tokens(slot.memory_bytes);
-    let needs = format_bytes(
-        demand
-            .flight_bytes(context)
-            .saturating_add(demand.kv_bytes(context)),
-    );
-    Some(match point {
-        0 => format!(
-            "{ring}: a prompt of {context} tokens needs {needs}, and even a short one leaves no room for all {experts} experts of a layer"
-        ),
+    let room = format_bytes(slot.ring_room_bytes);
+    let lengths = match ring.lengths() {
+        [only] if only.slots >= experts => {
+            return Some(format!(
+                "ring of {}: {} slots of {one}, shared by all layers: all {experts} experts of a layer, as the longest prompt of {context} tokens needs {} beside them",
+                rank.name,
+                only.slots,
+                format_bytes(demand.flight_bytes(context))
+            ));
+        }
+        lengths => lengths
+            .iter()
+            .map(|length| format!("{} up to {}", length.slots, length.prompt_tokens)),
+    };
+    let lengths = lengths.collect::<Vec<_>>().join(", ");
+    let turning = match draft.estimator.turning_point_tokens(slot.gpu) {
+        point if point >= context => {
+            "an expert of the longest prompt still takes longer to copy than to compute".to_owned()
+        }
         point => format!(
-            "{ring}: a prompt of {context} tokens needs {needs}; the turning point is {point} tokens: with a contextLength up to that, all {experts} experts of a layer would fit"
+            "the turning point is {point} tokens: in longer prompts an expert computes longer than its copy takes, so that 2 slots hide all copies"
         ),
-    })
+    };
+    Some(format!(
+        "ring of {}: slots of {one} by tokens of the prompt: {lengths}; ring and prompt share {room}, and {turning}",
+        rank.name
+    ))
 }
 
 fn on_host(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {

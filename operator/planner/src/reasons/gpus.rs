@@ -62,23 +62,24 @@ fn on_gpu(
     node: &NodeProfileStatus,
     gpu: &GpuProfile,
 ) -> String {
-    let device = draft.slot_of(rank).map_or(Device::Gpu, |slot| slot.device);
+    let slot = draft.slot_of(rank);
+    let device = slot.map_or(Device::Gpu, |slot| slot.device);
     let need = draft.demand.on_gpu(rank.role, device);
-    let slots = rank
-        .residency
-        .as_ref()
-        .and_then(|r| r.ring_slots.or(r.cache_slots));
-    let slots_bytes = u64::from(slots.unwrap_or(0)) * draft.demand.slot_bytes();
-    let weights = match (device, slots) {
-        (Device::Cpus | Device::Gpu, _) => "weights",
-        (Device::StreamingGpu | Device::GpuAndCpus, _) => "dense modules",
+    let cache_slots = rank.residency.as_ref().and_then(|r| r.cache_slots);
+    let cache_bytes = u64::from(cache_slots.unwrap_or(0)) * draft.demand.slot_bytes();
+    let weights = match device {
+        Device::Cpus | Device::Gpu => "weights",
+        Device::StreamingGpu | Device::GpuAndCpus => "dense modules",
     };
-    let slots = match device {
-        Device::StreamingGpu => format!(", ring {}", format_bytes(slots_bytes)),
-        Device::GpuAndCpus if slots_bytes > 0 => {
-            format!(", cache of experts {}", format_bytes(slots_bytes))
+    let cache = match device {
+        Device::GpuAndCpus if cache_bytes > 0 => {
+            format!(", cache of experts {}", format_bytes(cache_bytes))
         }
-        Device::Cpus | Device::Gpu | Device::GpuAndCpus => String::new(),
+        Device::Cpus | Device::Gpu | Device::GpuAndCpus | Device::StreamingGpu => String::new(),
+    };
+    let (room, room_bytes) = match slot.filter(|slot| slot.ring.is_some()) {
+        Some(slot) => ("the room of ring and prompt", slot.ring_room_bytes),
+        None => ("working room", need.working_bytes),
     };
     let kv_bytes = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
     let (free, tail) = match draft.estimator.gpus().at(node) {
@@ -103,14 +104,14 @@ fn on_gpu(
         String::new()
     };
     format!(
-        "{} on {} of {} ({}, {capability}): {weights} {}{slots}, KV {} and working room {} are {} of its {free}{more}{tail}",
+        "{} on {} of {} ({}, {capability}): {weights} {}{cache}, KV {} and {room} {} are {} of its {free}{more}{tail}",
         rank.name,
         gpu.name,
         node.node,
         gpu.uuid,
         format_bytes(need.weights_bytes),
         format_bytes(kv_bytes),
-        format_bytes(need.working_bytes),
+        format_bytes(room_bytes),
         format_bytes(rank.gpu_memory_bytes),
     )
 }

@@ -11,7 +11,8 @@ use hearth_kernels::{Backend, CpuBackend, KvDType};
 use hearth_model::{ExpertCache, Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
     HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
-    ResidentOptions, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions, note_unused,
+    ResidentOptions, RingSlots, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
+    note_unused,
 };
 use hearth_virtual::VirtualBackend;
 
@@ -50,8 +51,8 @@ pub(crate) enum ResidencyPolicy {
     },
     /// Routed experts pass through a ring of slots in the device's memory.
     StreamLoading {
-        /// Number of slots; `None` leaves it to the memory that there is.
-        slots: Option<usize>,
+        /// Number of slots.
+        slots: RingSlots,
     },
     /// Routed experts stay in the machine's memory and are computed by its CPUs; all else stays on the device.
     HostExperts {
@@ -89,7 +90,9 @@ impl LoadOptions<'_> {
                 budget_bytes: args.residency_budget,
             },
             ResidencyArg::StreamLoading => ResidencyPolicy::StreamLoading {
-                slots: args.ring_slots.map(|slots| slots as usize),
+                slots: args
+                    .ring_slots
+                    .map_or(RingSlots::Auto, |slots| RingSlots::Fixed(slots as usize)),
             },
             ResidencyArg::HostExperts => ResidencyPolicy::HostExperts {
                 budget_bytes: args.residency_budget,
@@ -273,7 +276,7 @@ impl Files<'_> {
         host: HostOptions,
         keep: Keep<'_, '_>,
         slots: Slots<
-            impl FnOnce(&Self, &Arc<B>, Option<usize>) -> Policy<B>,
+            impl FnOnce(&Self, &Arc<B>, RingSlots) -> Policy<B>,
             impl FnOnce(&Self, &Arc<B>, usize) -> Cache<B>,
         >,
     ) -> anyhow::Result<LoadedOn<B>> {
@@ -349,7 +352,7 @@ impl Files<'_> {
     fn streamed<B: Backend + LoadOps>(
         &self,
         backend: &Arc<B>,
-        slots: Option<usize>,
+        slots: RingSlots,
         trace: Option<Arc<Trace>>,
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
         let moe = self.config.moe.as_ref();
@@ -369,7 +372,7 @@ impl Files<'_> {
     fn streamed_to_gpu(
         &self,
         backend: &Arc<GpuBackend>,
-        slots: Option<usize>,
+        slots: RingSlots,
     ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
         self.streamed(backend, slots, None)
     }
@@ -379,7 +382,7 @@ impl Files<'_> {
     fn streamed_to_gpu(
         &self,
         _backend: &Arc<GpuBackend>,
-        _slots: Option<usize>,
+        _slots: RingSlots,
     ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
         anyhow::bail!(crate::device::WITHOUT_GPUS)
     }

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use hearth_kernels::KvDType;
+use hearth_kernels::ops::DeviceMemory;
+use hearth_model::StreamedStats;
 
 use crate::{EngineError, grammar::GrammarTokenizer, sampler::SamplingParams};
 
@@ -233,6 +235,10 @@ pub struct EngineStats {
     pub preemptions: u64,
     /// Bytes of weights that the residency policy holds ready.
     pub resident_bytes: u64,
+    /// What passes did whose experts came over a link.
+    pub streamed: StreamedStats,
+    /// Memory of a device that has its own; zeros for the host's.
+    pub device: DeviceMemory,
     /// Whether new requests are refused.
     pub draining: bool,
 }

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use hearth_kernels::ops::DeviceMemory;
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
-use hearth_model::{Batch, Model, ModelError, Observer};
+use hearth_model::{Batch, Model, ModelError, Observer, StreamedStats};
 
 use crate::progress::{Pass, Progress};
 
@@ -32,6 +33,9 @@ pub(crate) trait Watch {
 pub(crate) struct WeightStats {
     pub(crate) read_bytes: u64,
     pub(crate) resident_bytes: u64,
+    pub(crate) streamed: StreamedStats,
+    /// Memory of the device; `None` for the host's.
+    pub(crate) device: Option<DeviceMemory>,
 }
 
 /// Result of a forward pass for the rows whose logits are wanted.
@@ -184,6 +188,8 @@ impl<B: Backend> Forward for ModelForward<B> {
         WeightStats {
             read_bytes: stats.read_bytes,
             resident_bytes: stats.resident_bytes,
+            streamed: stats.streamed,
+            device: self.backend.device_memory(),
         }
     }
 }

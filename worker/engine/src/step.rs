@@ -536,6 +536,8 @@ impl<F: Forward> StepLoop<F> {
             step_seconds: step_time.as_secs_f64(),
             preemptions: scheduler.preemptions,
             resident_bytes: weights.resident_bytes,
+            streamed: weights.streamed,
+            device: weights.device.unwrap_or_default(),
             draining: false,
         });
     }

@@ -20,7 +20,7 @@ pub trait Backend: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + Sampl
 impl<B: ElementwiseOps + LinearOps + AttentionOps + ExpertOps + SampleOps> Backend for B {}
 
 /// Memory of a device that has its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// Bytes in use: weights, KV, activations and working memory.
     pub used_bytes: u64,
@@ -122,8 +122,11 @@ pub trait LoadOps: MemoryOps {
     /// Memory that weights are loaded into, again and again.
     type Slot: Send + Sync + 'static;
 
-    /// Takes `count` slots of `bytes` bytes each out of the device's memory.
+    /// Takes `count` slots of `bytes` bytes each out of the device's memory, and waits until nothing uses it any more.
     fn slots(&self, bytes: usize, count: usize) -> Result<Vec<Self::Slot>, KernelError>;
+    /// Gives slots back to the device's memory, for what is computed from now on: that waits for copies into them. Weights
+    /// that were loaded into them must not be used any more.
+    fn give_back(&self, slots: Vec<Self::Slot>) -> Result<(), KernelError>;
     /// Bytes of a slot that a matrix takes, with its scales.
     fn slot_bytes(&self, matrix: &HostMatrix) -> usize;
     /// Lets copies into a slot that are queued from now on wait for `free`. Weights that were loaded into it before must
@@ -144,6 +147,8 @@ pub trait LoadOps: MemoryOps {
     fn after(&self, mark: &Self::Mark) -> Result<(), KernelError>;
     /// Lets the calling thread wait until a mark is reached.
     fn wait(&self, mark: &Self::Mark) -> Result<(), KernelError>;
+    /// Time from one mark to a later one of the same lane, ns, by the device's clock; `None` if it is not reached yet.
+    fn ns_between(&self, from: &Self::Mark, to: &Self::Mark) -> Option<u64>;
 }
 
 /// Operations whose cost is dominated by touching their operands.

@@ -34,4 +34,4 @@ pub use flight::Flight;
 pub use model::{Model, kv_layout, modules};
 pub use module::{ModuleId, ModuleSpec, ModuleWeights, TensorShape, TensorSpec};
 pub use observer::Observer;
-pub use residency::{ExpertCache, Guard, Kept, Release, Residency, ResidencyStats};
+pub use residency::{ExpertCache, Guard, Kept, Release, Residency, ResidencyStats, StreamedStats};

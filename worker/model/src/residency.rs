@@ -114,6 +114,7 @@ impl Add for ResidencyStats {
             read_bytes: self.read_bytes + other.read_bytes,
             prefetched_bytes: self.prefetched_bytes + other.prefetched_bytes,
             released_bytes: self.released_bytes + other.released_bytes,
+            streamed: self.streamed + other.streamed,
         }
     }
 }
@@ -134,4 +135,62 @@ pub struct ResidencyStats {
     pub prefetched_bytes: u64,
     /// Bytes released after use.
     pub released_bytes: u64,
+    /// What passes did whose experts came over a link.
+    pub streamed: StreamedStats,
+}
+
+/// Passes whose experts came over a link, by the clock of the device. What the device has not reached yet is counted
+/// later.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamedStats {
+    /// Passes that began.
+    pub passes: u64,
+    /// Rows of these.
+    pub rows: u64,
+    /// Bytes that crossed the link.
+    pub copied_bytes: u64,
+    /// Time for which the link was busy with them, ns.
+    pub copy_ns: u64,
+    /// Time for which computation waited for them, ns: the part of their time that nothing hides.
+    pub wait_ns: u64,
+    /// Time from the begins of passes to the ends of their last experts, ns.
+    pub pass_ns: u64,
+}
+
+impl StreamedStats {
+    /// What was done since an earlier reading.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        Self {
+            passes: self.passes - before.passes,
+            rows: self.rows - before.rows,
+            copied_bytes: self.copied_bytes - before.copied_bytes,
+            copy_ns: self.copy_ns - before.copy_ns,
+            wait_ns: self.wait_ns - before.wait_ns,
+            pass_ns: self.pass_ns - before.pass_ns,
+        }
+    }
+
+    /// Share of the copies' time that computation hides; 1 if there were none.
+    pub fn hidden_share(&self) -> f64 {
+        match self.copy_ns {
+            0 => 1.0,
+            copy_ns => 1.0 - (self.wait_ns as f64 / copy_ns as f64).min(1.0),
+        }
+    }
+}
+
+impl Add for StreamedStats {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            passes: self.passes + other.passes,
+            rows: self.rows + other.rows,
+            copied_bytes: self.copied_bytes + other.copied_bytes,
+            copy_ns: self.copy_ns + other.copy_ns,
+            wait_ns: self.wait_ns + other.wait_ns,
+            pass_ns: self.pass_ns + other.pass_ns,
+        }
+    }
 }

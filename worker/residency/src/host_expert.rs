@@ -17,6 +17,8 @@ pub(crate) struct HostExpert {
 /// An expert in a slot.
 pub(crate) struct Streamed<B: Backend + LoadOps> {
     pub(crate) weights: Arc<ModuleWeights<B>>,
+    /// The begin of its copy.
+    pub(crate) begun: B::Mark,
     /// The end of its copy.
     pub(crate) copied: B::Mark,
 }
@@ -57,6 +59,7 @@ impl HostExpert {
         let module = self.id;
         let failed = |source| ResidencyError::Kernel { module, source };
         backend.reuse(slot, free).map_err(failed)?;
+        let begun = backend.copied().map_err(failed)?;
         let (mut at, mut matrices) = (0, Vec::with_capacity(self.matrices.len()));
         for (field, matrix) in &self.matrices {
             matrices.push((*field, backend.load(matrix, slot, at).map_err(failed)?));
@@ -65,6 +68,7 @@ impl HostExpert {
         let weights = ModuleWeights::of_matrices(module, matrices, self.bytes);
         Ok(Streamed {
             weights: Arc::new(weights),
+            begun,
             copied: backend.copied().map_err(failed)?,
         })
     }

@@ -5,9 +5,8 @@
 //! long the host takes for an expert, both measured while serving.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 use hearth_formats::Checkpoint;
@@ -19,6 +18,7 @@ use hearth_model::{
 };
 
 use crate::host_expert::{HostExpert, Streamed};
+use crate::loader::{Loader, Loading, Shared};
 
 /// Steps, of one flight each, after which a use counts half.
 const HALF_LIFE_STEPS: f64 = 128.0;
@@ -27,20 +27,18 @@ const NEWEST_SHARE: f64 = 0.1;
 
 /// Slots on the device for the experts that are used most.
 pub struct HotExperts<B: Backend + LoadOps> {
-    shared: Arc<Shared<B>>,
-    loader: Option<JoinHandle<()>>,
+    loader: Loader<Caching<B>>,
     slot_bytes: usize,
     acquired: AtomicU64,
     read_bytes: AtomicU64,
 }
 
 /// Everything that the loader shares with the thread of the model.
-struct Shared<B: Backend + LoadOps> {
+struct Caching<B: Backend + LoadOps> {
     backend: Arc<B>,
     experts: HashMap<ModuleId, HostExpert>,
     slots: Vec<B::Slot>,
-    state: Mutex<State<B>>,
-    changed: Condvar,
+    shared: Shared<State<B>>,
     loaded_bytes: AtomicU64,
 }
 
@@ -55,7 +53,6 @@ struct State<B: Backend + LoadOps> {
     heat: Heat,
     /// Milliseconds that a copy takes, a running mean; 0: not measured yet.
     copy_ms: f64,
-    ends: bool,
 }
 
 struct Cached<B: Backend + LoadOps> {
@@ -121,10 +118,10 @@ impl<B: Backend + LoadOps> HotExperts<B> {
             slot_bytes: slot_bytes as u64,
             source,
         })?;
-        let shared = Arc::new(Shared {
+        let loader = Loader::start(Caching {
             backend,
             experts,
-            state: Mutex::new(State {
+            shared: Shared::new(State {
                 cached: HashMap::new(),
                 unused: (0..taken.len()).rev().collect(),
                 wanted: VecDeque::new(),
@@ -136,24 +133,12 @@ impl<B: Backend + LoadOps> HotExperts<B> {
                     half_life: HALF_LIFE_STEPS * layers as f64,
                 },
                 copy_ms: 0.0,
-                ends: false,
             }),
             slots: taken,
-            changed: Condvar::new(),
             loaded_bytes: AtomicU64::new(0),
-        });
-        let of_loader = Arc::clone(&shared);
-        let loader = std::thread::Builder::new()
-            .name("loader".to_owned())
-            .spawn(move || of_loader.run())
-            .map_err(|source| ResidencyError::System {
-                what: "start the thread that loads experts".to_owned(),
-                source,
-                remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
-            })?;
+        })?;
         Ok(Self {
-            shared,
-            loader: Some(loader),
+            loader,
             slot_bytes,
             acquired: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
@@ -161,7 +146,7 @@ impl<B: Backend + LoadOps> HotExperts<B> {
     }
 
     fn kept(&self, id: ModuleId) -> Kept {
-        Kept::new(id, Arc::clone(&self.shared) as Arc<dyn Release>)
+        Kept::new(id, self.loader.loading() as Arc<dyn Release>)
     }
 }
 
@@ -220,7 +205,7 @@ impl<B: Backend + LoadOps> State<B> {
 
 impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
     fn keep(&self, chosen: &[ModuleId]) -> Vec<Option<Kept>> {
-        let mut state = self.shared.state();
+        let mut state = self.loader.shared.lock();
         state.heat.used(chosen);
         let hold = |id: &ModuleId| {
             let cached = state.cached.get_mut(id);
@@ -234,10 +219,10 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
     fn load(&self, missed: &[ModuleId], host_ms: f64) -> Vec<Option<Kept>> {
         let mut coming: Vec<Option<Kept>> = missed.iter().map(|_| None).collect();
         // Behind everything that reads the slots which are given away here.
-        let Ok(free) = self.shared.backend.computed() else {
+        let Ok(free) = self.loader.backend.computed() else {
             return coming;
         };
-        let mut state = self.shared.state();
+        let mut state = self.loader.shared.lock();
         let is_new = |index: &usize| !state.cached.contains_key(&missed[*index]);
         let mut hottest: Vec<usize> = (0..missed.len()).filter(is_new).collect();
         let heat = |index: usize| state.heat.of(missed[index]);
@@ -260,7 +245,7 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
             }
         }
         drop(state);
-        self.shared.changed.notify_all();
+        self.loader.shared.changed();
         coming
     }
 }
@@ -268,7 +253,8 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
 impl<B: Backend + LoadOps> Residency<B> for HotExperts<B> {
     /// Waits for an expert that is kept.
     fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError> {
-        let mut state = self.shared.state();
+        let loader = &self.loader;
+        let mut state = loader.shared.lock();
         let (weights, copied) = loop {
             if let Some(error) = state.failed.remove(&id) {
                 return Err(error);
@@ -276,23 +262,25 @@ impl<B: Backend + LoadOps> Residency<B> for HotExperts<B> {
             let Some(cached) = state.cached.get_mut(&id) else {
                 return Err(ResidencyError::Unknown { module: id });
             };
-            if let Some(Streamed { weights, copied }) = &cached.expert {
+            if let Some(Streamed {
+                weights, copied, ..
+            }) = &cached.expert
+            {
                 cached.holds += 1;
                 break (Arc::clone(weights), copied.clone());
             }
-            if state.ends {
+            if loader.shared.has_ended() {
                 return Err(ResidencyError::Ended { module: id });
             }
-            let changed = &self.shared.changed;
-            state = changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = loader.shared.wait(state);
         };
         drop(state);
         self.acquired.fetch_add(1, Ordering::Relaxed);
         self.read_bytes
             .fetch_add(weights.bytes(), Ordering::Relaxed);
-        let guard = Guard::new(weights, Some(Arc::clone(&self.shared) as Arc<dyn Release>));
-        let backend = &self.shared.backend;
-        backend
+        let guard = Guard::new(weights, Some(loader.loading() as Arc<dyn Release>));
+        loader
+            .backend
             .after(&copied)
             .map_err(|source| ResidencyError::Kernel { module: id, source })?;
         Ok(guard)
@@ -301,76 +289,71 @@ impl<B: Backend + LoadOps> Residency<B> for HotExperts<B> {
     /// The experts' bytes are the host's; those of slots are resident on the device too.
     fn stats(&self) -> ResidencyStats {
         ResidencyStats {
-            resident_bytes: (self.slot_bytes * self.shared.slots.len()) as u64,
+            resident_bytes: (self.slot_bytes * self.loader.slots.len()) as u64,
             acquired: self.acquired.load(Ordering::Relaxed),
             read_bytes: self.read_bytes.load(Ordering::Relaxed),
-            prefetched_bytes: self.shared.loaded_bytes.load(Ordering::Relaxed),
+            prefetched_bytes: self.loader.loaded_bytes.load(Ordering::Relaxed),
             ..ResidencyStats::default()
         }
     }
 }
 
-/// Says that the loader has ended, even by a panic: nobody waits for it then.
-struct Ending<'a, B: Backend + LoadOps>(&'a Shared<B>);
+/// A slot with what its copy waits for.
+type Task<B> = (ModuleId, usize, Option<<B as LoadOps>::Mark>);
 
-impl<B: Backend + LoadOps> Drop for Ending<'_, B> {
-    fn drop(&mut self) {
-        self.0.state().ends = true;
-        self.0.changed.notify_all();
+impl<B: Backend + LoadOps> Loading for Caching<B> {
+    type State = State<B>;
+    type Task = Task<B>;
+
+    fn shared(&self) -> &Shared<State<B>> {
+        &self.shared
+    }
+
+    fn next(&self, state: &mut State<B>) -> Option<Task<B>> {
+        while let Some(id) = state.wanted.pop_front() {
+            // An expert that is wanted has its slot.
+            if let Some(cached) = state.cached.get_mut(&id) {
+                state.is_loading = true;
+                return Some((id, cached.slot, cached.free.take()));
+            }
+        }
+        None
+    }
+
+    fn load(&self, (id, slot, free): Task<B>) {
+        let started = Instant::now();
+        let loaded = self.copy(id, slot, free.as_ref());
+        let copy_ms = started.elapsed().as_secs_f64() * 1e3;
+        let mut state = self.shared.lock();
+        state.is_loading = false;
+        match loaded {
+            Ok(loaded) => {
+                state.copy_ms = match state.copy_ms {
+                    0.0 => copy_ms,
+                    mean => (1.0 - NEWEST_SHARE) * mean + NEWEST_SHARE * copy_ms,
+                };
+                if let Some(cached) = state.cached.get_mut(&id) {
+                    cached.expert = Some(loaded);
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%id, %error, "an expert could not be copied to the device");
+                if state
+                    .cached
+                    .remove(&id)
+                    .is_some_and(|cached| cached.holds > 0)
+                {
+                    state.failed.insert(id, error);
+                }
+                state.unused.push(slot);
+            }
+        }
     }
 }
 
-impl<B: Backend + LoadOps> Shared<B> {
-    /// Copies wanted experts, one after the other, until the cache ends.
-    fn run(&self) {
-        let _ends = Ending(self);
-        let mut state = self.state();
-        while !state.ends {
-            let Some(id) = state.wanted.pop_front() else {
-                let waited = self.changed.wait(state);
-                state = waited.unwrap_or_else(PoisonError::into_inner);
-                continue;
-            };
-            // An expert that is wanted has its slot.
-            let Some(cached) = state.cached.get_mut(&id) else {
-                continue;
-            };
-            let (slot, free) = (cached.slot, cached.free.take());
-            state.is_loading = true;
-            drop(state);
-            let started = Instant::now();
-            let loaded = self.load(id, slot, free.as_ref());
-            let copy_ms = started.elapsed().as_secs_f64() * 1e3;
-            state = self.state();
-            state.is_loading = false;
-            match loaded {
-                Ok(loaded) => {
-                    state.copy_ms = match state.copy_ms {
-                        0.0 => copy_ms,
-                        mean => (1.0 - NEWEST_SHARE) * mean + NEWEST_SHARE * copy_ms,
-                    };
-                    if let Some(cached) = state.cached.get_mut(&id) {
-                        cached.expert = Some(loaded);
-                    }
-                }
-                Err(error) => {
-                    tracing::warn!(%id, %error, "an expert could not be copied to the device");
-                    if state
-                        .cached
-                        .remove(&id)
-                        .is_some_and(|cached| cached.holds > 0)
-                    {
-                        state.failed.insert(id, error);
-                    }
-                    state.unused.push(slot);
-                }
-            }
-            self.changed.notify_all();
-        }
-    }
-
+impl<B: Backend + LoadOps> Caching<B> {
     /// Copies an expert, and waits until it is there.
-    fn load(
+    fn copy(
         &self,
         id: ModuleId,
         slot: usize,
@@ -387,28 +370,12 @@ impl<B: Backend + LoadOps> Shared<B> {
             .fetch_add(expert.bytes(), Ordering::Relaxed);
         Ok(streamed)
     }
-
-    fn state(&self) -> MutexGuard<'_, State<B>> {
-        // Each change is complete before anything can panic.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-impl<B: Backend + LoadOps> Release for Shared<B> {
+impl<B: Backend + LoadOps> Release for Caching<B> {
     fn released(&self, id: ModuleId) {
-        if let Some(cached) = self.state().cached.get_mut(&id) {
+        if let Some(cached) = self.shared.lock().cached.get_mut(&id) {
             cached.holds = cached.holds.saturating_sub(1);
-        }
-    }
-}
-
-impl<B: Backend + LoadOps> Drop for HotExperts<B> {
-    fn drop(&mut self) {
-        self.shared.state().ends = true;
-        self.shared.changed.notify_all();
-        if let Some(loader) = self.loader.take() {
-            // A panic of the loader was reported by its thread.
-            let _ = loader.join();
         }
     }
 }

@@ -18,6 +18,8 @@
 mod holder;
 mod host_expert;
 mod hot_experts;
+mod loader;
+mod meter;
 mod mmap_prefetch;
 mod pages;
 mod resident;
@@ -31,4 +33,6 @@ pub use hot_experts::HotExperts;
 pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};
 pub use resident::{LoadProgress, Placing, Resident, ResidentOptions};
 pub use store::note_unused;
-pub use stream_loading::{StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions};
+pub use stream_loading::{
+    RingLength, RingSlots, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
+};

@@ -1,42 +1,69 @@
 //! The experts' ring: which expert is in which slot, which one is loaded next, and which are evicted.
 //!
-//! Pure bookkeeping: slots are numbers, and what a loaded expert is belongs to the caller.
+//! Pure bookkeeping: what a slot and a loaded expert are belongs to the caller.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use hearth_model::ModuleId;
 
-/// A ring of slots for the experts of all layers. `T` is a loaded expert, `M` a mark in the device's order.
-pub(crate) struct Ring<T, M> {
+/// A ring of slots for the experts of all layers. `S` is a slot, which the ring owns but while it is loaded into; `T` a
+/// loaded expert, `M` a mark in the device's order.
+pub(crate) struct Ring<S, T, M> {
     /// Experts of each layer, in the order of the pass.
     layers: Vec<Vec<ModuleId>>,
     /// Slots that hold nothing, each with the mark after which it may be overwritten; the one that waited longest first.
-    free: VecDeque<(usize, Option<M>)>,
+    free: VecDeque<(S, Option<M>)>,
+    slots: usize,
     /// Experts to load, in order.
     wanted: VecDeque<ModuleId>,
     /// First layer whose experts were not wanted yet; none follow if the pass does not load ahead.
     next_layer: usize,
     /// The expert that is being copied, and whether it is still wanted.
     loading: Option<(ModuleId, bool)>,
-    loaded: HashMap<ModuleId, Loaded<T>>,
+    loaded: HashMap<ModuleId, Loaded<S, T>>,
 }
 
-struct Loaded<T> {
-    slot: usize,
+struct Loaded<S, T> {
+    slot: S,
     expert: T,
     guards: usize,
 }
 
-impl<T, M> Ring<T, M> {
-    pub(crate) fn new(layers: Vec<Vec<ModuleId>>, slots: usize) -> Self {
+impl<S, T, M> Ring<S, T, M> {
+    /// Creates a ring without slots.
+    pub(crate) fn new(layers: Vec<Vec<ModuleId>>) -> Self {
         Self {
             next_layer: layers.len(),
             layers,
-            free: (0..slots).map(|slot| (slot, None)).collect(),
+            free: VecDeque::new(),
+            slots: 0,
             wanted: VecDeque::new(),
             loading: None,
             loaded: HashMap::new(),
         }
+    }
+
+    /// Adds slots that may be loaded into at once.
+    pub(crate) fn lengthen(&mut self, slots: Vec<S>) {
+        self.slots += slots.len();
+        self.free.extend(slots.into_iter().map(|slot| (slot, None)));
+    }
+
+    /// Takes up to `count` free slots out of the ring.
+    pub(crate) fn shorten(&mut self, count: usize) -> Vec<S> {
+        let count = count.min(self.free.len());
+        self.slots -= count;
+        self.free.drain(..count).map(|(slot, _)| slot).collect()
+    }
+
+    /// Number of slots.
+    pub(crate) fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// Whether an expert is being copied.
+    pub(crate) fn is_loading(&self) -> bool {
+        self.loading.is_some()
     }
 
     /// Begins a pass; `ahead`: all experts of a layer are loaded before its router has spoken.
@@ -66,7 +93,7 @@ impl<T, M> Ring<T, M> {
     }
 
     /// Takes the next expert to load, and a slot for it with the mark to wait for.
-    pub(crate) fn next(&mut self) -> Option<(ModuleId, usize, Option<M>)> {
+    pub(crate) fn next(&mut self) -> Option<(ModuleId, S, Option<M>)> {
         if self.wanted.is_empty()
             && let Some(layer) = self.layers.get(self.next_layer)
         {
@@ -85,7 +112,7 @@ impl<T, M> Ring<T, M> {
     }
 
     /// Enters the expert that was copied into a slot.
-    pub(crate) fn loaded(&mut self, slot: usize, expert: T) {
+    pub(crate) fn loaded(&mut self, slot: S, expert: T) {
         match self.loading.take() {
             Some((id, true)) => {
                 let loaded = Loaded {
@@ -102,7 +129,7 @@ impl<T, M> Ring<T, M> {
 
     /// Gives a slot back into which an expert could not be copied, with the mark to wait for as before. Returns whether the
     /// expert was still wanted.
-    pub(crate) fn failed(&mut self, slot: usize, mark: Option<M>) -> bool {
+    pub(crate) fn failed(&mut self, slot: S, mark: Option<M>) -> bool {
         self.free.push_back((slot, mark));
         self.loading.take().is_some_and(|(_, is_wanted)| is_wanted)
     }
@@ -135,9 +162,9 @@ impl<T, M> Ring<T, M> {
         if loaded.guards > 0 {
             return false;
         }
-        let slot = loaded.slot;
-        self.loaded.remove(&id);
-        self.free.push_back((slot, mark));
+        if let Some(loaded) = self.loaded.remove(&id) {
+            self.free.push_back((loaded.slot, mark));
+        }
         true
     }
 
@@ -170,15 +197,12 @@ impl<T, M> Ring<T, M> {
         {
             *is_wanted = false;
         }
-        let free = &mut self.free;
-        self.loaded.retain(|id, loaded| {
-            let stays = loaded.guards > 0 || !is_unwanted(*id);
-            if !stays {
-                // Nothing read it, and copies run in order.
-                free.push_back((loaded.slot, None));
-            }
-            stays
-        });
+        let evicted = self
+            .loaded
+            .extract_if(|id, loaded| loaded.guards == 0 && is_unwanted(*id));
+        // Nothing read them, and copies run in order.
+        self.free
+            .extend(evicted.map(|(_, loaded)| (loaded.slot, None)));
     }
 }
 
@@ -191,13 +215,15 @@ mod tests {
     }
 
     /// Two layers of four experts.
-    fn ring(slots: usize) -> Ring<u32, u32> {
+    fn ring(slots: usize) -> Ring<usize, u32, u32> {
         let layer = |layer| (0..4).map(|expert| id(layer, expert)).collect();
-        Ring::new(vec![layer(1), layer(2)], slots)
+        let mut ring = Ring::new(vec![layer(1), layer(2)]);
+        ring.lengthen((0..slots).collect());
+        ring
     }
 
     /// Loads until the ring has no slot or nothing to load; returns what was loaded.
-    fn fill(ring: &mut Ring<u32, u32>) -> Vec<ModuleId> {
+    fn fill(ring: &mut Ring<usize, u32, u32>) -> Vec<ModuleId> {
         let mut loaded = Vec::new();
         while let Some((id, slot, _)) = ring.next() {
             ring.loaded(slot, 0);
@@ -299,6 +325,30 @@ mod tests {
         assert_eq!(fill(&mut ring), []);
         assert!(ring.hold(id(2, 2)).is_none());
         assert_eq!(fill(&mut ring), [id(2, 2)]);
+    }
+
+    #[test]
+    fn slots_that_nothing_is_in_leave_the_ring_and_come_back() {
+        let mut ring = ring(4);
+        ring.begin(true);
+        fill(&mut ring);
+        assert!(ring.hold(id(1, 2)).is_some());
+        assert_eq!(ring.shorten(4), [0; 0], "none is free");
+        ring.begin(true);
+        // The one that is held stays.
+        let mut taken = ring.shorten(4);
+        taken.sort_unstable();
+        assert_eq!((taken, ring.slots()), (vec![0, 1, 3], 1));
+        ring.release(id(1, 2), Some(7));
+        ring.lengthen(vec![8]);
+        assert_eq!(ring.slots(), 2);
+        ring.begin(true);
+        assert_eq!(fill(&mut ring), [id(1, 0), id(1, 1)]);
+        let (_, slot, _) = {
+            ring.begin(true);
+            ring.next().expect("a slot")
+        };
+        assert!(ring.is_loading() && [2, 8].contains(&slot));
     }
 
     #[test]

@@ -5,11 +5,13 @@
 //! free; once the router has spoken, the experts of that layer that it did not choose are dropped. The end of a copy is the paper's ON event, the
 //! end of the last operation that reads a slot its OFF event: both are marks in the device's own order, so neither thread
 //! waits for the device.
+//!
+//! The ring and what a pass computes share one part of the device's memory. The ring is as long as the pass leaves it room:
+//! between two passes, slots are given back to the device's memory or taken from it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, MutexGuard};
 
 use hearth_formats::Checkpoint;
 use hearth_kernels::Backend;
@@ -19,22 +21,46 @@ use hearth_model::{
 };
 
 use crate::host_expert::{HostExpert, Streamed};
+use crate::loader::{Loader, Loading, Shared};
+use crate::meter::Meter;
 use crate::ring::Ring;
 use crate::store::Store;
 
 /// Groups of experts that a ring has room for. A group runs in one invocation, which a GPU needs to be busy with experts of few
 /// rows; one group's copies at the begin of a pass and one group's computation at its end overlap with nothing.
 const GROUPS: usize = 16;
+/// Slots of the shortest ring: one expert computes while the next is copied.
+const LEAST_SLOTS: usize = 2;
 
 /// Options of the ring.
 pub struct StreamLoadingOptions {
-    /// Slots, from 2 to the number of experts; `None`: the experts of a layer, or as many as a quarter of the device's memory
-    /// beside the dense modules can hold, which leaves the rest to KV and activations.
-    pub slots: Option<usize>,
+    /// Number of slots.
+    pub slots: RingSlots,
     /// Experts that a token chooses.
     pub experts_per_token: usize,
     /// Observer of the ring, called by the thread that does what it is told of.
     pub listener: Option<StreamListener>,
+}
+
+/// Slots of a ring, from 2 to the number of experts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RingSlots {
+    /// The experts of a layer, or as many as a quarter of the device's memory beside the dense modules can hold, which leaves
+    /// the rest to KV and activations.
+    Auto,
+    /// So many for every pass.
+    Fixed(usize),
+    /// By the length of the pass, in ascending order of rows: the first entry that is long enough, or the last one.
+    ByRows(Vec<RingLength>),
+}
+
+/// Length of a ring for passes of a length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingLength {
+    /// Rows of the longest pass that it is for.
+    pub rows: usize,
+    /// Slots.
+    pub slots: usize,
 }
 
 /// What happens in the ring.
@@ -52,48 +78,36 @@ pub type StreamListener = Box<dyn Fn(StreamEvent) + Send + Sync>;
 /// Dense modules on the device, and routed experts that pass through a ring of slots.
 pub struct StreamLoading<B: Backend + LoadOps> {
     dense: Store<B>,
-    shared: Arc<Shared<B>>,
-    loader: Option<JoinHandle<()>>,
+    loader: Loader<Streaming<B>>,
     /// Rows of a pass from which on all experts are loaded ahead.
     ahead_rows: usize,
-    ring_bytes: u64,
+    lengths: Vec<RingLength>,
     acquired: AtomicU64,
     read_bytes: AtomicU64,
 }
 
 /// Everything that the loader shares with the thread of the model.
-struct Shared<B: Backend + LoadOps> {
+struct Streaming<B: Backend + LoadOps> {
     backend: Arc<B>,
     experts: HashMap<ModuleId, HostExpert>,
-    slots: Vec<B::Slot>,
-    state: Mutex<State<B>>,
-    changed: Condvar,
+    /// Bytes of a slot.
+    slot_bytes: usize,
+    shared: Shared<State<B>>,
+    meter: Meter<B::Mark>,
     listener: Option<StreamListener>,
-    loaded_bytes: AtomicU64,
     released_bytes: AtomicU64,
 }
 
 struct State<B: Backend + LoadOps> {
-    ring: Ring<Streamed<B>, B::Mark>,
+    ring: Ring<B::Slot, Streamed<B>, B::Mark>,
     /// Copies that failed, until they are asked for.
     failed: HashMap<ModuleId, ResidencyError>,
     /// The device did not say when an expert is no longer read: its slot is withheld.
     broken: Option<ResidencyError>,
-    ends: bool,
-}
-
-/// Says that the loader has ended, even by a panic: nobody waits for it then.
-struct Ending<'a, B: Backend + LoadOps>(&'a Shared<B>);
-
-impl<B: Backend + LoadOps> Drop for Ending<'_, B> {
-    fn drop(&mut self) {
-        self.0.state().ends = true;
-        self.0.changed.notify_all();
-    }
 }
 
 impl<B: Backend + LoadOps> StreamLoading<B> {
-    /// Copies the dense modules to the device, takes the ring's slots, and starts the loader.
+    /// Copies the dense modules to the device, takes the slots of the longest ring, and starts the loader.
     ///
     /// # Errors
     /// [`ResidencyError::Format`]; [`ResidencyError::Kernel`] if the device has no room for the dense modules;
@@ -106,157 +120,176 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
         backend: Arc<B>,
         options: StreamLoadingOptions,
     ) -> Result<Self, ResidencyError> {
-        let mut layers: Vec<Vec<ModuleId>> = Vec::new();
-        let mut experts = HashMap::new();
-        for spec in modules {
-            let ModuleId::Expert(layer, _) = spec.id else {
-                continue;
-            };
-            experts.insert(spec.id, HostExpert::new(spec, checkpoint)?);
-            let last = layers.last_mut();
-            match last.filter(|of_layer| is_of_layer(of_layer, layer)) {
-                Some(of_layer) => of_layer.push(spec.id),
-                None => layers.push(vec![spec.id]),
-            }
-        }
-        let Some(largest) = modules
-            .iter()
-            .filter(|spec| experts.contains_key(&spec.id))
-            .max_by_key(|spec| experts[&spec.id].slot_bytes(&*backend))
-            .map(|spec| spec.id)
-        else {
-            return Err(ResidencyError::Experts);
-        };
+        let (layers, experts) = routed(checkpoint, modules)?;
+        let sizes = experts.values().map(|expert| expert.slot_bytes(&*backend));
+        let slot_bytes = sizes.max().ok_or(ResidencyError::Experts)?;
         let dense = modules
             .iter()
             .filter(|spec| !matches!(spec.id, ModuleId::Expert(..)));
         let dense = Store::open(checkpoint, dense, &*backend, |_| {})?;
         let of_layer = layers.iter().map(Vec::len).max().unwrap_or(1);
-        let slot_bytes = experts[&largest].slot_bytes(&*backend);
-        let count = slot_count(&*backend, options.slots, of_layer, slot_bytes);
+        let lengths = options.slots.lengths(&*backend, of_layer, slot_bytes);
+        let count = lengths.iter().map(|length| length.slots).max();
+        let count = count.unwrap_or(LEAST_SLOTS);
         let ring = |source| ResidencyError::Ring {
             slots: count,
             slot_bytes: slot_bytes as u64,
             experts: experts.len(),
             source,
         };
-        if count > experts.len().max(2) {
+        if count > experts.len().max(LEAST_SLOTS) {
             return Err(ring(None));
         }
         let slots = backend
             .slots(slot_bytes, count)
             .map_err(|source| ring(Some(source)))?;
-        let shared = Arc::new(Shared {
+        let mut ring = Ring::new(layers);
+        ring.lengthen(slots);
+        let loader = Loader::start(Streaming {
             backend,
             experts,
-            slots,
-            state: Mutex::new(State {
-                ring: Ring::new(layers, count),
+            slot_bytes,
+            shared: Shared::new(State {
+                ring,
                 failed: HashMap::new(),
                 broken: None,
-                ends: false,
             }),
-            changed: Condvar::new(),
+            meter: Meter::new(),
             listener: options.listener,
-            loaded_bytes: AtomicU64::new(0),
             released_bytes: AtomicU64::new(0),
-        });
-        let loader = start(&shared)?;
+        })?;
         Ok(Self {
             dense,
-            shared,
-            loader: Some(loader),
+            loader,
             ahead_rows: of_layer.div_ceil(options.experts_per_token.max(1)),
-            ring_bytes: (slot_bytes * count) as u64,
+            lengths,
             acquired: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
         })
     }
 
-    /// Number of slots of the ring.
+    /// Number of slots that the ring has now.
     pub fn slots(&self) -> usize {
-        self.shared.slots.len()
+        self.loader.shared.lock().ring.slots()
     }
+
+    /// Slots of the ring for a pass of `rows` rows.
+    fn slots_for(&self, rows: usize) -> usize {
+        let mut lengths = self.lengths.iter();
+        let length = lengths.find(|length| length.rows >= rows);
+        length
+            .or(self.lengths.last())
+            .map_or(LEAST_SLOTS, |length| length.slots)
+    }
+}
+
+/// Experts of each layer in the order of the pass.
+type Layers = Vec<Vec<ModuleId>>;
+
+/// The routed experts of a model.
+fn routed(
+    checkpoint: &Checkpoint,
+    modules: &[ModuleSpec],
+) -> Result<(Layers, HashMap<ModuleId, HostExpert>), ResidencyError> {
+    let mut layers: Layers = Vec::new();
+    let mut experts = HashMap::new();
+    for spec in modules {
+        let ModuleId::Expert(layer, _) = spec.id else {
+            continue;
+        };
+        experts.insert(spec.id, HostExpert::new(spec, checkpoint)?);
+        let last = layers.last_mut();
+        match last.filter(|of_layer| is_of_layer(of_layer, layer)) {
+            Some(of_layer) => of_layer.push(spec.id),
+            None => layers.push(vec![spec.id]),
+        }
+    }
+    Ok((layers, experts))
 }
 
 fn is_of_layer(experts: &[ModuleId], layer: u32) -> bool {
     matches!(experts.first(), Some(ModuleId::Expert(of, _)) if *of == layer)
 }
 
-/// Slots that were asked for, at least 2; else the experts of a layer, or what a quarter of the free memory can hold.
-fn slot_count<B: LoadOps>(
-    backend: &B,
-    asked: Option<usize>,
-    of_layer: usize,
-    slot_bytes: usize,
-) -> usize {
-    let count = asked.unwrap_or_else(|| match backend.device_memory() {
-        Some(memory) => {
-            let room_bytes = memory.budget_bytes.saturating_sub(memory.used_bytes);
-            let quarter = room_bytes / 4 / (slot_bytes as u64).max(1);
-            of_layer.min(quarter as usize)
-        }
-        None => of_layer,
-    });
-    count.max(2)
-}
-
-fn start<B: Backend + LoadOps>(shared: &Arc<Shared<B>>) -> Result<JoinHandle<()>, ResidencyError> {
-    let shared = Arc::clone(shared);
-    std::thread::Builder::new()
-        .name("loader".to_owned())
-        .spawn(move || shared.run())
-        .map_err(|source| ResidencyError::System {
-            what: "start the thread that loads experts".to_owned(),
-            source,
-            remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
-        })
-}
-
-impl<B: Backend + LoadOps> Shared<B> {
-    /// Copies wanted experts into free slots until the policy ends.
-    fn run(&self) {
-        let _ends = Ending(self);
-        let mut state = self.state();
-        while !state.ends {
-            let Some((id, slot, free)) = state.ring.next() else {
-                state = self
-                    .changed
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
-                continue;
-            };
-            drop(state);
-            let loaded = self.load(id, slot, free.as_ref());
-            if loaded.is_ok() {
-                self.tell(StreamEvent::Loaded(id));
-            }
-            state = self.state();
-            match loaded {
-                Ok(loaded) => state.ring.loaded(slot, loaded),
-                Err(error) => {
-                    if state.ring.failed(slot, free) {
-                        state.failed.insert(id, error);
-                    }
+impl RingSlots {
+    /// Lengths by rows, at least 2 slots each, where a layer has `of_layer` experts.
+    fn lengths<B: LoadOps>(
+        self,
+        backend: &B,
+        of_layer: usize,
+        slot_bytes: usize,
+    ) -> Vec<RingLength> {
+        let always = |slots| {
+            vec![RingLength {
+                rows: usize::MAX,
+                slots,
+            }]
+        };
+        let mut lengths = match self {
+            Self::Auto => always(match backend.device_memory() {
+                Some(memory) => {
+                    let room_bytes = memory.budget_bytes.saturating_sub(memory.used_bytes);
+                    let quarter = room_bytes / 4 / (slot_bytes as u64).max(1);
+                    of_layer.min(quarter as usize)
                 }
-            }
-            self.changed.notify_all();
+                None => of_layer,
+            }),
+            Self::Fixed(slots) => always(slots),
+            Self::ByRows(lengths) => lengths,
+        };
+        for length in &mut lengths {
+            length.slots = length.slots.max(LEAST_SLOTS);
         }
+        lengths
+    }
+}
+
+/// The copy of an expert into a slot, behind a mark.
+type Task<B> = (ModuleId, <B as LoadOps>::Slot, Option<<B as LoadOps>::Mark>);
+
+impl<B: Backend + LoadOps> Loading for Streaming<B> {
+    type State = State<B>;
+    type Task = Task<B>;
+
+    fn shared(&self) -> &Shared<State<B>> {
+        &self.shared
     }
 
-    fn load(
+    fn next(&self, state: &mut State<B>) -> Option<Task<B>> {
+        state.ring.next()
+    }
+
+    fn load(&self, (id, slot, free): Task<B>) {
+        let loaded = self.copy(id, &slot, free.as_ref());
+        if loaded.is_ok() {
+            self.tell(StreamEvent::Loaded(id));
+        }
+        let mut state = self.shared.lock();
+        match loaded {
+            Ok(loaded) => state.ring.loaded(slot, loaded),
+            Err(error) => {
+                if state.ring.failed(slot, free) {
+                    state.failed.insert(id, error);
+                }
+            }
+        }
+    }
+}
+
+impl<B: Backend + LoadOps> Streaming<B> {
+    fn copy(
         &self,
         id: ModuleId,
-        slot: usize,
+        slot: &B::Slot,
         free: Option<&B::Mark>,
     ) -> Result<Streamed<B>, ResidencyError> {
         let expert = self
             .experts
             .get(&id)
             .ok_or(ResidencyError::Unknown { module: id })?;
-        let streamed = expert.load(&*self.backend, &self.slots[slot], free)?;
-        self.loaded_bytes
-            .fetch_add(expert.bytes(), Ordering::Relaxed);
+        let streamed = expert.load(&*self.backend, slot, free)?;
+        let (begin, end) = (streamed.begun.clone(), streamed.copied.clone());
+        self.meter.copied(expert.bytes(), begin, end);
         Ok(streamed)
     }
 
@@ -266,114 +299,158 @@ impl<B: Backend + LoadOps> Shared<B> {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State<B>> {
-        // The ring's operations do not panic; after another panic of a holder it is consistent.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Gives `count` slots to the ring. Without room for all of them it stays as long as it is: what the pass computes may
+    /// still fit.
+    fn lengthen(&self, state: &mut State<B>, count: usize) {
+        match self.backend.slots(self.slot_bytes, count) {
+            Ok(slots) => state.ring.lengthen(slots),
+            Err(error) => {
+                let slots = state.ring.slots();
+                tracing::warn!(%error, slots, "the ring of experts stays short");
+            }
+        }
+    }
+
+    /// Takes up to `count` slots from the ring, and gives their memory to what is computed next.
+    fn shorten(&self, mut state: MutexGuard<'_, State<B>>, count: usize) {
+        // The pass before may have ended in the middle of a copy.
+        while state.ring.is_loading() && !self.shared.has_ended() {
+            state = self.shared.wait(state);
+        }
+        let slots = state.ring.shorten(count);
+        if let Err(source) = self.backend.give_back(slots) {
+            state.broken = Some(ResidencyError::Ring {
+                slots: state.ring.slots(),
+                slot_bytes: self.slot_bytes as u64,
+                experts: self.experts.len(),
+                source: Some(source),
+            });
+        }
     }
 }
 
 impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
     fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError> {
-        let Some(expert) = self.shared.experts.get(&id) else {
+        let loader = &self.loader;
+        let Some(expert) = loader.experts.get(&id) else {
             return Ok(Guard::new(self.dense.acquire(id)?, None));
         };
-        let mut state = self.shared.state();
+        let kernel = |source| ResidencyError::Kernel { module: id, source };
+        let computed = loader.backend.computed().map_err(kernel)?;
+        let mut state = loader.shared.lock();
         let (weights, copied) = loop {
             if let Some(error) = state.broken.take() {
                 return Err(error);
             }
-            if let Some(Streamed { weights, copied }) = state.ring.hold(id) {
+            if let Some(Streamed {
+                weights, copied, ..
+            }) = state.ring.hold(id)
+            {
                 break (Arc::clone(weights), copied.clone());
             }
             if let Some(error) = state.failed.remove(&id) {
                 return Err(error);
             }
-            if state.ends {
+            if loader.shared.has_ended() {
                 return Err(ResidencyError::Ended { module: id });
             }
-            self.shared.changed.notify_all();
-            state = self
-                .shared
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            loader.shared.changed();
+            state = loader.shared.wait(state);
         };
         drop(state);
         self.acquired.fetch_add(1, Ordering::Relaxed);
         self.read_bytes.fetch_add(expert.bytes(), Ordering::Relaxed);
-        let guard = Guard::new(weights, Some(Arc::clone(&self.shared) as Arc<dyn Release>));
-        self.shared
-            .backend
-            .after(&copied)
-            .map_err(|source| ResidencyError::Kernel { module: id, source })?;
+        let guard = Guard::new(weights, Some(loader.loading() as Arc<dyn Release>));
+        loader.backend.after(&copied).map_err(kernel)?;
+        let goes_on = loader.backend.computed().map_err(kernel)?;
+        loader.meter.waited(&*loader.backend, computed, goes_on);
         Ok(guard)
     }
 
+    /// Makes the ring as long as a pass of so many rows leaves it room.
     fn begin_pass(&self, rows: usize) {
-        let mut state = self.shared.state();
+        let loader = &self.loader;
+        let mut state = loader.shared.lock();
         state.failed.clear();
+        state.ring.begin(false);
+        let (has, needs) = (state.ring.slots(), self.slots_for(rows));
+        if has > needs {
+            loader.shorten(state, has - needs);
+        } else if has < needs {
+            loader.lengthen(&mut state, needs - has);
+            drop(state);
+        } else {
+            drop(state);
+        }
+        let begin = loader.backend.computed();
+        let mut state = loader.shared.lock();
+        match begin {
+            Ok(begin) => loader.meter.begin(rows, begin),
+            Err(source) => {
+                state.broken = Some(ResidencyError::Kernel {
+                    module: ModuleId::Embedding,
+                    source,
+                });
+            }
+        }
         state.ring.begin(rows >= self.ahead_rows);
-        self.shared.changed.notify_all();
+        loader.shared.changed();
     }
 
     fn announce(&self, upcoming: &[ModuleId]) {
-        let mut state = self.shared.state();
+        let mut state = self.loader.shared.lock();
         for id in upcoming {
             // It is copied once more.
             state.failed.remove(id);
         }
         state.ring.announce(upcoming);
-        self.shared.changed.notify_all();
+        self.loader.shared.changed();
     }
 
     /// Those whose copies are queued, and a small part of the ring at most: computation waits for the copies of a whole group,
     /// and its slots become free together.
     fn group(&self, upcoming: &[ModuleId]) -> usize {
-        let ready = self.shared.state().ring.ready(upcoming);
-        ready.min(self.slots() / GROUPS).max(1)
+        let state = self.loader.shared.lock();
+        let ready = state.ring.ready(upcoming);
+        ready.min(state.ring.slots() / GROUPS).max(1)
     }
 
     fn stats(&self) -> ResidencyStats {
+        let loader = &self.loader;
         let dense = self.dense.stats();
-        let experts = self.shared.experts.values();
+        let experts = loader.experts.values();
         let expert_bytes: u64 = experts.map(|expert| expert.bytes()).sum();
+        let ring_bytes = (self.slots() * loader.slot_bytes) as u64;
+        let streamed = loader.meter.read(&*loader.backend);
         ResidencyStats {
             total_bytes: dense.total_bytes + expert_bytes,
-            resident_bytes: dense.total_bytes + self.ring_bytes,
+            resident_bytes: dense.total_bytes + ring_bytes,
             acquired: dense.acquired + self.acquired.load(Ordering::Relaxed),
             read_bytes: dense.read_bytes + self.read_bytes.load(Ordering::Relaxed),
-            prefetched_bytes: self.shared.loaded_bytes.load(Ordering::Relaxed),
-            released_bytes: self.shared.released_bytes.load(Ordering::Relaxed),
+            prefetched_bytes: streamed.copied_bytes,
+            released_bytes: loader.released_bytes.load(Ordering::Relaxed),
+            streamed,
         }
     }
 }
 
-impl<B: Backend + LoadOps> Release for Shared<B> {
+impl<B: Backend + LoadOps> Release for Streaming<B> {
     fn released(&self, id: ModuleId) {
         let mark = match self.backend.computed() {
             Ok(mark) => mark,
             Err(source) => {
-                self.state().broken = Some(ResidencyError::Kernel { module: id, source });
+                let error = ResidencyError::Kernel { module: id, source };
+                self.shared.lock().broken = Some(error);
                 return;
             }
         };
-        let is_free = self.state().ring.release(id, Some(mark));
+        self.meter.released(mark.clone());
+        let is_free = self.shared.lock().ring.release(id, Some(mark));
         if is_free {
             let bytes = self.experts.get(&id).map_or(0, |expert| expert.bytes());
             self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
             self.tell(StreamEvent::Released(id));
         }
-        self.changed.notify_all();
-    }
-}
-
-impl<B: Backend + LoadOps> Drop for StreamLoading<B> {
-    fn drop(&mut self) {
-        self.shared.state().ends = true;
-        self.shared.changed.notify_all();
-        if let Some(loader) = self.loader.take() {
-            // A panic of the loader was reported by its thread.
-            let _ = loader.join();
-        }
+        self.shared.changed();
     }
 }

@@ -14,7 +14,8 @@ use hearth_model::{
     Batch, Guard, Model, ModuleId, Observer, Residency, ResidencyError, ResidencyStats, modules,
 };
 use hearth_residency::{
-    Resident, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
+    Resident, RingLength, RingSlots, StreamEvent, StreamListener, StreamLoading,
+    StreamLoadingOptions,
 };
 use hearth_virtual::{
     CopyModel, LaneUse, Modelled, RoutingModel, VirtualBackend, VirtualMode, VirtualOptions,
@@ -62,13 +63,14 @@ impl Files {
         device: &Arc<VirtualBackend>,
         slots: Option<usize>,
     ) -> Result<Arc<StreamLoading<VirtualBackend>>, ResidencyError> {
+        let slots = slots.map_or(RingSlots::Auto, RingSlots::Fixed);
         self.streamed_under(device, slots, None)
     }
 
     fn streamed_under(
         &self,
         device: &Arc<VirtualBackend>,
-        slots: Option<usize>,
+        slots: RingSlots,
         listener: Option<StreamListener>,
     ) -> Result<Arc<StreamLoading<VirtualBackend>>, ResidencyError> {
         let modules = modules(&self.config).unwrap();
@@ -274,7 +276,7 @@ fn no_expert_crosses_the_link_twice_for_a_prompt() {
             let crossed = Crossed::default();
             let listener = Some(crossed.listener());
             let streamed = files
-                .streamed_under(&device, Some(slots), listener)
+                .streamed_under(&device, RingSlots::Fixed(slots), listener)
                 .unwrap();
             let mut runner = files.model(Arc::clone(&device), streamed);
             for _ in 0..3 {
@@ -335,6 +337,104 @@ fn a_prompt_runs_within_its_budget_and_a_longer_ring_needs_more() {
     let (short, long) = (peak_of(1 << 30, 2), peak_of(1 << 30, files.experts()));
     assert!(short < long, "{short} {long}");
     assert_eq!(peak_of(short, 2), short);
+}
+
+/// A ring of all experts of a layer for passes of 2 rows, of `middle` slots for those of 20, and of 2 for longer ones.
+fn shrinking(files: &Files, middle: usize) -> RingSlots {
+    let length = |rows, slots| RingLength { rows, slots };
+    RingSlots::ByRows(vec![
+        length(2, files.experts()),
+        length(20, middle),
+        length(60, 2),
+    ])
+}
+
+#[test]
+fn a_ring_that_shrinks_and_grows_between_passes_gives_the_same_bits() {
+    for case in CASES {
+        let files = Files::of(case);
+        let backend = Arc::new(CpuBackend::new(options()).unwrap());
+        let mut plain = files.model(backend, files.resident());
+        let device = device(1 << 30);
+        let crossed = Crossed::default();
+        let listener = Some(crossed.listener());
+        let streamed = files
+            .streamed_under(&device, shrinking(&files, 5), listener)
+            .unwrap();
+        let mut runner = files.model(Arc::clone(&device), streamed.clone());
+        assert_eq!(streamed.slots(), files.experts());
+        let tokens = prompt();
+        for (start, rows, slots) in [
+            (0, 60, 2),
+            (60, 1, files.experts()),
+            (0, 20, 5),
+            (0, 3, 5),
+            (0, 2, files.experts()),
+            (2, 58, 2),
+            (0, 21, 2),
+            (21, 2, files.experts()),
+        ] {
+            let what = format!("{case}, {rows} rows from {start}");
+            let want = plain.run(start, &tokens[..rows]);
+            assert!(runner.run(start, &tokens[..rows]) == want, "{what}");
+            assert_eq!(streamed.slots(), slots, "{what}");
+            let ids = crossed.take();
+            let is_once = ids.windows(2).all(|pair| pair[0] < pair[1]);
+            assert!(is_once, "twice: {what}: {ids:?}");
+        }
+    }
+}
+
+/// The memory of the longest ring serves a long prompt, which would not fit beside it.
+#[test]
+fn slots_and_activations_share_memory_to_the_byte() {
+    let files = Files::of("qwen3_moe");
+    let run = |memory_bytes: u64, slots: RingSlots, rows: usize| {
+        let device = device(memory_bytes);
+        let streamed = files.streamed_under(&device, slots, None).unwrap();
+        let mut runner = files.model(Arc::clone(&device), streamed);
+        let ran = runner.try_run(0, &prompt()[..rows], &mut ());
+        (ran, device.device_memory().unwrap().peak_bytes)
+    };
+    let all = RingSlots::Fixed(files.experts());
+    let (long, long_peak) = run(1 << 30, RingSlots::Fixed(2), 60);
+    let (short, short_peak) = run(1 << 30, all.clone(), 2);
+    let least = long_peak.max(short_peak);
+    for (rows, want) in [(60, long.unwrap()), (2, short.unwrap())] {
+        let (got, peak) = run(least, shrinking(&files, 2), rows);
+        assert!(got.unwrap() == want && peak <= least, "{rows} rows");
+    }
+    let (fixed, _) = run(least, all, 60);
+    let error = fixed.err().unwrap().to_string();
+    assert!(error.contains("too little memory"), "{error}");
+}
+
+#[test]
+fn what_the_link_did_is_counted() {
+    let files = Files::of("qwen3_moe");
+    let device = device(1 << 30);
+    let crossed = Crossed::default();
+    let listener = Some(crossed.listener());
+    let slots = RingSlots::Fixed(3);
+    let streamed = files.streamed_under(&device, slots, listener).unwrap();
+    let mut runner = files.model(Arc::clone(&device), streamed.clone());
+    runner.run(0, &prompt());
+    let first = streamed.stats().streamed;
+    let experts = files.experts() as u64 * 3;
+    assert_eq!((first.passes, first.rows), (1, 60));
+    assert_eq!(
+        first.copied_bytes * experts,
+        files.expert_bytes() * crossed.take().len() as u64
+    );
+    assert!(
+        first.copy_ns > 0 && first.pass_ns > first.wait_ns,
+        "{first:?}"
+    );
+    assert!((0.0..=1.0).contains(&first.hidden_share()), "{first:?}");
+    runner.run(60, &[5]);
+    let second = streamed.stats().streamed.since(&first);
+    assert_eq!((second.passes, second.rows), (1, 1));
+    assert!(second.copied_bytes < first.copied_bytes, "{second:?}");
 }
 
 /// Ends a pass after some checks.

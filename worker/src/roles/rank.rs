@@ -7,12 +7,13 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::Args;
 use hearth_crds::{
-    InferencePlanSpec, PlanKv, PlanKvType, PlanRank, PlanRole, ResidencyPolicy as PlanPolicy,
+    InferencePlanSpec, PlanKv, PlanKvType, PlanRank, PlanResidency, PlanRingLength, PlanRole,
+    ResidencyPolicy as PlanPolicy,
 };
 use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHealth, KvBudget};
 use hearth_formats::{Checkpoint, ModelConfig, Tokenizer};
 use hearth_kernels::{Backend, CpuOptions, KvDType};
-use hearth_residency::Placing;
+use hearth_residency::{Placing, RingLength, RingSlots};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
 use hearth_virtual::VirtualOptions;
@@ -356,7 +357,7 @@ fn load_options<'a>(
                 budget_bytes: Some(residency.budget_bytes),
             },
             PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading {
-                slots: residency.ring_slots.map(|slots| slots as usize),
+                slots: ring_slots(residency),
             },
             PlanPolicy::HostExperts => ResidencyPolicy::HostExperts {
                 budget_bytes: None,
@@ -365,6 +366,19 @@ fn load_options<'a>(
         },
         placing,
     })
+}
+
+/// Slots of the ring as the plan shares memory between ring and prompts.
+fn ring_slots(residency: &PlanResidency) -> RingSlots {
+    let length = |length: &PlanRingLength| RingLength {
+        rows: length.prompt_tokens as usize,
+        slots: length.slots as usize,
+    };
+    match (residency.ring_lengths.is_empty(), residency.ring_slots) {
+        (false, _) => RingSlots::ByRows(residency.ring_lengths.iter().map(length).collect()),
+        (true, Some(slots)) => RingSlots::Fixed(slots as usize),
+        (true, None) => RingSlots::Auto,
+    }
 }
 
 /// Kernels and threads of the rank's CPUs.

@@ -39,6 +39,8 @@ pub struct VirtualMark {
     serial: u64,
     /// When a modelled lane reaches it, real ns; 0 in exact mode.
     due_ns: u64,
+    /// When it is reached at the earliest, real ns: a lane that is idle reaches it at once.
+    at_ns: u64,
 }
 
 /// What the lanes of a modelled device have done since it was opened. Times are modelled ones.
@@ -181,13 +183,21 @@ impl Lanes {
 
     /// A mark behind everything that was queued in a lane so far.
     pub(crate) fn mark(&self, lane: Lane) -> VirtualMark {
+        let now_ns = self.now_ns();
         let mut state = self.state();
         let queue = state.queue(lane);
         VirtualMark {
             lane,
             serial: queue.queued,
             due_ns: queue.busy_until_ns,
+            at_ns: now_ns.max(queue.busy_until_ns).max(queue.not_before_ns),
         }
+    }
+
+    /// Time between two marks of a lane by the device's clock, ns; `None` if the second is not reached yet.
+    pub(crate) fn elapsed_between(&self, from: &VirtualMark, to: &VirtualMark) -> Option<u64> {
+        let took_ns = to.at_ns.saturating_sub(from.at_ns) as f64 / self.stretch.unwrap_or(1.0);
+        (to.at_ns <= self.now_ns()).then_some(took_ns as u64)
     }
 
     /// Lets what is queued in `lane` from now on wait for a mark; one of the lane itself is always reached.

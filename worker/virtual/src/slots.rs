@@ -93,7 +93,23 @@ impl LoadOps for VirtualBackend {
                 _held: self.memory.take(bytes, "a slot of the experts' ring")?,
             })
         };
-        (0..count).map(slot).collect()
+        let slots = (0..count).map(slot).collect::<Result<_, KernelError>>()?;
+        // What was computed in that memory before.
+        let computed = self.lanes.mark(Lane::Compute);
+        self.lanes.wait_for(&computed);
+        self.lanes.wait_in(Lane::Copy, &computed);
+        Ok(slots)
+    }
+
+    /// Frees the slots' bytes; weights that were in them read nothing from now on.
+    fn give_back(&self, slots: Vec<VirtualSlot>) -> Result<(), KernelError> {
+        let copied = self.lanes.mark(Lane::Copy);
+        self.lanes.wait_in(Lane::Compute, &copied);
+        for slot in &slots {
+            slot.shared.uses.fetch_add(1, Ordering::AcqRel);
+            slot.shared.contents().matrices.clear();
+        }
+        Ok(())
     }
 
     fn slot_bytes(&self, matrix: &HostMatrix) -> usize {
@@ -181,6 +197,10 @@ impl LoadOps for VirtualBackend {
     fn wait(&self, mark: &VirtualMark) -> Result<(), KernelError> {
         self.lanes.wait_for(mark);
         Ok(())
+    }
+
+    fn ns_between(&self, from: &VirtualMark, to: &VirtualMark) -> Option<u64> {
+        self.lanes.elapsed_between(from, to)
     }
 }
 

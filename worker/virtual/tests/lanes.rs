@@ -123,6 +123,58 @@ fn a_slot_that_is_filled_before_its_last_operation_was_waited_for_is_found() {
 }
 
 #[test]
+fn memory_goes_from_slots_to_activations_and_back_behind_what_uses_it() {
+    for device in devices() {
+        let matrix = matrix(INNER, HIDDEN);
+        let bytes = device.slot_bytes(&matrix);
+        let mut slots = device.slots(bytes, 2).unwrap();
+        let used_bytes = || device.device_memory().unwrap().used_bytes;
+        assert_eq!(used_bytes(), 2 * bytes as u64);
+        device.reuse(&slots[1], None).unwrap();
+        let weight = device.load(&matrix, &slots[1], 0).unwrap();
+        device.after(&device.copied().unwrap()).unwrap();
+        device.give_back(vec![slots.remove(1)]).unwrap();
+        assert_eq!(used_bytes(), bytes as u64);
+        let x = device.zeros(1, HIDDEN).unwrap();
+        let late = fault(device.linear(&x, &weight, None));
+        assert!(late.contains("given to another one"), "{late}");
+        let again = device.slots(bytes, 1).unwrap();
+        device.reuse(&again[0], None).unwrap();
+        let weight = device.load(&matrix, &again[0], 0).unwrap();
+        device.after(&device.copied().unwrap()).unwrap();
+        device.linear(&x, &weight, None).unwrap();
+    }
+}
+
+#[test]
+fn the_time_between_two_marks_is_that_of_what_lies_between() {
+    let device = modelled(|modelled| modelled.copy_bytes_per_s = 1e9);
+    let matrix = matrix(INNER, HIDDEN);
+    let bytes = device.slot_bytes(&matrix);
+    let slots = device.slots(bytes, 1).unwrap();
+    let begun = device.copied().unwrap();
+    device.load(&matrix, &slots[0], 0).unwrap();
+    let copied = device.copied().unwrap();
+    assert_eq!(device.ns_between(&begun, &copied), None, "not reached yet");
+    let computed = device.computed().unwrap();
+    device.after(&copied).unwrap();
+    let waited = device.computed().unwrap();
+    device.wait(&copied).unwrap();
+    // A GB a second is a byte a nanosecond; the calls themselves take a moment.
+    let copy_ns = device.ns_between(&begun, &copied).unwrap();
+    let wait_ns = device.ns_between(&computed, &waited).unwrap();
+    let bytes = bytes as u64;
+    assert!(
+        (bytes..bytes + bytes / 4).contains(&copy_ns),
+        "{copy_ns} of {bytes}"
+    );
+    assert!(
+        wait_ns > bytes / 2 && wait_ns <= copy_ns,
+        "{wait_ns} of {copy_ns}"
+    );
+}
+
+#[test]
 fn modelled_operations_have_shapes_memory_and_time_but_no_values() {
     let device = modelled(|_| {});
     let [gate, up] = [(); 2].map(|()| device.weight(&matrix(INNER, HIDDEN)).unwrap());

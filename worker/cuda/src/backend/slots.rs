@@ -86,6 +86,13 @@ impl LoadOps for CudaBackend {
         Ok(slots)
     }
 
+    fn give_back(&self, slots: Vec<CudaSlot>) -> Result<(), KernelError> {
+        // The pool orders its buffers in the stream that computes.
+        self.after(&self.copied()?)?;
+        drop(slots);
+        Ok(())
+    }
+
     fn slot_bytes(&self, matrix: &HostMatrix) -> usize {
         SlotLayout::of(matrix).end
     }
@@ -153,5 +160,9 @@ impl LoadOps for CudaBackend {
 
     fn wait(&self, mark: &CudaMark) -> Result<(), KernelError> {
         mark.0.wait()
+    }
+
+    fn ns_between(&self, from: &CudaMark, to: &CudaMark) -> Option<u64> {
+        from.0.elapsed_ns(&to.0)
     }
 }

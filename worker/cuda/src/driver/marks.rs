@@ -39,7 +39,7 @@ impl Marks {
         let unused = self.unused().pop();
         let event = match unused {
             Some(event) => event,
-            None => Event::new(&self.device)?,
+            None => Event::timed(&self.device)?,
         };
         event.record(stream)?;
         Ok(Mark(Arc::new(Recorded {
@@ -75,6 +75,13 @@ impl Mark {
             Some(event) => event.wait(),
             None => Ok(()),
         }
+    }
+
+    /// Time from this point to a later one, ns; `None` if that is not reached yet, or the driver does not say.
+    pub(crate) fn elapsed_ns(&self, to: &Self) -> Option<u64> {
+        self.0.home.device.bind().ok()?;
+        let (from, to) = (self.0.event.as_ref()?, to.0.event.as_ref()?);
+        from.elapsed_ns(to)
     }
 }
 

@@ -84,9 +84,19 @@ unsafe impl Sync for Event {}
 impl Event {
     /// Creates an event without timing.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self, KernelError> {
+        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING;
+        Self::with_flags(device, flags as u32)
+    }
+
+    /// Creates an event that records its time.
+    pub(crate) fn timed(device: &Arc<Device>) -> Result<Self, KernelError> {
+        let flags = sys::CUevent_flags_enum::CU_EVENT_DEFAULT;
+        Self::with_flags(device, flags as u32)
+    }
+
+    fn with_flags(device: &Arc<Device>, flags: u32) -> Result<Self, KernelError> {
         device.bind()?;
         let mut raw = std::ptr::null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: a context is current, the out-pointer valid.
         check("cuEventCreate", unsafe {
             sys::cuEventCreate(&raw mut raw, flags)
@@ -113,6 +123,14 @@ impl Event {
         check("cuEventSynchronize", unsafe {
             sys::cuEventSynchronize(self.raw)
         })
+    }
+
+    /// Time from this event to `to`, both timed, ns; `None` if one of them is not reached yet.
+    pub(crate) fn elapsed_ns(&self, to: &Self) -> Option<u64> {
+        let mut ms = 0.0;
+        // SAFETY: both events live, and the out-pointer is valid.
+        let answer = unsafe { sys::cuEventElapsedTime(&raw mut ms, self.raw, to.raw) };
+        (answer == sys::CUresult::CUDA_SUCCESS).then_some((f64::from(ms) * 1e6) as u64)
     }
 }
 

@@ -9,7 +9,7 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::*;
 use hearth_kernels::{BlockId, KvDType, Span};
 use hearth_model::{Batch, Model, Residency, modules};
-use hearth_residency::{Resident, StreamLoading, StreamLoadingOptions};
+use hearth_residency::{Resident, RingLength, RingSlots, StreamLoading, StreamLoadingOptions};
 
 use crate::device::gpu;
 
@@ -42,7 +42,7 @@ impl Files {
     fn streamed(
         &self,
         gpu: &Arc<CudaBackend>,
-        slots: Option<usize>,
+        slots: RingSlots,
     ) -> Arc<StreamLoading<CudaBackend>> {
         let modules = modules(&self.config).unwrap();
         let options = StreamLoadingOptions {
@@ -52,6 +52,17 @@ impl Files {
         };
         let gpu = gpu.clone();
         Arc::new(StreamLoading::open(&self.checkpoint, &modules, gpu, options).unwrap())
+    }
+
+    /// Two slots for the prompt, all experts of a layer for a token, three for two: the ring changes before each pass but
+    /// the first.
+    fn changing(&self) -> RingSlots {
+        let length = |rows, slots| RingLength { rows, slots };
+        RingSlots::ByRows(vec![
+            length(1, self.experts()),
+            length(2, 3),
+            length(PROMPT as usize, 2),
+        ])
     }
 
     /// Bits of the logits of a prompt, of a token after it, and of two more.
@@ -92,13 +103,12 @@ fn logits(
 }
 
 /// Asserts the bits of resident experts for rings of these many slots, the last of them in row tiles too.
-fn assert_rings(case: &str, rings: &[Option<usize>]) {
-    let files = Files::of(case);
+fn assert_rings(files: &Files, case: &str, rings: &[RingSlots]) {
     let gpu = gpu();
     let want = files.bits(&gpu, files.resident(&gpu), usize::MAX);
-    let tiled = rings.last().map(|&slots| (slots, 7));
-    for (slots, tile_rows) in rings.iter().map(|&slots| (slots, usize::MAX)).chain(tiled) {
-        let got = files.bits(&gpu, files.streamed(&gpu, slots), tile_rows);
+    let tiled = rings.last().map(|slots| (slots, 7));
+    for (slots, tile_rows) in rings.iter().map(|slots| (slots, usize::MAX)).chain(tiled) {
+        let got = files.bits(&gpu, files.streamed(&gpu, slots.clone()), tile_rows);
         assert!(got == want, "{case}, {slots:?} slots, tiles of {tile_rows}");
     }
 }
@@ -106,14 +116,18 @@ fn assert_rings(case: &str, rings: &[Option<usize>]) {
 #[test]
 fn every_ring_gives_the_bits_of_resident_experts() {
     for case in ["kimi_k2", "qwen3_moe"] {
-        let all = Files::of(case).experts();
-        assert_rings(case, &[None, Some(all), Some(3), Some(2)]);
+        let files = Files::of(case);
+        let fixed = [files.experts(), 3, 2].map(RingSlots::Fixed);
+        assert_rings(&files, case, &fixed);
+        assert_rings(&files, case, &[RingSlots::Auto, files.changing()]);
     }
 }
 
 #[test]
 fn a_ring_of_fp8_experts_gives_the_bits_of_resident_ones() {
-    assert_rings("deepseek_v3_fp8", &[None, Some(3)]);
+    let case = "deepseek_v3_fp8";
+    let files = Files::of(case);
+    assert_rings(&files, case, &[files.changing(), RingSlots::Fixed(3)]);
 }
 
 /// Environments of the host model: orders of its streams, and a driver that registers no pages.
@@ -156,7 +170,7 @@ fn slots_and_what_is_copied_into_them_come_out_of_the_budget() {
     let files = Files::of("qwen3_moe");
     let gpu = gpu();
     let used = |slots| {
-        let streamed = files.streamed(&gpu, Some(slots));
+        let streamed = files.streamed(&gpu, RingSlots::Fixed(slots));
         let used = gpu.memory_bytes().0;
         drop(streamed);
         used

@@ -89,6 +89,26 @@ fn slots_come_out_of_the_budget_and_live_as_long_as_their_weights() {
 }
 
 #[test]
+fn slots_that_are_given_back_are_memory_for_what_is_computed_next() {
+    let gpu = own(BUDGET_BYTES);
+    let matrix = random_matrix(&mut Rng(5), 20, 64, DType::Bf16);
+    let before = gpu.memory_bytes().0;
+    let mut slots = gpu.slots(1 << 20, 3).unwrap();
+    let begun = gpu.copied().unwrap();
+    // Its copy may still run.
+    drop(gpu.load(&matrix, &slots[2], 0).unwrap());
+    let copied = gpu.copied().unwrap();
+    gpu.give_back(slots.split_off(1)).unwrap();
+    assert_eq!(gpu.memory_bytes().0, before + (1 << 20));
+    gpu.wait(&copied).unwrap();
+    assert!(gpu.ns_between(&begun, &copied).is_some());
+    let x = gpu.zeros(512, 1024).unwrap();
+    assert!(gpu.download(&x).unwrap().iter().all(|value| *value == 0.0));
+    drop(x);
+    assert_eq!(gpu.slots(1 << 20, 2).unwrap().len(), 2);
+}
+
+#[test]
 fn what_does_not_fit_a_slot_is_refused() {
     let gpu = own(BUDGET_BYTES);
     let fits = matrix(&[1.0; 600], 2, 300, DType::F8E4m3);

@@ -243,6 +243,7 @@ impl Forward for Fake {
         WeightStats {
             read_bytes: 10,
             resident_bytes: 20,
+            ..WeightStats::default()
         }
     }
 }

@@ -1,0 +1,189 @@
+//! The engine over a model whose experts come over a link in every pass: each of them once a prompt, whatever its length
+//! and whoever waits beside it.
+#![allow(clippy::unwrap_used)] // helpers of tests
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+
+use hearth_engine::{Engine, EngineOptions, PrefillEvent, PrefillInput, RequestHandle};
+use hearth_formats::{Checkpoint, ModelConfig};
+use hearth_kernels::{Backend, CpuBackend, CpuOptions};
+use hearth_model::{Model, ModuleId, Residency, modules};
+use hearth_residency::{Resident, RingSlots, StreamEvent, StreamLoading, StreamLoadingOptions};
+use hearth_virtual::{VirtualBackend, VirtualOptions};
+use support::{options, prompt};
+
+/// What the test models take; a prompt leaves room for a token.
+const CONTEXT: usize = 256;
+const LONGEST: u32 = CONTEXT as u32 - 1;
+const CASES: [&str; 3] = ["deepseek_v3", "deepseek_v3_fp8", "qwen3_moe"];
+
+fn golden(case: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/goldens")
+        .join(case)
+}
+
+fn cpu() -> CpuOptions {
+    CpuOptions {
+        threads: 2,
+        ..CpuOptions::default()
+    }
+}
+
+fn whole_prompts(o: &mut EngineOptions) {
+    o.context_length = CONTEXT;
+    o.chunk_tokens = CONTEXT;
+    o.whole_prompts = true;
+    o.kv = hearth_engine::KvBudget::Blocks(128);
+}
+
+/// What crossed the link, in order.
+type Crossed = Arc<Mutex<Vec<ModuleId>>>;
+
+fn start<B: Backend>(dir: &Path, backend: Arc<B>, residency: Arc<dyn Residency<B>>) -> Engine {
+    let config = ModelConfig::read(dir).unwrap();
+    let model = Model::new(config, backend, residency).unwrap();
+    Engine::start(model.in_row_tiles(32), options(&whole_prompts)).unwrap()
+}
+
+fn streaming(dir: &Path, slots: usize) -> (Engine, Crossed) {
+    let backend = Arc::new(VirtualBackend::new(VirtualOptions::exact(1 << 30, cpu())).unwrap());
+    let config = ModelConfig::read(dir).unwrap();
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let crossed = Crossed::default();
+    let seen = Arc::clone(&crossed);
+    let options = StreamLoadingOptions {
+        slots: RingSlots::Fixed(slots),
+        experts_per_token: config.moe.as_ref().unwrap().experts_per_token,
+        listener: Some(Box::new(move |event| {
+            if let StreamEvent::Loaded(id) = event {
+                seen.lock().unwrap().push(id);
+            }
+        })),
+    };
+    let specs = modules(&config).unwrap();
+    let policy = StreamLoading::open(&checkpoint, &specs, Arc::clone(&backend), options).unwrap();
+    (start(dir, backend, Arc::new(policy)), crossed)
+}
+
+fn resident(dir: &Path) -> Engine {
+    let backend = Arc::new(CpuBackend::new(cpu()).unwrap());
+    let config = ModelConfig::read(dir).unwrap();
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let specs = modules(&config).unwrap();
+    let policy = Resident::open(&checkpoint, specs, Arc::clone(&backend)).unwrap();
+    start(dir, backend, Arc::new(policy))
+}
+
+fn export(engine: &Engine, tokens: Vec<u32>) -> (Receiver<PrefillEvent>, RequestHandle) {
+    let (sender, events) = channel();
+    let input = PrefillInput {
+        tokens,
+        ..PrefillInput::default()
+    };
+    let sink = Box::new(move |event| sender.send(event).is_ok());
+    (
+        events,
+        engine
+            .prefill(input, sink)
+            .unwrap_or_else(|e| panic!("{e}")),
+    )
+}
+
+/// Bytes of each layer's KV, and the bits of the last token's logits.
+fn exported(
+    (events, _handle): &(Receiver<PrefillEvent>, RequestHandle),
+) -> (Vec<Vec<u8>>, Vec<u32>) {
+    let mut layers: Vec<Vec<u8>> = Vec::new();
+    loop {
+        match events
+            .recv_timeout(std::time::Duration::from_secs(60))
+            .unwrap()
+        {
+            PrefillEvent::Kv { layer, data, .. } => {
+                layers.resize(layers.len().max(layer + 1), Vec::new());
+                layers[layer].extend_from_slice(&data);
+            }
+            PrefillEvent::Done { logits, .. } => {
+                return (layers, logits.into_iter().map(f32::to_bits).collect());
+            }
+            PrefillEvent::Failed(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Passes of an engine that has read so many tokens of prompts, and ends the last of them.
+fn passes(engine: &Engine, tokens: usize) -> u64 {
+    // The last event is sent before its step is counted.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    loop {
+        let stats = engine.stats();
+        if stats.prompt_tokens == tokens as u64 && stats.running == 0 {
+            return stats.steps;
+        }
+        assert!(std::time::Instant::now() < deadline, "{stats:?}");
+        std::thread::yield_now();
+    }
+}
+
+/// All routed experts of a model, in the order of its layers.
+fn all_experts(dir: &Path) -> Vec<ModuleId> {
+    let config = ModelConfig::read(dir).unwrap();
+    let ids = modules(&config).unwrap().into_iter().map(|spec| spec.id);
+    ids.filter(|id| matches!(id, ModuleId::Expert(..)))
+        .collect()
+}
+
+#[test]
+fn the_longest_prompt_takes_every_expert_over_the_link_exactly_once() {
+    for case in CASES {
+        let dir = golden(case);
+        let longest = prompt(LONGEST, 3);
+        let expected = exported(&export(&resident(&dir), longest.clone()));
+        for slots in [2, 3, all_experts(&dir).len()] {
+            let (engine, crossed) = streaming(&dir, slots);
+            let got = exported(&export(&engine, longest.clone()));
+            assert!(got == expected, "{case}, {slots} slots: other bits");
+            // So many tokens choose all experts of each layer.
+            assert_eq!(
+                *crossed.lock().unwrap(),
+                all_experts(&dir),
+                "{case}, {slots} slots"
+            );
+            let passes = passes(&engine, LONGEST as usize);
+            assert_eq!(passes, 1, "{case}, {slots} slots");
+        }
+    }
+}
+
+#[test]
+fn prompts_that_wait_together_share_a_pass_or_wait_and_none_is_split() {
+    let dir = golden("qwen3_moe");
+    let prompts = [(200, 1), (90, 2), (130, 5), (LONGEST, 7), (40, 9)];
+    let prompts = prompts.map(|(tokens, salt)| prompt(tokens, salt));
+    let plain = resident(&dir);
+    let expected = prompts
+        .clone()
+        .map(|tokens| exported(&export(&plain, tokens)));
+    let (engine, crossed) = streaming(&dir, 3);
+    let tokens = prompts.iter().map(Vec::len).sum();
+    let asked = prompts.map(|tokens| export(&engine, tokens));
+    for (index, (asked, expected)) in asked.iter().zip(&expected).enumerate() {
+        assert!(exported(asked) == *expected, "prompt {index}");
+    }
+    // Whoever was queued when a pass began is in it where there is room, so there is at most a pass for each prompt.
+    let passes = passes(&engine, tokens);
+    assert!((1..=5).contains(&passes), "{passes} passes");
+    let crossed = crossed.lock().unwrap().clone();
+    for id in all_experts(&dir) {
+        let times = crossed.iter().filter(|other| **other == id).count() as u64;
+        assert!(
+            times <= passes,
+            "{id} crossed {times} times in {passes} passes"
+        );
+    }
+}

@@ -190,8 +190,8 @@ __device__ __forceinline__ void draw(unsigned* token, SelectScratch& scratch, co
 }
 
 // Grid rows, 512 threads; vocab <= 2^20. logits [rows][vocab] are not modified; scratch [rows][vocab]. Row r's token
-// is written to token[r] and fault[r] is 0; fault[r] is 1 + the first token whose logit is not finite, or -1 if the
-// mask leaves no token, and token[r] is then 0.
+// is written to token[r] and fault[r] is 0; fault[r] is 1 + the first token whose logit is not finite, which then follows
+// in fault[rows + r], or -1 if the mask leaves no token, and token[r] is then 0.
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample(
     unsigned* token, int* fault, const float* logits, float* scratch, int vocab, const SampleRow* rows, const UsedToken* used,
     const TokenBias* biases, const unsigned* masks) {
@@ -211,10 +211,11 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample(
         if (threadIdx.x == 0) {
             token[blockIdx.x] = bad == 0 ? (unsigned)best.id : 0u;
             fault[blockIdx.x] = bad;
+            fault[gridDim.x + blockIdx.x] = bad > 0 ? (int)float_bits(raw[bad - 1]) : 0;
         }
         return;
     }
-    if (threadIdx.x == 0) fault[blockIdx.x] = 0;
+    if (threadIdx.x == 0) fault[blockIdx.x] = fault[gridDim.x + blockIdx.x] = 0;
     weigh(weights, adjusts ? weights : raw, best.value, row.temperature, vocab);
     Weights all = {weights, vocab};
     Key threshold = filter(shared.select, all, row);

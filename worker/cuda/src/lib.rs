@@ -18,7 +18,7 @@ mod queue;
 
 pub use backend::{
     Activations, CopyRates, CudaBackend, CudaBank, CudaChosen, CudaExpertSum, CudaKv, CudaMark,
-    CudaOptions, CudaSlot, CudaTensor, CudaVector, CudaWeight,
+    CudaOptions, CudaSlot, CudaTensor, CudaTokens, CudaVector, CudaWeight,
 };
 pub use compile::{
     CompileReport, SOURCES, Variant, all_variants, compile_all, compile_one, obstacle,

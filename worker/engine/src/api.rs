@@ -39,6 +39,9 @@ pub struct EngineOptions {
     pub context_length: usize,
     /// Requests that may wait in addition to the `max_batch` that run.
     pub max_queue: usize,
+    /// Steps that may be in flight at once on a device that queues them, at least 1. With 2, the next step of answers is
+    /// launched before the last token of each has reached the host.
+    pub steps_in_flight: usize,
     /// Everything but the weights that the engine's results depend on, down to the bit;
     /// KV with other numerics is kept apart from its own.
     pub numerics: String,
@@ -57,6 +60,7 @@ impl Default for EngineOptions {
             whole_prompts: false,
             context_length: 4096,
             max_queue: 1024,
+            steps_in_flight: 2,
             numerics: String::new(),
             grammar_tokenizer: None,
         }

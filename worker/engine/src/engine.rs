@@ -466,6 +466,7 @@ fn check_options(options: &EngineOptions) -> Result<(), EngineError> {
         ("max_batch", options.max_batch, 1),
         ("chunk_tokens", options.chunk_tokens, 1),
         ("context_length", options.context_length, 2),
+        ("steps_in_flight", options.steps_in_flight, 1),
     ] {
         if value < least {
             return Err(option(field, value, format!("give at least {least}")));

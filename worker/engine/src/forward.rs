@@ -1,12 +1,18 @@
-//! The step loop's view of a model: one forward pass, and the bytes of its KV.
+//! The step loop's view of a model: forward passes, and the bytes of their KV.
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 use hearth_kernels::ops::DeviceMemory;
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
-use hearth_model::{Batch, Model, ModelError, Observer, StreamedStats};
+use hearth_model::{Model, ModelError, Observer, Rows, StreamedStats};
 
-use crate::progress::{Pass, Progress};
+use crate::{
+    progress::{Pass, Progress},
+    work::StepWork,
+};
+
+/// Passes in flight on a device that queues them: one runs, and the next one is prepared meanwhile.
+const QUEUED_PASSES: usize = 2;
 
 /// Access to the bytes of stored KV.
 pub(crate) trait KvBytes {
@@ -47,6 +53,15 @@ pub(crate) struct Output {
     pub(crate) logits: Vec<f32>,
 }
 
+/// What became of a pass at its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Started {
+    /// [`Forward::wait`] will return its output.
+    Running,
+    /// The observer has ended it.
+    GivenUp,
+}
+
 /// A model with its KV cache.
 pub(crate) trait Forward: Send {
     /// Called once on the thread that makes all later calls.
@@ -57,16 +72,16 @@ pub(crate) trait Forward: Send {
     fn vocab(&self) -> usize;
     /// Layout of the KV cache.
     fn layout(&self) -> KvLayout;
-    /// Whether [`Forward::forward`] accepts `choices`.
+    /// Whether [`Forward::start`] accepts choices of tokens.
     fn can_sample(&self) -> bool;
-    /// Chooses tokens from the logits of the first `choices.len()` of `batch.logit_rows`, and returns the
-    /// logits of the others; `None` if `watch` has ended the pass.
-    fn forward(
-        &mut self,
-        batch: &Batch,
-        choices: &[SampleSpec],
-        watch: &mut dyn Watch,
-    ) -> Result<Option<Output>, String>;
+    /// Passes that may be in flight at once: more than 1 where the device queues them and feeds the tokens that it chooses to
+    /// the next one.
+    fn depth(&self) -> usize;
+    /// Starts a pass behind those in flight. Tokens are chosen from the logits of the first `work.choices.len()` of the
+    /// batch's `logit_rows`; the others come to the host.
+    fn start(&mut self, work: &StepWork, watch: &mut dyn Watch) -> Result<Started, String>;
+    /// Waits for the first of the passes in flight, which is over afterwards, whatever its outcome.
+    fn wait(&mut self) -> Result<Output, String>;
     /// Stores KV from another worker's cache.
     fn write(
         &mut self,
@@ -89,6 +104,13 @@ pub(crate) struct ModelForward<B: Backend> {
     backend: Arc<B>,
     kv: B::Kv,
     progress: Progress,
+    in_flight: VecDeque<Results<B>>,
+}
+
+/// Results of a pass in flight.
+struct Results<B: Backend> {
+    chosen: Option<B::Tokens>,
+    logits: Option<B::Tensor>,
 }
 
 impl<B: Backend> ModelForward<B> {
@@ -98,31 +120,39 @@ impl<B: Backend> ModelForward<B> {
             model,
             kv,
             progress: Progress::default(),
+            in_flight: VecDeque::new(),
         }
     }
 
-    /// Chooses tokens where the logits are, and copies only the other rows to the host.
-    fn output(&self, logits: &B::Tensor, choices: &[SampleSpec]) -> Result<Output, KernelError> {
+    /// Begins to choose tokens where the logits are, and keeps the other rows for the host.
+    fn results(
+        &self,
+        logits: Option<B::Tensor>,
+        choices: &[SampleSpec],
+    ) -> Result<Results<B>, KernelError> {
         let backend = &*self.backend;
-        if choices.is_empty() {
-            return Ok(Output {
-                chosen: Vec::new(),
-                logits: backend.download(logits)?,
+        let Some(all) = logits.as_ref().filter(|_| !choices.is_empty()) else {
+            return Ok(Results {
+                chosen: None,
+                logits,
             });
-        }
-        let others: Vec<u32> = (choices.len()..backend.shape(logits).0)
+        };
+        let others: Vec<u32> = (choices.len()..backend.shape(all).0)
             .map(|row| row as u32)
             .collect();
-        if others.is_empty() {
-            return Ok(Output {
-                chosen: backend.sample(logits, choices)?,
-                logits: Vec::new(),
-            });
-        }
-        let rest = backend.rows(logits, &others)?;
+        let rest = (!others.is_empty()).then(|| backend.rows(all, &others));
+        Ok(Results {
+            logits: rest.transpose()?,
+            chosen: Some(backend.sample(all, choices)?),
+        })
+    }
+
+    fn output(&self, results: &Results<B>) -> Result<Output, KernelError> {
+        let chosen = results.chosen.as_ref();
+        let logits = results.logits.as_ref();
         Ok(Output {
-            chosen: backend.sample(logits, choices)?,
-            logits: backend.download(&rest)?,
+            chosen: chosen.map_or_else(|| Ok(Vec::new()), |tokens| self.backend.landed(tokens))?,
+            logits: logits.map_or_else(|| Ok(Vec::new()), |rows| self.backend.download(rows))?,
         })
     }
 }
@@ -144,27 +174,51 @@ impl<B: Backend> Forward for ModelForward<B> {
         self.backend.can_sample(self.vocab())
     }
 
-    fn forward(
-        &mut self,
-        batch: &Batch,
-        choices: &[SampleSpec],
-        watch: &mut dyn Watch,
-    ) -> Result<Option<Output>, String> {
+    fn depth(&self) -> usize {
+        match self.can_sample() && self.model.queues_passes() {
+            true => QUEUED_PASSES,
+            false => 1,
+        }
+    }
+
+    fn start(&mut self, work: &StepWork, watch: &mut dyn Watch) -> Result<Started, String> {
         let mut observing = Observing {
             backend: &*self.backend,
             watch,
             pass: self.progress.begin(),
         };
-        let logits = self
-            .model
-            .forward_logits(batch, &mut self.kv, &mut observing);
-        let output = match logits {
-            Err(ModelError::GivenUp) => return Ok(None),
-            Err(error) => return Err(error.to_string()),
-            Ok(None) => Output::default(),
-            Ok(Some(logits)) => self.output(&logits, choices).map_err(|e| e.to_string())?,
+        let batch = &work.batch;
+        let rows = match &work.picked {
+            None => Rows::Tokens(&batch.tokens),
+            Some(picked) => {
+                let before = self.in_flight.back().and_then(|r| r.chosen.as_ref());
+                let tokens = before.ok_or("the step before it chooses no tokens on the device")?;
+                Rows::Sampled { tokens, picked }
+            }
         };
-        Ok(Some(output))
+        let logits = self.model.forward_rows(
+            rows,
+            &batch.spans,
+            &batch.logit_rows,
+            &mut self.kv,
+            &mut observing,
+        );
+        let logits = match logits {
+            Err(ModelError::GivenUp) => return Ok(Started::GivenUp),
+            Err(error) => return Err(error.to_string()),
+            Ok(logits) => logits,
+        };
+        let results = self.results(logits, &work.choices);
+        self.in_flight
+            .push_back(results.map_err(|e| e.to_string())?);
+        Ok(Started::Running)
+    }
+
+    fn wait(&mut self) -> Result<Output, String> {
+        let results = self.in_flight.pop_front().ok_or("no step is in flight")?;
+        // A device that hangs is seen here.
+        let _pass = self.progress.begin();
+        self.output(&results).map_err(|e| e.to_string())
     }
 
     fn write(

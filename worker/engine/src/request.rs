@@ -192,9 +192,39 @@ impl SamplerState {
             return Ok(None);
         }
         let allowed = self.mask()?;
-        let params = &self.params;
         Ok(Some(SampleSpec {
-            quantile: sampler::uniform(params.seed, self.index as u64),
+            used: self.history.used(&self.params),
+            allowed,
+            ..self.spec(self.index, biases)
+        }))
+    }
+
+    /// Whether the token after the next one may be chosen before the next one is known: neither a grammar nor a penalty
+    /// depends on it.
+    pub(crate) fn runs_ahead(&self) -> bool {
+        let SamplingParams {
+            frequency_penalty,
+            presence_penalty,
+            repetition_penalty,
+            ..
+        } = self.params;
+        let is_penalised =
+            (frequency_penalty, presence_penalty, repetition_penalty) != (0.0, 0.0, 1.0);
+        self.grammar.is_none() && !is_penalised
+    }
+
+    /// As [`SamplerState::for_device`], for the token after `pending` ones that are not known yet.
+    pub(crate) fn ahead(&self, pending: usize) -> SampleSpec {
+        let mut biases = self.params.logit_bias.clone();
+        biases.sort_unstable_by_key(|(token, _)| *token);
+        self.spec(self.index + pending, biases)
+    }
+
+    /// The part of a choice that does not depend on the answer so far.
+    fn spec(&self, index: usize, biases: Vec<(u32, f32)>) -> SampleSpec {
+        let params = &self.params;
+        SampleSpec {
+            quantile: sampler::uniform(params.seed, index as u64),
             temperature: params.temperature,
             top_k: params.top_k,
             top_p: params.top_p,
@@ -202,10 +232,10 @@ impl SamplerState {
             repetition_penalty: params.repetition_penalty,
             frequency_penalty: params.frequency_penalty,
             presence_penalty: params.presence_penalty,
-            used: self.history.used(params),
+            used: Vec::new(),
             biases,
-            allowed,
-        }))
+            allowed: None,
+        }
     }
 
     /// Takes the token that a device chose by [`SamplerState::for_device`] and advances by one token.

@@ -1,8 +1,10 @@
 //! The step loop: commands, schedule, forward pass, sampler, events, and again.
 
+mod flights;
+
 use std::{
     any::Any,
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, VecDeque},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
@@ -25,9 +27,9 @@ use crate::{
     import::{Import, ImportBudget, ImportCommand, ImportQueue, KvChunk},
     request::{EngineRequest, SampledToken, SamplerState},
     shared::Shared,
-    watch::StepWatch,
     work::StepWork,
 };
+use flights::FlyingStep;
 
 /// Number of forward passes that fail in a row before the engine reports itself unhealthy.
 const FAILURES_UNTIL_UNHEALTHY: u32 = 3;
@@ -51,6 +53,12 @@ pub(crate) struct StepLoop<F> {
     requests: BTreeMap<SequenceId, EngineRequest>,
     sequences: HashMap<RequestId, SequenceId>,
     imports: ImportQueue,
+    /// Steps that were started, the first one first; the result of none of them is known.
+    in_flight: VecDeque<FlyingStep>,
+    /// Most steps in flight that the caller wants.
+    max_in_flight: usize,
+    /// When the last step that has landed did so.
+    landed_at: Instant,
     counters: Counters,
     failures_in_a_row: u32,
     /// See [`EngineOptions::whole_prompts`].
@@ -99,6 +107,9 @@ impl<F: Forward> StepLoop<F> {
             requests: BTreeMap::new(),
             sequences: HashMap::new(),
             imports: ImportQueue::default(),
+            in_flight: VecDeque::new(),
+            max_in_flight: options.steps_in_flight,
+            landed_at: Instant::now(),
             counters: Counters::default(),
             failures_in_a_row: 0,
             whole_prompts: options.whole_prompts,
@@ -137,20 +148,26 @@ impl<F: Forward> StepLoop<F> {
 
     fn steps(&mut self) {
         while self.take_commands() {
-            self.take_imports();
-            let step = self.scheduler.schedule();
-            // With nothing to compute, only a command can change that; a request's end resets this.
-            self.idle = step.is_empty();
-            self.announce(&step);
-            self.compute(&step);
+            if self.in_flight.is_empty() {
+                self.take_imports();
+                let step = self.scheduler.schedule();
+                // With nothing to compute, only a command can change that; a request's end resets this.
+                self.idle = step.is_empty();
+                self.announce(&step);
+                self.start(&step);
+            }
+            while self.start_ahead() {}
+            self.land();
             self.publish();
         }
+        self.wait_for_all();
     }
 
     /// Takes all pending commands, and waits for one if there is nothing else to do. Returns false to stop.
     fn take_commands(&mut self) -> bool {
         while !self.stopping {
-            let command = if self.idle && self.imports.is_empty() {
+            let nothing_to_do = self.idle && self.imports.is_empty() && self.in_flight.is_empty();
+            let command = if nothing_to_do {
                 let gone = |RecvError| TryRecvError::Disconnected;
                 self.inbox.recv().map_err(gone)
             } else {
@@ -371,47 +388,6 @@ impl<F: Forward> StepLoop<F> {
                 }
                 Some(EngineRequest::Export(_)) | None => {}
             }
-        }
-    }
-
-    /// Runs a step's forward pass and distributes its tokens and logits.
-    fn compute(&mut self, step: &Step) {
-        let (work, refused) = StepWork::new(step, &mut self.requests, self.forward.can_sample());
-        refused
-            .into_iter()
-            .for_each(|(s, error)| self.fail(s, error));
-        if work.batch.tokens.is_empty() {
-            return; // All have been cancelled since.
-        }
-        let started = Instant::now();
-        let mut watch = StepWatch {
-            work: &work,
-            requests: &mut self.requests,
-            layout: &self.layout,
-            is_finished_if_wanted: self.whole_prompts,
-            kv_bytes_moved: &mut self.counters.kv_bytes_moved,
-            lost: Vec::new(),
-        };
-        let forward = &mut self.forward;
-        let outcome = catch_unwind(AssertUnwindSafe(|| {
-            forward.forward(&work.batch, &work.choices, &mut watch)
-        }));
-        let lost = watch.lost;
-        self.counters.step_time += started.elapsed();
-        let outcome = outcome.unwrap_or_else(|panic| Err(panic_text(&*panic)));
-        let checked = match outcome {
-            Ok(None) => return self.give_up(&work),
-            Ok(Some(output)) => work.checked(output, self.forward.vocab()),
-            Err(reason) => Err(reason),
-        };
-        self.counters.steps += 1;
-        match checked {
-            Ok(output) => {
-                self.succeeded();
-                lost.into_iter().for_each(|(s, error)| self.fail(s, error));
-                self.deliver(step.number, &work, output);
-            }
-            Err(reason) => self.failed(&work, reason),
         }
     }
 

@@ -12,6 +12,9 @@ use crate::{EngineError, export::ExportRange, forward::Output, request::EngineRe
 #[derive(Default)]
 pub(crate) struct StepWork {
     pub(crate) batch: Batch,
+    /// If the rows' tokens are those that the device chooses in the step before, which may still run: for each row, the
+    /// index of its token among them. The batch then has no tokens.
+    pub(crate) picked: Option<Vec<u32>>,
     /// All sequences with rows in the batch.
     pub(crate) sequences: Vec<SequenceId>,
     /// Sequences whose token the device chooses, in the order of `batch.logit_rows`, of which they have the first.
@@ -81,6 +84,51 @@ impl StepWork {
         }
         work.batch.logit_rows.append(&mut host_rows);
         (work, refused)
+    }
+
+    /// Builds a step on top of `before`, which is in flight and chooses all its tokens on the device: every row takes up one
+    /// of those. `pending`: steps in flight, each of which owes every row a token.
+    pub(crate) fn ahead(
+        step: &Step,
+        before: &Self,
+        pending: usize,
+        requests: &BTreeMap<SequenceId, EngineRequest>,
+    ) -> Self {
+        let mut work = Self::default();
+        let mut picked = Vec::new();
+        for span in &step.spans {
+            let sequence = span.sequence;
+            let index = before.on_device.iter().position(|id| *id == sequence);
+            let Some((index, EngineRequest::Answer(answer))) = index.zip(requests.get(&sequence))
+            else {
+                continue;
+            };
+            let row = work.sequences.len();
+            picked.push(index as u32);
+            work.sequences.push(sequence);
+            work.batch.spans.push(Span {
+                first_row: row,
+                rows: 1,
+                start: span.start,
+                blocks: span.blocks.clone(),
+            });
+            work.batch.logit_rows.push(row as u32);
+            work.on_device.push(sequence);
+            work.choices.push(answer.sampler.ahead(pending));
+        }
+        work.picked = Some(picked);
+        work
+    }
+
+    /// Whether the device chooses a token for each of its rows, and the tokens after those depend on nothing that the
+    /// host would have to know first.
+    pub(crate) fn leads_on(&self, requests: &BTreeMap<SequenceId, EngineRequest>) -> bool {
+        let runs_ahead = |sequence: &SequenceId| match requests.get(sequence) {
+            Some(EngineRequest::Answer(answer)) => answer.sampler.runs_ahead(),
+            Some(EngineRequest::Export(_)) => false,
+            None => true, // It has ended.
+        };
+        self.on_host.is_empty() && self.exports.is_empty() && self.on_device.iter().all(runs_ahead)
     }
 
     /// Returns the forward pass's output, or the reason it does not match this step.

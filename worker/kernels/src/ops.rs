@@ -71,6 +71,12 @@ pub trait DeviceOps: Send + Sync + 'static {
         None
     }
 
+    /// Whether operations are queued: a call returns before the device has computed, so that the host may prepare the next
+    /// step meanwhile.
+    fn queues_operations(&self) -> bool {
+        false
+    }
+
     /// Memory of the device; `None` if it computes in the host's.
     fn device_memory(&self) -> Option<DeviceMemory> {
         None
@@ -383,14 +389,17 @@ pub trait ExpertOps: RouterOps {
 
 /// Choice of tokens on the device.
 pub trait SampleOps: MemoryOps {
+    /// Tokens that are chosen, in the device's memory and on their way to the host.
+    type Tokens: Send + 'static;
+
     /// Whether [`SampleOps::sample`] can choose among `vocab` tokens; if not,
     /// as on the CPU, the host chooses from downloaded logits.
     fn can_sample(&self, _vocab: usize) -> bool {
         false
     }
 
-    /// Chooses a token from each of the first `rows.len()` rows of logits `[rows,
-    /// vocab]`, so that only tokens are copied to the host.
+    /// Begins to choose a token from each of the first `rows.len()` rows of logits `[rows, vocab]`, so that only tokens
+    /// are copied to the host, and launches what leads to them.
     ///
     /// # Errors
     /// [`KernelError::Device`] if [`SampleOps::can_sample`] returns false.
@@ -398,10 +407,22 @@ pub trait SampleOps: MemoryOps {
         &self,
         _logits: &Self::Tensor,
         _rows: &[SampleSpec],
-    ) -> Result<Vec<Result<u32, SampleFault>>, KernelError> {
+    ) -> Result<Self::Tokens, KernelError> {
         Err(KernelError::Device {
             device: self.describe(),
             detail: "tokens are chosen on the host".to_owned(),
         })
     }
+
+    /// Waits until chosen tokens have landed on the host; what was queued after them goes on.
+    fn landed(&self, tokens: &Self::Tokens) -> Result<Vec<Result<u32, SampleFault>>, KernelError>;
+
+    /// Same as [`ElementwiseOps::embed`] of the tokens at the indices `picked` of those that were chosen, which need not have
+    /// landed. A row without a token has the embedding of an arbitrary one.
+    fn embed_chosen(
+        &self,
+        table: &Self::Weight,
+        tokens: &Self::Tokens,
+        picked: &[u32],
+    ) -> Result<Self::Tensor, KernelError>;
 }

@@ -198,6 +198,16 @@ impl KvCache {
         }
     }
 
+    /// Records that a step was launched, see [`BlockPool::launched`].
+    pub fn launched(&mut self, step: u64) {
+        self.pool.launched(step);
+    }
+
+    /// Records that all steps up to this one have landed, see [`BlockPool::landed`].
+    pub fn landed(&mut self, step: u64) {
+        self.pool.landed(step);
+    }
+
     /// Drops every cached prefix that no sequence holds.
     pub fn clear_cached(&mut self) {
         self.pool.clear_cached();

@@ -8,8 +8,11 @@
 //!
 //! Eviction takes the unreferenced block that was released first. Holders release a sequence from its end,
 //! so a prefix outlives its continuations.
+//!
+//! A step that was launched may write to the blocks of a sequence that ends meanwhile, and reads those that its block
+//! tables name: what is freed while steps are in flight is given to nobody before the last of them has landed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hasher};
 
 use hearth_kernels::BlockId;
@@ -41,7 +44,7 @@ fn sip_hash(parent: u64, tokens: &[KvToken]) -> u64 {
 pub struct CacheStats {
     /// Number of blocks.
     pub total_blocks: usize,
-    /// Blocks held by sequences.
+    /// Blocks held by sequences, or by steps in flight whose sequences have ended.
     pub used_blocks: usize,
     /// Blocks that no sequence holds but that are in the prefix index; they are evicted when needed.
     pub cached_blocks: usize,
@@ -78,6 +81,11 @@ pub struct BlockPool {
     block_tokens: usize,
     slots: Vec<Slot>,
     free: Vec<BlockId>,
+    /// Blocks that were freed while steps were in flight, each with the last of those; in order.
+    deferred: VecDeque<(u64, BlockId)>,
+    /// The last step that was launched, and the last one that has landed.
+    launched: u64,
+    landed: u64,
     index: HashMap<u64, Vec<BlockId>>,
     /// Unreferenced registered blocks, keyed by the tick of their release.
     evictable: BTreeMap<u64, BlockId>,
@@ -123,6 +131,9 @@ impl BlockPool {
             slots: (0..count).map(|_| Slot::Free).collect(),
             // Popped from the end, so that block 0 is used first.
             free: (0..count).rev().map(BlockId).collect(),
+            deferred: VecDeque::new(),
+            launched: 0,
+            landed: 0,
             index: HashMap::new(),
             evictable: BTreeMap::new(),
             tick: 0,
@@ -272,7 +283,10 @@ impl BlockPool {
         match slot {
             Slot::Owned if !S::SHARED => {
                 *slot = Slot::Free;
-                self.free.push(id);
+                match self.landed < self.launched {
+                    true => self.deferred.push_back((self.launched, id)),
+                    false => self.free.push(id),
+                }
             }
             Slot::Registered(r) if S::SHARED && r.references > 0 => {
                 r.references -= 1;
@@ -284,6 +298,19 @@ impl BlockPool {
             }
             // The block belongs to another pool, so there is nothing to release here.
             Slot::Free | Slot::Owned | Slot::Registered(_) => {}
+        }
+    }
+
+    /// Records that a step was launched: blocks that are freed from now on wait for it. Numbers ascend.
+    pub fn launched(&mut self, step: u64) {
+        self.launched = self.launched.max(step);
+    }
+
+    /// Records that all steps up to this one have landed: what was freed before the next one was launched is free.
+    pub fn landed(&mut self, step: u64) {
+        self.landed = self.landed.max(step);
+        while let Some((_, id)) = self.deferred.pop_front_if(|(last, _)| *last <= step) {
+            self.free.push(id);
         }
     }
 

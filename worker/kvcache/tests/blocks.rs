@@ -172,6 +172,46 @@ fn blocks_registered_meanwhile_replace_reserved_ones() {
 }
 
 #[test]
+fn what_is_freed_while_steps_are_in_flight_waits_for_the_last_of_them() {
+    let mut c = cache(4);
+    let a = run(&mut c, &[1, 2, 3, 4, 5]);
+    let b = run(&mut c, &[6, 7]);
+    let free = |c: &KvCache| (c.stats().used_blocks, c.stats().free_blocks);
+    c.launched(1);
+    c.release(a);
+    // The full block is cached: no step writes to it any more. The partial one may be written to.
+    assert_eq!((free(&c), c.stats().cached_blocks), ((2, 1), 1));
+    c.launched(2);
+    c.release(b);
+    assert_eq!(free(&c), (2, 1));
+    c.landed(1);
+    assert_eq!(free(&c), (1, 2));
+    let s = run(&mut c, &[8; 12]);
+    assert_eq!(c.stats().evictions, 1, "rather than a block in flight");
+    c.landed(2);
+    c.release(s);
+    assert_eq!(free(&c), (0, 1));
+}
+
+#[test]
+fn a_block_that_an_equal_one_replaces_waits_for_the_steps_that_read_it() {
+    let mut c = cache(4);
+    let prompt = own(&[1, 2, 3, 4, 5]);
+    let (mut first, mut second) = (c.begin(&prompt), c.begin(&prompt));
+    c.reserve(&mut first, 5).unwrap();
+    c.reserve(&mut second, 5).unwrap();
+    c.commit(&mut first, &prompt).unwrap();
+    c.launched(1);
+    c.commit(&mut second, &prompt[..4]).unwrap();
+    assert_eq!(second.ids().next(), first.ids().next());
+    assert_eq!(c.stats().free_blocks, 0);
+    c.landed(1);
+    assert_eq!(c.stats().free_blocks, 1);
+    c.release(first);
+    c.release(second);
+}
+
+#[test]
 fn clearing_forgets_what_nobody_holds() {
     let mut c = cache(4);
     let (a, b) = (run(&mut c, &[1; 4]), run(&mut c, &[2; 4]));

@@ -1,6 +1,8 @@
 //! Input of one forward pass.
 
-use hearth_kernels::Span;
+use std::ops::Range;
+
+use hearth_kernels::{Backend, Span};
 
 use crate::ModelError;
 
@@ -15,16 +17,63 @@ pub struct Batch {
     pub logit_rows: Vec<u32>,
 }
 
-impl Batch {
-    /// Checks that the rows whose logits are wanted exist.
-    pub(crate) fn check_logit_rows(&self) -> Result<(), ModelError> {
-        let rows = self.tokens.len();
-        match self.logit_rows.iter().find(|&&row| row as usize >= rows) {
-            None => Ok(()),
-            Some(row) => Err(ModelError::Batch(format!(
-                "logits are wanted of row {row} of {rows}"
-            ))),
+/// What the rows of a pass begin with.
+pub enum Rows<'a, B: Backend> {
+    /// Tokens, one a row.
+    Tokens(&'a [u32]),
+    /// Tokens that the device has chosen, or is about to, and that need not be on the host yet.
+    Sampled {
+        /// The chosen tokens.
+        tokens: &'a B::Tokens,
+        /// For each row, the index of its token among them.
+        picked: &'a [u32],
+    },
+}
+
+impl<B: Backend> Clone for Rows<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Rows<'_, B> {}
+
+impl<'a, B: Backend> Rows<'a, B> {
+    /// Number of rows.
+    pub fn count(self) -> usize {
+        match self {
+            Self::Tokens(tokens) => tokens.len(),
+            Self::Sampled { picked, .. } => picked.len(),
         }
+    }
+
+    /// Some of the rows.
+    pub(crate) fn part(self, range: Range<usize>) -> Self {
+        match self {
+            Self::Tokens(tokens) => Self::Tokens(&tokens[range]),
+            Self::Sampled { tokens, picked } => Self::Sampled {
+                tokens,
+                picked: &picked[range],
+            },
+        }
+    }
+
+    /// Tokens that the host knows.
+    pub(crate) fn known(self) -> &'a [u32] {
+        match self {
+            Self::Tokens(tokens) => tokens,
+            Self::Sampled { .. } => &[],
+        }
+    }
+}
+
+/// Checks that the rows whose logits are wanted exist.
+pub(crate) fn check_logit_rows(logit_rows: &[u32], rows: usize) -> Result<(), ModelError> {
+    match logit_rows.iter().find(|&&row| row as usize >= rows) {
+        None => Ok(()),
+        Some(row) => Err(ModelError::Batch(format!(
+            "logits are wanted of row {row} of {rows}"
+        ))),
     }
 }
 
@@ -36,9 +85,13 @@ pub(crate) fn positions(spans: &[Span]) -> Vec<u32> {
         .collect()
 }
 
-/// Checks that tokens and spans are consistent with each other and with the vocabulary.
-pub(crate) fn check(tokens: &[u32], spans: &[Span], vocab_size: usize) -> Result<(), ModelError> {
-    let rows = tokens.len();
+/// Checks that rows and spans are consistent with each other, and tokens with the vocabulary.
+pub(crate) fn check<B: Backend>(
+    input: Rows<'_, B>,
+    spans: &[Span],
+    vocab_size: usize,
+) -> Result<(), ModelError> {
+    let rows = input.count();
     let mut next_row = 0;
     for span in spans {
         if span.first_row != next_row || span.rows == 0 {
@@ -60,7 +113,7 @@ pub(crate) fn check(tokens: &[u32], spans: &[Span], vocab_size: usize) -> Result
             "spans cover {next_row} rows, tokens are {rows}"
         )));
     }
-    if let Some(token) = tokens.iter().find(|&&t| t as usize >= vocab_size) {
+    if let Some(token) = input.known().iter().find(|&&t| t as usize >= vocab_size) {
         return Err(ModelError::Batch(format!(
             "token {token} is outside the vocabulary of {vocab_size}"
         )));

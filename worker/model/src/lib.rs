@@ -27,7 +27,7 @@ mod programs;
 mod residency;
 mod steps;
 
-pub use batch::Batch;
+pub use batch::{Batch, Rows};
 pub use blocks::rope::{rope_table, yarn_softmax_factor};
 pub use error::{ModelError, ResidencyError};
 pub use flight::Flight;

@@ -124,6 +124,13 @@ impl<B: Backend> Model<B> {
         &self.residency
     }
 
+    /// Whether a pass is queued as a whole: [`Model::forward_rows`] waits neither for weights nor for what the device computes.
+    pub fn queues_passes(&self) -> bool {
+        self.backend.queues_operations()
+            && !self.residency.keeps_host_waiting()
+            && !self.experts.keep_host_waiting()
+    }
+
     /// Numerics of the backend that runs routed experts if they differ from the device's.
     pub fn expert_numerics(&self) -> Option<String> {
         self.experts.numerics(&self.backend.numerics())

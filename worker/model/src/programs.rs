@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use hearth_kernels::{Backend, Span};
 
+use crate::batch::{self, Rows};
 use crate::{Batch, Flight, Model, ModelError, Observer};
 
 impl<B: Backend> Model<B> {
@@ -18,40 +19,60 @@ impl<B: Backend> Model<B> {
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
-        batch.check_logit_rows()?;
-        match self.is_dual_batch() && batch.is_decode() && batch.tokens.len() > 1 {
-            true => self.dual_batch(batch, kv, observer),
-            false => self.plain(batch, kv, observer),
+        let rows = Rows::Tokens(&batch.tokens);
+        self.forward_rows(rows, &batch.spans, &batch.logit_rows, kv, observer)
+    }
+
+    /// Runs rows whose sequences are `spans`, see [`Batch::spans`]; as [`Model::forward_logits`]. On a device that queues
+    /// operations, it returns before they are computed (see [`Model::queues_passes`]).
+    ///
+    /// # Errors
+    /// Same as [`Model::forward`].
+    pub fn forward_rows(
+        &self,
+        rows: Rows<'_, B>,
+        spans: &[Span],
+        logit_rows: &[u32],
+        kv: &mut B::Kv,
+        observer: &mut dyn Observer<B>,
+    ) -> Result<Option<B::Tensor>, ModelError> {
+        batch::check_logit_rows(logit_rows, rows.count())?;
+        let part = Part { rows, spans };
+        match self.is_dual_batch() && part.is_decode() && rows.count() > 1 {
+            true => self.dual_batch(part, logit_rows, kv, observer),
+            false => self.plain(part, logit_rows, kv, observer),
         }
     }
 
     /// One flight through all layers.
     fn plain(
         &self,
-        batch: &Batch,
+        part: Part<'_, B>,
+        logit_rows: &[u32],
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
-        let mut flight = self.begin(&batch.tokens, batch.spans.clone(), observer)?;
+        let mut flight = self.begin(part.rows, part.spans.to_vec(), observer)?;
         for layer in 0..self.config().layers {
             self.attention(&mut flight, layer, kv, observer)?;
             self.feed_forward(&mut flight, layer, observer)?;
         }
-        self.end(flight, &batch.logit_rows, observer)
+        self.end(flight, logit_rows, observer)
     }
 
     /// Two flights of half of the rows each, by turns: one is in attention while the other one's experts run elsewhere
     /// (OSDI '26, section 3.3.1). Only the head takes both at once.
     fn dual_batch(
         &self,
-        batch: &Batch,
+        part: Part<'_, B>,
+        logit_rows: &[u32],
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
-        let rows = batch.tokens.len();
+        let rows = part.rows.count();
         let middle = rows.div_ceil(2);
-        let mut first = self.begin_part(batch, 0..middle, observer)?;
-        let mut second = self.begin_part(batch, middle..rows, observer)?;
+        let mut first = self.begin_part(&part, 0..middle, observer)?;
+        let mut second = self.begin_part(&part, middle..rows, observer)?;
         let layers = self.config().layers;
         for layer in 0..layers {
             // The layer's keys are complete after the second flight alone.
@@ -62,7 +83,7 @@ impl<B: Backend> Model<B> {
             self.feed_forward_end(&mut first, last, observer)?;
             self.feed_forward_end(&mut second, last, observer)?;
         }
-        self.end_both([first, second], &batch.logit_rows, observer)
+        self.end_both([first, second], logit_rows, observer)
     }
 
     /// Takes a flight from the middle of a feed-forward block to the middle of the next layer's.
@@ -82,25 +103,31 @@ impl<B: Backend> Model<B> {
 
     fn begin_part(
         &self,
-        batch: &Batch,
+        of: &Part<'_, B>,
         rows: Range<usize>,
         observer: &mut dyn Observer<B>,
     ) -> Result<Flight<B>, ModelError> {
         // One row each.
-        let part = |span: &Span| Span {
+        let moved = |span: &Span| Span {
             first_row: span.first_row - rows.start,
             ..span.clone()
         };
-        let spans = batch.spans[rows.clone()].iter().map(part).collect();
-        self.begin(&batch.tokens[rows], spans, observer)
+        let spans = of.spans[rows.clone()].iter().map(moved).collect();
+        self.begin(of.rows.part(rows), spans, observer)
     }
 }
 
-impl Batch {
+/// Rows and their sequences.
+struct Part<'a, B: Backend> {
+    rows: Rows<'a, B>,
+    spans: &'a [Span],
+}
+
+impl<B: Backend> Part<'_, B> {
     /// Whether every row is a sequence of its own, in order.
     fn is_decode(&self) -> bool {
         let is_own = |(row, span): (usize, &Span)| span.first_row == row && span.rows == 1;
-        self.spans.len() == self.tokens.len() && self.spans.iter().enumerate().all(is_own)
+        self.spans.len() == self.rows.count() && self.spans.iter().enumerate().all(is_own)
     }
 }
 

@@ -35,6 +35,11 @@ pub trait Residency<B: Backend>: Send + Sync {
         None
     }
 
+    /// Whether a pass waits here, for modules that come or for a choice of experts that the device does not make by itself.
+    fn keeps_host_waiting(&self) -> bool {
+        true
+    }
+
     /// Statistics of the policy.
     fn stats(&self) -> ResidencyStats;
 }

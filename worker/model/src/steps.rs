@@ -5,36 +5,38 @@ use std::ops::Range;
 
 use hearth_kernels::{Backend, Span};
 
-use crate::batch;
+use crate::batch::{self, Rows};
 use crate::blocks::Pass;
 use crate::decoder::{Attention, FeedForward};
 use crate::flight::{Flight, Sequences, Stream};
 use crate::{Model, ModelError, ModuleId, Observer};
 
 impl<B: Backend> Model<B> {
-    /// Begins a pass of `tokens`, one a row, whose sequences are `spans`: looks up their embeddings.
+    /// Begins a pass of `rows` whose sequences are `spans`: looks up the embeddings of their tokens.
     ///
     /// # Errors
     /// [`ModelError::Batch`] if the spans do not cover the rows or a token is outside the vocabulary; those of a module.
     pub fn begin(
         &self,
-        tokens: &[u32],
+        rows: Rows<'_, B>,
         spans: Vec<Span>,
         observer: &mut dyn Observer<B>,
     ) -> Result<Flight<B>, ModelError> {
-        batch::check(tokens, &spans, self.decoder().vocab)?;
+        batch::check(rows, &spans, self.decoder().vocab)?;
         let id = ModuleId::Embedding;
         let backend = self.backend();
         backend
-            .begin_pass(tokens.len())
+            .begin_pass(rows.count())
             .map_err(|e| ModelError::from(e).within(id))?;
-        self.residency().begin_pass(tokens.len());
+        self.residency().begin_pass(rows.count());
         let embedding = self.residency().acquire(id)?;
         let table = embedding.matrix("embedding")?;
         // residual [rows, hidden]
-        let residual = backend
-            .embed(table, tokens)
-            .map_err(|e| ModelError::from(e).within(id))?;
+        let residual = match rows {
+            Rows::Tokens(tokens) => backend.embed(table, tokens),
+            Rows::Sampled { tokens, picked } => backend.embed_chosen(table, tokens, picked),
+        };
+        let residual = residual.map_err(|e| ModelError::from(e).within(id))?;
         observer.tensor("embedding", None, backend, &residual);
         Ok(Flight {
             sequences: Sequences {

@@ -21,6 +21,8 @@ use crate::store::Store;
 pub struct Resident<B: Backend> {
     store: Store<B>,
     banks: HashMap<u32, LayerBank<B>>,
+    /// Whether the host has to know which experts a router chose.
+    host_sees_choices: bool,
     /// Bytes of experts counted for bank requests.
     banked_bytes: AtomicU64,
 }
@@ -121,27 +123,35 @@ impl<B: Backend> Resident<B> {
                 read()?;
             }
         }
-        let banks = banks(&store, &modules, &*backend)?;
+        let by_layer = experts_by_layer(&modules);
+        let layers = by_layer.len();
+        let banks = banks(&store, by_layer, &*backend)?;
         Ok(Self {
             store,
+            host_sees_choices: banks.len() < layers,
             banks,
             banked_bytes: AtomicU64::new(0),
         })
     }
 }
 
-/// Joins the routed experts of each layer if the device supports it.
-fn banks<B: Backend>(
-    store: &Store<B>,
-    modules: &[ModuleSpec],
-    backend: &B,
-) -> Result<HashMap<u32, LayerBank<B>>, ResidencyError> {
+/// Routed experts of each layer that has some.
+fn experts_by_layer(modules: &[ModuleSpec]) -> BTreeMap<u32, Vec<ModuleId>> {
     let mut by_layer: BTreeMap<u32, Vec<ModuleId>> = BTreeMap::new();
     for spec in modules {
         if let ModuleId::Expert(layer, _) = spec.id {
             by_layer.entry(layer).or_default().push(spec.id);
         }
     }
+    by_layer
+}
+
+/// Joins the routed experts of each layer if the device supports it.
+fn banks<B: Backend>(
+    store: &Store<B>,
+    by_layer: BTreeMap<u32, Vec<ModuleId>>,
+    backend: &B,
+) -> Result<HashMap<u32, LayerBank<B>>, ResidencyError> {
     let mut banks = HashMap::new();
     for (layer, mut ids) in by_layer {
         ids.sort_unstable();
@@ -187,6 +197,10 @@ impl<B: Backend> Residency<B> for Resident<B> {
         let read = *expert_bytes * choices.min(*experts) as u64;
         self.banked_bytes.fetch_add(read, Ordering::Relaxed);
         Some(Arc::clone(bank))
+    }
+
+    fn keeps_host_waiting(&self) -> bool {
+        self.host_sees_choices
     }
 
     fn stats(&self) -> ResidencyStats {

@@ -61,8 +61,8 @@ pub enum ScheduleError {
         /// Number of answer tokens that already existed.
         generated: usize,
     },
-    /// The result of a step that is not in flight.
-    #[error("step {step} is not in flight (the last one is {last})")]
+    /// The result of a step that is not the first of those in flight.
+    #[error("step {step} is not the first one in flight (the last one is {last})")]
     StaleStep {
         /// The step of the result.
         step: u64,

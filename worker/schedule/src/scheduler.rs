@@ -1,5 +1,7 @@
 //! The scheduler.
 
+mod in_flight;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_kvcache::{CacheStats, KvCache, KvToken, Provenance, SequenceBlocks};
@@ -8,6 +10,7 @@ use crate::{
     Admission, FinishReason, Finished, ImportTarget, Phase, Request, Sampled, ScheduleError,
     SequenceId, SpanKind, Step, StepResult, StepSpan, Update, Work,
 };
+use in_flight::InFlight;
 
 /// Limits, fixed at creation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,17 +82,10 @@ impl Sequence {
     }
 }
 
-/// Record of a step in flight.
-#[derive(Debug)]
-struct InFlight {
-    sequence: SequenceId,
-    rows: usize,
-    wants_logits: bool,
-}
-
 /// Continuous batching with chunked prefill over a [`KvCache`].
 ///
-/// Call [`schedule`](Self::schedule), compute the step, call [`update`](Self::update), and repeat. A step that
+/// Call [`schedule`](Self::schedule), compute the step, call [`update`](Self::update), and repeat. A device that queues
+/// operations may be given the next step before that, by [`schedule_ahead`](Self::schedule_ahead). A step that
 /// failed needs no update: none of it is recorded, and the next `schedule` decides afresh.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -100,7 +96,7 @@ pub struct Scheduler {
     running: BTreeSet<SequenceId>,
     next_id: u64,
     step: u64,
-    in_flight: Option<Vec<InFlight>>,
+    in_flight: InFlight,
     preemptions: u64,
 }
 
@@ -133,7 +129,7 @@ impl Scheduler {
             running: BTreeSet::new(),
             next_id: 1,
             step: 0,
-            in_flight: None,
+            in_flight: InFlight::default(),
             preemptions: 0,
         })
     }
@@ -194,8 +190,8 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// Ends a sequence in any phase, and returns whether it existed. Its blocks are free for the next
-    /// [`Scheduler::schedule`]; a step in flight may still write to them.
+    /// Ends a sequence in any phase, and returns whether it existed. Steps in flight may still write to its blocks: these
+    /// are free once all of those have landed, at the latest for the next [`Scheduler::schedule`].
     pub fn cancel(&mut self, id: SequenceId) -> bool {
         self.remove(id)
     }
@@ -266,8 +262,11 @@ impl Scheduler {
         }
     }
 
-    /// Decides the next step. A step still in flight is abandoned: none of it is recorded.
+    /// Decides the next step, by what is known of all sequences. Steps still in flight are abandoned: none of them is
+    /// recorded, and no device may be computing them any more.
     pub fn schedule(&mut self) -> Step {
+        self.in_flight.clear();
+        self.kv.landed(self.step);
         self.step += 1;
         let mut step = Step {
             number: self.step,
@@ -276,24 +275,20 @@ impl Scheduler {
         self.add_decodes(&mut step);
         self.admit(&mut step);
         self.add_chunks(&mut step);
-        let in_flight = step.spans.iter().map(|span| InFlight {
-            sequence: span.sequence,
-            rows: span.tokens.len(),
-            wants_logits: span.wants_logits,
-        });
-        self.in_flight = Some(in_flight.collect());
+        self.launched(&step);
         step
     }
 
-    /// Records a computed step.
+    /// Records a computed step, the first of those in flight.
     ///
     /// # Errors
     /// [`ScheduleError::StaleStep`], [`ScheduleError::MissingToken`], [`ScheduleError::UnexpectedToken`]; then
     /// nothing is recorded, and the step is still in flight.
     pub fn update(&mut self, result: StepResult) -> Result<Update, ScheduleError> {
         let tokens = self.check_result(&result)?;
+        self.kv.landed(result.step);
         let mut update = Update::default();
-        for span in self.in_flight.take().unwrap_or_default() {
+        for span in self.in_flight.pop() {
             let id = span.sequence;
             let Some(sequence) = self.sequences.get_mut(&id) else {
                 continue; // Cancelled while it was computed.
@@ -341,45 +336,6 @@ impl Scheduler {
             running: self.running.len(),
             preemptions: self.preemptions,
             kv: self.kv.stats(),
-        }
-    }
-
-    /// Returns a result's tokens by sequence, if it matches the step in flight.
-    fn check_result(
-        &self,
-        result: &StepResult,
-    ) -> Result<BTreeMap<SequenceId, Sampled>, ScheduleError> {
-        let step = result.step;
-        let stale = ScheduleError::StaleStep {
-            step,
-            last: self.step,
-        };
-        let Some(in_flight) = self.in_flight.as_ref().filter(|_| step == self.step) else {
-            return Err(stale);
-        };
-        let alive = |id: &SequenceId| self.sequences.contains_key(id);
-        let mut open: BTreeSet<SequenceId> = in_flight
-            .iter()
-            .filter(|span| span.wants_logits)
-            .map(|span| span.sequence)
-            .filter(|id| {
-                self.sequences
-                    .get(id)
-                    .is_some_and(|s| s.work != Work::Export)
-            })
-            .collect();
-        let mut tokens = BTreeMap::new();
-        for sampled in &result.sampled {
-            let sequence = sampled.sequence;
-            if open.remove(&sequence) {
-                tokens.insert(sequence, *sampled);
-            } else if alive(&sequence) {
-                return Err(ScheduleError::UnexpectedToken { step, sequence });
-            }
-        }
-        match open.first() {
-            Some(&sequence) => Err(ScheduleError::MissingToken { step, sequence }),
-            None => Ok(tokens),
         }
     }
 

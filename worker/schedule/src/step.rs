@@ -11,6 +11,8 @@ pub enum SpanKind {
     Decode,
     /// A chunk of a prompt, or of a replay.
     Prefill,
+    /// One row: the token that the step before this one, still in flight, gives to the sequence.
+    Ahead,
 }
 
 /// Rows of one sequence in a forward pass.
@@ -20,14 +22,24 @@ pub struct StepSpan {
     pub sequence: SequenceId,
     /// The computation.
     pub kind: SpanKind,
-    /// Tokens of the rows, at least one.
+    /// Tokens of the rows, at least one; none if the kind is [`SpanKind::Ahead`].
     pub tokens: Vec<u32>,
     /// Absolute position of the first row.
     pub start: usize,
-    /// Blocks from position 0; they cover `start + tokens.len()` tokens.
+    /// Blocks from position 0; they cover `start + rows()` tokens.
     pub blocks: Vec<BlockId>,
     /// Whether the last row's logits are needed. Except for exports, the result must have a token for them.
     pub wants_logits: bool,
+}
+
+impl StepSpan {
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        match self.kind {
+            SpanKind::Ahead => 1,
+            SpanKind::Decode | SpanKind::Prefill => self.tokens.len(),
+        }
+    }
 }
 
 /// A sequence that left the queue in this step.
@@ -67,7 +79,7 @@ impl Step {
 
     /// Rows of the forward pass.
     pub fn rows(&self) -> usize {
-        self.spans.iter().map(|s| s.tokens.len()).sum()
+        self.spans.iter().map(StepSpan::rows).sum()
     }
 }
 

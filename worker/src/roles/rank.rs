@@ -39,6 +39,9 @@ const PREFILL_SILENCE: Duration = Duration::from_secs(1);
 /// The gateway holds the real queue; this limits what one worker is sent at a time.
 const WORKER_QUEUE: usize = 256;
 
+/// Steps in flight at once on a device that queues them: one runs, and the next one is prepared meanwhile.
+const STEPS_IN_FLIGHT: usize = 2;
+
 /// Stack size for compiling grammars, which recurses over the request's schema; the gateway limits it to 500 levels.
 const STACK_BYTES: usize = 32 << 20;
 
@@ -274,6 +277,7 @@ fn start<B: Backend>(
         whole_prompts: streams_experts(rank),
         context_length: plan.model.context_length as usize,
         max_queue: WORKER_QUEUE,
+        steps_in_flight: STEPS_IN_FLIGHT,
         grammar_tokenizer: grammar_tokenizer(directory, rank.role, loaded.model.config())?,
     };
     let model_fingerprint = loaded.checkpoint.fingerprint().to_owned();

@@ -7,6 +7,7 @@ use clap::Args;
 use hearth_kernels::Backend;
 use serde::Serialize;
 
+use super::ahead::{self, AheadReport};
 use super::lanes::{Clock, LaneReport};
 use super::session::{Session, argmax};
 use super::trace;
@@ -78,6 +79,9 @@ struct Report {
     prefill_lanes: Option<LaneReport>,
     #[serde(skip_serializing_if = "Option::is_none")]
     decode_lanes: Option<LaneReport>,
+    /// Steps whose tokens the device chooses; absent where passes are not queued.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ahead: Option<AheadReport>,
 }
 
 /// Measures and prints the results.
@@ -114,7 +118,7 @@ fn run_on<B: Backend>(
     let timings = measure(args, loaded, clock)?;
     let after_gbps = backend.read_bandwidth_gbps(PROBE_BYTES)?;
     let read_gbps = f64::midpoint(before_gbps, after_gbps);
-    Ok(report(args, loaded, &timings, read_gbps))
+    Ok(report(args, loaded, timings, read_gbps))
 }
 
 struct Timings {
@@ -123,6 +127,7 @@ struct Timings {
     bytes_per_step: u64,
     prefill_lanes: Option<LaneReport>,
     decode_lanes: Option<LaneReport>,
+    ahead: Option<AheadReport>,
 }
 
 fn measure<B: Backend>(
@@ -155,13 +160,17 @@ fn measure<B: Backend>(
         next.push(argmax(&last));
     }
 
-    let (step_ms, decode_lanes, bytes) = decode(args, loaded, clock, &mut session, next)?;
+    let (step_ms, decode_lanes, bytes) = decode(args, loaded, clock, &mut session, next.clone())?;
+    let from = (args.prefill as usize, &next[..]);
+    let steps = args.decode as usize;
+    let ahead = ahead::measure(&loaded.model, clock, &mut session, from, steps)?;
     Ok(Timings {
         prefill_ms,
         step_ms,
         bytes_per_step: bytes / u64::from(args.decode),
         prefill_lanes,
         decode_lanes,
+        ahead,
     })
 }
 
@@ -216,7 +225,7 @@ fn prefill<B: Backend>(
 fn report<B: Backend>(
     args: &BenchArgs,
     loaded: &LoadedOn<B>,
-    timings: &Timings,
+    timings: Timings,
     read_gbps: f64,
 ) -> Report {
     let mut sorted = timings.step_ms.clone();
@@ -244,6 +253,7 @@ fn report<B: Backend>(
         device_budget_bytes: memory.map(|memory| memory.budget_bytes),
         prefill_lanes: timings.prefill_lanes,
         decode_lanes: timings.decode_lanes,
+        ahead: timings.ahead,
     }
 }
 
@@ -271,12 +281,14 @@ fn table(report: &Report) -> String {
     .iter()
     .filter_map(|(phase, lanes)| Some(format!("lanes    {phase}: {}\n", lanes.as_ref()?)))
     .collect();
+    let ahead = report.ahead.as_ref();
+    let ahead = ahead.map_or_else(String::new, |ahead| format!("tokens   {ahead}\n"));
     format!(
         "model    {}  on {}, KV {}\n\
          prefill  {} tokens in {:.1} ms: {:.1} tokens/s\n\
          decode   batch {}: {:.2} ms a step (median of {}), {:.1} tokens/s\n\
          memory   {:.1} MB of weights a step at {:.1} GB/s: {:.2} of the {:.1} GB/s that the device reads\n\
-         {device}{lanes}",
+         {device}{lanes}{ahead}",
         report.model,
         report.device,
         report.kv_dtype,

@@ -52,6 +52,9 @@ pub(crate) struct GenerateArgs {
     /// Seed that makes sampling reproducible
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Steps that are in flight at once on a device that queues them; 1: each waits for the token before it
+    #[arg(long, default_value = "2", value_parser = clap::value_parser!(u32).range(1..=2))]
+    steps_in_flight: u32,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -197,6 +200,7 @@ fn engine_options(args: &GenerateArgs, prompt_tokens: usize, limit: usize) -> En
         whole_prompts,
         context_length,
         max_queue: 0,
+        steps_in_flight: args.steps_in_flight as usize,
         grammar_tokenizer: None,
     }
 }

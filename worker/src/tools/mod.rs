@@ -1,5 +1,6 @@
 //! Tools that work on a model without a server.
 
+mod ahead;
 mod bench;
 #[cfg(feature = "cuda")]
 mod cuda_compile;

@@ -1,8 +1,8 @@
 //! A model with its own cache, driven step by step without a scheduler.
 
 use anyhow::bail;
-use hearth_kernels::{Backend, BlockId, KvDType, KvLayout, Span};
-use hearth_model::{Batch, Model};
+use hearth_kernels::{Backend, BlockId, KvDType, KvLayout, SampleSpec, Span};
+use hearth_model::{Batch, Model, Rows};
 
 /// Tokens per cache block.
 const BLOCK_TOKENS: usize = 64;
@@ -65,19 +65,11 @@ impl<'a, B: Backend> Session<'a, B> {
                     vocab - 1
                 );
             }
-            let start = self.lengths[sequence];
-            let first_block = sequence * self.blocks_per_sequence;
-            let blocks = self.layout.blocks_for(start + tokens.len());
             let first_row = batch.tokens.len();
             batch.tokens.extend_from_slice(tokens);
-            batch.spans.push(Span {
-                first_row,
-                rows: tokens.len(),
-                start,
-                blocks: (first_block..first_block + blocks)
-                    .map(|block| BlockId(block as u32))
-                    .collect(),
-            });
+            batch
+                .spans
+                .push(self.span(sequence, first_row, tokens.len()));
             let end_row = batch.tokens.len() as u32;
             let logits_from = if every_row {
                 first_row as u32
@@ -88,6 +80,45 @@ impl<'a, B: Backend> Session<'a, B> {
             self.lengths[sequence] += tokens.len();
         }
         Ok(self.model.forward(&batch, &mut self.kv, &mut ())?)
+    }
+
+    /// Appends a row to each sequence, and begins to choose the likeliest token after it on the device.
+    pub(crate) fn decode(&mut self, rows: Rows<'_, B>) -> anyhow::Result<B::Tokens> {
+        let count = rows.count();
+        let spans: Vec<Span> = (0..count).map(|row| self.span(row, row, 1)).collect();
+        let all: Vec<u32> = (0..count as u32).collect();
+        let Some(logits) = self
+            .model
+            .forward_rows(rows, &spans, &all, &mut self.kv, &mut ())?
+        else {
+            bail!("a step has no rows");
+        };
+        self.lengths[..count]
+            .iter_mut()
+            .for_each(|length| *length += 1);
+        let greedy = vec![SampleSpec::default(); count];
+        Ok(self.model.backend().sample(&logits, &greedy)?)
+    }
+
+    /// Forgets the tokens of each sequence from a position on.
+    pub(crate) fn rewind(&mut self, tokens: usize) {
+        self.lengths
+            .iter_mut()
+            .for_each(|length| *length = tokens.min(*length));
+    }
+
+    fn span(&self, sequence: usize, first_row: usize, rows: usize) -> Span {
+        let start = self.lengths[sequence];
+        let first_block = sequence * self.blocks_per_sequence;
+        let blocks = self.layout.blocks_for(start + rows);
+        Span {
+            first_row,
+            rows,
+            start,
+            blocks: (first_block..first_block + blocks)
+                .map(|block| BlockId(block as u32))
+                .collect(),
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use hearth_kernels::ops::{DeviceMemory, DeviceOps, SampleOps};
+use hearth_kernels::ops::{DeviceMemory, DeviceOps};
 use hearth_kernels::{CpuBackend, KernelError};
 
 use crate::lanes::{LaneUse, Lanes};
@@ -141,6 +141,10 @@ impl DeviceOps for VirtualBackend {
         }
     }
 
+    fn queues_operations(&self) -> bool {
+        matches!(self.computer, Computer::Modelled(_))
+    }
+
     fn device_memory(&self) -> Option<DeviceMemory> {
         Some(self.memory.read())
     }
@@ -156,5 +160,3 @@ impl DeviceOps for VirtualBackend {
         Ok(())
     }
 }
-
-impl SampleOps for VirtualBackend {}

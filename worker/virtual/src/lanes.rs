@@ -217,10 +217,14 @@ impl Lanes {
 
     /// Makes the host wait until the device has computed what was queued so far.
     pub(crate) fn wait_for_compute(&self) {
-        let due_ns = self.mark(Lane::Compute).due_ns;
-        self.wait_until(due_ns);
+        self.wait_for_result(&self.mark(Lane::Compute));
+    }
+
+    /// Makes the host wait for what lies behind a mark, and has led to what the host queues next.
+    pub(crate) fn wait_for_result(&self, mark: &VirtualMark) {
+        self.wait_until(mark.due_ns);
         let mut state = self.state();
-        state.host_from_ns = state.host_from_ns.max(due_ns);
+        state.host_from_ns = state.host_from_ns.max(mark.due_ns);
     }
 
     /// Makes the host wait until a mark is reached.

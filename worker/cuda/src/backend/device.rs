@@ -70,6 +70,10 @@ impl DeviceOps for CudaBackend {
         Ok(bytes as f64 / best / 1e9)
     }
 
+    fn queues_operations(&self) -> bool {
+        true
+    }
+
     fn device_memory(&self) -> Option<DeviceMemory> {
         Some(DeviceMemory {
             used_bytes: self.memory.used_bytes(),

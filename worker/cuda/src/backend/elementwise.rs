@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use hearth_kernels::ops::ElementwiseOps;
 use hearth_kernels::{KernelError, RopeLayout, RopeTable, checks};
 
-use super::tensor::weight_type;
+use super::tensor::{WeightData, weight_type};
 use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
 use crate::compile::Variant;
 use crate::queue::Args;
@@ -21,20 +21,7 @@ impl ElementwiseOps for CudaBackend {
     fn embed(&self, table: &CudaWeight, tokens: &[u32]) -> Result<CudaTensor, KernelError> {
         let table = &*table.0;
         checks::embed(tokens, table.rows)?;
-        let y = self.tensor(tokens.len(), table.cols)?;
-        let args = Args::new()
-            .with(y.address())
-            .with(table.argument())
-            .with(self.host(tokens)?)
-            .with(y.rows as i32)
-            .with(y.cols as i32);
-        let variant = Variant::with("embed", &[("WEIGHT_TYPE", weight_type(table.dtype))]);
-        self.launch(
-            Kernel::new(&variant, "embed"),
-            row_grid(y.rows, y.cols),
-            args,
-        )?;
-        Ok(y)
+        self.embed_at(table, self.host(tokens)?, 0, tokens.len())
     }
 
     fn rms_norm(
@@ -220,6 +207,30 @@ impl ElementwiseOps for CudaBackend {
         let variant = Variant::plain("rope");
         let grid = [x.rows, heads.div_ceil(8), 1];
         self.launch(Kernel::new(&variant, "rope"), grid, args)
+    }
+}
+
+impl CudaBackend {
+    /// Rows of a table for `rows` tokens on the device, or for those of them whose indices are at `picked`, if not 0.
+    pub(super) fn embed_at(
+        &self,
+        table: &WeightData,
+        tokens: u64,
+        picked: u64,
+        rows: usize,
+    ) -> Result<CudaTensor, KernelError> {
+        let y = self.tensor(rows, table.cols)?;
+        let args = Args::new()
+            .with(y.address())
+            .with(table.argument())
+            .with(tokens)
+            .with(picked)
+            .with(y.rows as i32)
+            .with(y.cols as i32);
+        let variant = Variant::with("embed", &[("WEIGHT_TYPE", weight_type(table.dtype))]);
+        let kernel = Kernel::new(&variant, "embed");
+        self.launch(kernel, row_grid(y.rows, y.cols), args)?;
+        Ok(y)
     }
 }
 

@@ -27,6 +27,7 @@ use crate::queue::{Args, Argument, Command, Launch, Queue};
 pub use device::CopyRates;
 pub use experts::{CudaBank, CudaExpertSum};
 pub use kv::CudaKv;
+pub use sampling::CudaTokens;
 pub use slots::{CudaMark, CudaSlot};
 pub use tensor::CudaTensor;
 pub use tensor::{CudaChosen, CudaVector, CudaWeight};

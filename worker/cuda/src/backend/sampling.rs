@@ -3,37 +3,35 @@
 use hearth_kernels::ops::SampleOps;
 use hearth_kernels::{KernelError, SampleFault, SampleSpec, checks};
 
-use super::{CudaBackend, CudaTensor, Kernel};
+use super::{CudaBackend, CudaTensor, CudaWeight, Kernel};
 use crate::compile::Variant;
-use crate::queue::{Args, Argument};
+use crate::memory::Buffer;
+use crate::queue::{Args, Argument, Landing};
 
 /// Threads per row (`SAMPLE_THREADS` of select.cuh).
 const THREADS: u32 = 512;
 /// Maximum tokens whose weights a histogram's halves can sum (select.cuh).
 const MOST_TOKENS: usize = 1 << 20;
+/// Bytes of a row's token, its fault, and the logit at fault.
+const RESULT_BYTES: usize = 12;
 /// Value of `fault` for a row whose mask leaves no token.
 const NOTHING_ALLOWED: i32 = -1;
 
 impl SampleOps for CudaBackend {
+    type Tokens = CudaTokens;
+
     fn can_sample(&self, vocab: usize) -> bool {
         (1..=MOST_TOKENS).contains(&vocab)
     }
 
-    fn sample(
-        &self,
-        logits: &CudaTensor,
-        specs: &[SampleSpec],
-    ) -> Result<Vec<Result<u32, SampleFault>>, KernelError> {
+    fn sample(&self, logits: &CudaTensor, specs: &[SampleSpec]) -> Result<CudaTokens, KernelError> {
         let (count, vocab) = (specs.len(), logits.cols);
         checks::sample(logits.shape(), count)?;
         checks::ensure(self.can_sample(vocab), "sample", || {
             format!("1 to {MOST_TOKENS} logits of a row, and there are {vocab}")
         })?;
-        if specs.is_empty() {
-            return Ok(Vec::new());
-        }
-        // Tokens, then faults, so that one copy brings both to the host.
-        let results = self.buffer(count * 8, "chosen tokens")?;
+        // Tokens, then faults, then the logits that are not finite, so that one copy brings all to the host.
+        let results = self.buffer(count * RESULT_BYTES, "chosen tokens")?;
         let weights = if specs.iter().all(SampleSpec::is_largest_logit) {
             None
         } else {
@@ -53,36 +51,49 @@ impl SampleOps for CudaBackend {
         let variant = Variant::plain("sample");
         let kernel = Kernel::new(&variant, "sample").threads(THREADS);
         self.launch(kernel, [count, 1, 1], args)?;
-        let words = |bytes: &[u8]| -> Vec<[u8; 4]> { bytes.as_chunks().0.to_vec() };
-        let words = self.queue.download(results.address(), count * 8, words)?;
-        let (tokens, faults) = words.split_at(count);
-        let outcomes = tokens.iter().zip(faults).enumerate();
-        outcomes
-            .map(|(row, (token, fault))| match i32::from_ne_bytes(*fault) {
-                0 => Ok(Ok(u32::from_ne_bytes(*token))),
-                NOTHING_ALLOWED => Ok(Err(SampleFault::NothingAllowed)),
-                fault => Ok(Err(self.not_finite(logits, row, fault as usize - 1)?)),
-            })
-            .collect()
+        let landing = self
+            .queue
+            .land(results.address(), count * RESULT_BYTES, &self.marks)?;
+        Ok(CudaTokens {
+            results,
+            count,
+            landing,
+        })
+    }
+
+    fn landed(&self, tokens: &CudaTokens) -> Result<Vec<Result<u32, SampleFault>>, KernelError> {
+        let (words, _) = tokens.landing.bytes()?.as_chunks::<4>();
+        let word = |at: usize| words.get(at).copied().unwrap_or_default();
+        let outcome = |row| match i32::from_ne_bytes(word(tokens.count + row)) {
+            0 => Ok(u32::from_ne_bytes(word(row))),
+            NOTHING_ALLOWED => Err(SampleFault::NothingAllowed),
+            fault => Err(SampleFault::NotFinite {
+                token: fault as u32 - 1,
+                value: f32::from_ne_bytes(word(2 * tokens.count + row)),
+            }),
+        };
+        Ok((0..tokens.count).map(outcome).collect())
+    }
+
+    fn embed_chosen(
+        &self,
+        table: &CudaWeight,
+        tokens: &CudaTokens,
+        picked: &[u32],
+    ) -> Result<CudaTensor, KernelError> {
+        checks::rows(picked, tokens.count)?;
+        let at = self.host(picked)?;
+        self.embed_at(&table.0, tokens.results.address(), at, picked.len())
     }
 }
 
-impl CudaBackend {
-    /// Returns the fault of a row, with the logit that it names.
-    fn not_finite(
-        &self,
-        logits: &CudaTensor,
-        row: usize,
-        token: usize,
-    ) -> Result<SampleFault, KernelError> {
-        let at = logits.address() + ((row * logits.cols + token) * 4) as u64;
-        let float = |bytes: &[u8]| bytes.as_chunks().0.first().copied().map(f32::from_ne_bytes);
-        let value = self.queue.download(at, 4, float)?;
-        Ok(SampleFault::NotFinite {
-            token: token as u32,
-            value: value.unwrap_or(f32::NAN),
-        })
-    }
+/// Tokens that the GPU chooses.
+pub struct CudaTokens {
+    /// `[3, count]`: tokens, faults, logits that are not finite.
+    results: Buffer,
+    count: usize,
+    /// The same, on the host.
+    landing: Landing,
 }
 
 /// The kernel's input for all rows.

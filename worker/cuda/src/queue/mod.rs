@@ -8,6 +8,7 @@
 
 mod args;
 mod graphs;
+mod landing;
 mod staging;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,7 +22,10 @@ use crate::driver::{Mark, Marks, Stream, check, fault};
 use crate::memory::{Memory, Pinned};
 
 pub(crate) use args::{Args, Argument};
+pub(crate) use landing::Landing;
+
 use graphs::Graphs;
+use landing::Landings;
 use staging::Staging;
 
 /// Maximum bytes copied to the host at a time.
@@ -64,6 +68,8 @@ struct State {
     graphs: Graphs,
     /// Pinned host memory that results are copied to.
     landing: Option<Pinned>,
+    /// Results that are copied while the host goes on.
+    landings: Arc<Landings>,
 }
 
 impl Queue {
@@ -77,6 +83,7 @@ impl Queue {
                 staging,
                 graphs: Graphs::default(),
                 landing: None,
+                landings: Landings::new(stream.device()),
             }),
             stream,
         })
@@ -171,20 +178,32 @@ impl Queue {
             return Err(fault("no pinned memory"));
         };
         if bytes <= piece {
-            self.land(landing, address, bytes)?;
+            self.land_now(landing, address, bytes)?;
             return Ok(take(&landing.bytes()[..bytes]));
         }
         let mut all = Vec::with_capacity(bytes);
         while all.len() < bytes {
             let part = piece.min(bytes - all.len());
-            self.land(landing, address + all.len() as u64, part)?;
+            self.land_now(landing, address + all.len() as u64, part)?;
             all.extend_from_slice(&landing.bytes()[..part]);
         }
         Ok(take(&all))
     }
 
+    /// Launches the waiting commands, and queues a copy of device bytes to the host behind them.
+    pub(crate) fn land(
+        &self,
+        address: CUdeviceptr,
+        bytes: usize,
+        marks: &Arc<Marks>,
+    ) -> Result<Landing, KernelError> {
+        let mut state = self.state()?;
+        self.launch_waiting(&mut state)?;
+        state.landings.land(&self.stream, address, bytes, marks)
+    }
+
     /// Copies into pinned memory and waits.
-    fn land(
+    fn land_now(
         &self,
         landing: &mut Pinned,
         address: CUdeviceptr,

@@ -1,7 +1,7 @@
 //! Norms, gating, rotation, embedding.
 
 use hearth_kernels::ops::*;
-use hearth_kernels::{RopeLayout, RopeTable, reference};
+use hearth_kernels::{RopeLayout, RopeTable, SampleFault, SampleSpec, reference};
 
 use crate::common::*;
 use crate::support::{Gpu, plain};
@@ -189,6 +189,48 @@ fn embedding_takes_rows_of_any_type() {
             assert_same_bits(&x, &want[128 * cols..][..cols], "row of a slice");
             let none = gpu.embed(&table, &[]).unwrap();
             assert_eq!(gpu.shape(&none), (0, cols));
+        }
+    }
+}
+
+#[test]
+fn embedding_takes_tokens_that_have_not_left_the_device() {
+    let gpu = plain();
+    let mut rng = Rng(8);
+    let tokens = [19, 0, 7];
+    let vocab = 20;
+    let mut logits = vec![0.0; 4 * vocab];
+    for (row, token) in tokens.iter().enumerate() {
+        logits[row * vocab + token] = 1.0;
+    }
+    // A row without a token has some embedding, and the others have theirs.
+    logits[3 * vocab + 5] = f32::NAN;
+    for dtype in DTYPES {
+        let cols = 150;
+        let table = random_matrix(&mut rng, vocab, cols, dtype);
+        let want = reference::dequant(&table);
+        let table = gpu.weight(&table).unwrap();
+        for rows in [8, 200] {
+            // Recorded, or launched at once.
+            gpu.begin_pass(rows).unwrap();
+            let x = gpu.upload(4, vocab, &logits).unwrap();
+            let chosen = gpu.sample(&x, &vec![SampleSpec::default(); 4]).unwrap();
+            gpu.begin_pass(rows).unwrap();
+            let picked = [2, 0, 0, 3, 1];
+            let y = gpu.embed_chosen(&table, &chosen, &picked).unwrap();
+            let landed = gpu.landed(&chosen).unwrap();
+            let expected = tokens.map(|token| Ok(token as u32));
+            assert_eq!(landed[..3], expected);
+            assert!(
+                matches!(landed[3], Err(SampleFault::NotFinite { token: 5, value }) if value.is_nan())
+            );
+            let y = gpu.download(&y).unwrap();
+            for (row, index) in y.chunks(cols).zip(picked).filter(|(_, index)| *index < 3) {
+                let token = tokens[index as usize];
+                assert_same_bits(row, &want[token * cols..][..cols], "row");
+            }
+            let error = gpu.embed_chosen(&table, &chosen, &[4]).err().unwrap();
+            assert!(error.to_string().contains("row 4 of 4"), "{error}");
         }
     }
 }

@@ -143,6 +143,7 @@ fn sanitizer_sampling() {
         ..drawn.clone()
     };
     let tokens = gpu.sample(&x, &[greedy, drawn, masked]).unwrap();
+    let tokens = gpu.landed(&tokens).unwrap();
     let best = (0..vocab)
         .max_by(|&a, &b| logits[a].total_cmp(&logits[b]))
         .unwrap();

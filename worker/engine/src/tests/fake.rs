@@ -1,9 +1,12 @@
 //! A fake model made of hashes: its KV and its answers depend on every byte of KV before them, so that a wrong block,
 //! a lost token or KV of another sequence changes the answer.
 
-use std::sync::{
-    Arc, Mutex,
-    atomic::{AtomicBool, AtomicUsize, Ordering},
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
 };
 
 use hearth_kernels::{BlockId, KvDType, KvLayout, SampleFault, SampleSpec};
@@ -11,8 +14,9 @@ use hearth_model::Batch;
 
 use crate::{
     SamplingParams,
-    forward::{Forward, KvBytes, Output, Watch, WeightStats},
+    forward::{Forward, KvBytes, Output, Started, Watch, WeightStats},
     sampler::{History, choose, sample},
+    work::StepWork,
 };
 
 pub(super) const LAYERS: usize = 2;
@@ -22,6 +26,8 @@ pub(super) const BLOCK_TOKENS: usize = 4;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
     Error,
+    /// It does not even start.
+    Launch,
     Panic,
     /// Logits of rows with this token are not numbers.
     NanFor(u32),
@@ -35,7 +41,8 @@ type Hook = Box<dyn FnMut(usize) + Send>;
 /// Observes a fake from outside, and breaks it.
 #[derive(Clone, Default)]
 pub(super) struct Controls {
-    faults: Arc<Mutex<Vec<Fault>>>,
+    /// Those of the next passes, the next one's last.
+    faults: Arc<Mutex<Vec<Option<Fault>>>>,
     /// Rows of each forward pass.
     pub(super) batches: Arc<Mutex<Vec<Vec<usize>>>>,
     /// Hook that can hold up layers.
@@ -48,11 +55,21 @@ pub(super) struct Controls {
     pub(super) can_sample: Arc<AtomicBool>,
     /// Number of tokens chosen on the device.
     pub(super) sampled: Arc<AtomicUsize>,
+    /// Whether steps are queued: those of answers alone are computed when the host waits for them.
+    pub(super) is_queued: Arc<AtomicBool>,
+    /// Number of steps that were started on top of another one.
+    pub(super) ahead: Arc<AtomicUsize>,
 }
 
 impl Controls {
     pub(super) fn fail_next(&self, faults: &[Fault]) {
-        self.faults.lock().unwrap().extend(faults.iter().rev());
+        let faults = faults.iter().rev().map(|fault| Some(*fault));
+        self.faults.lock().unwrap().extend(faults);
+    }
+
+    /// Plans the faults of passes from the first one on.
+    pub(super) fn plan_faults(&self, faults: &[Option<Fault>]) {
+        *self.faults.lock().unwrap() = faults.iter().rev().copied().collect();
     }
 }
 
@@ -62,7 +79,17 @@ pub(super) struct Fake {
     salt: u64,
     layout: KvLayout,
     kv: Vec<Vec<u8>>,
+    in_flight: VecDeque<Queued>,
+    /// Tokens that the last step to be computed has chosen.
+    chosen: Vec<u32>,
     controls: Controls,
+}
+
+/// A step in flight.
+enum Queued {
+    /// Its fault, rows, and choices.
+    Waiting(Option<Fault>, Batch, Option<Vec<u32>>, Vec<SampleSpec>),
+    Done(Output),
 }
 
 pub(super) fn layout() -> KvLayout {
@@ -85,6 +112,8 @@ impl Fake {
             salt: 0,
             layout,
             kv: vec![vec![0xEE; blocks * layout.block_layer_bytes()]; LAYERS],
+            in_flight: VecDeque::new(),
+            chosen: Vec::new(),
             controls,
         }
     }
@@ -104,6 +133,70 @@ impl Fake {
     fn stored(&self, layer: usize, blocks: &[BlockId], position: usize) -> u64 {
         let bytes = &self.kv[layer][self.place(blocks, position)];
         u64::from_le_bytes(bytes.try_into().unwrap())
+    }
+
+    fn compute(
+        &mut self,
+        fault: Option<Fault>,
+        batch: &Batch,
+        choices: &[SampleSpec],
+        watch: &mut dyn Watch,
+    ) -> Result<Option<Output>, String> {
+        let mut states: Vec<u64> = batch.tokens.iter().map(|t| u64::from(*t) + 1).collect();
+        for layer in 0..LAYERS {
+            if let Some(hook) = &mut *self.controls.before_layer.lock().unwrap() {
+                hook(layer);
+            }
+            if !watch.goes_on(layer, LAYERS) {
+                return Ok(None);
+            }
+            self.controls.layers.fetch_add(1, Ordering::Relaxed);
+            for span in &batch.spans {
+                for row in 0..span.rows {
+                    let position = span.start + row;
+                    let own = mix(states[span.first_row + row], layer as u64 ^ self.salt);
+                    let place = self.place(&span.blocks, position);
+                    self.kv[layer][place].copy_from_slice(&own.to_le_bytes());
+                    let all = (0..=position).map(|p| self.stored(layer, &span.blocks, p));
+                    states[span.first_row + row] = all.fold(7, mix);
+                }
+            }
+            watch.layer_done(layer, &View(self));
+            if layer == 0 && fault == Some(Fault::Panic) {
+                panic!("the fake was told to panic");
+            }
+        }
+        if fault == Some(Fault::Error) {
+            return Err("the fake was told to fail".to_owned());
+        }
+        let mut logits = Vec::new();
+        for row in &batch.logit_rows {
+            logits.extend(logits_of(states[*row as usize], self.vocab));
+            if let Some(Fault::NanFor(token)) = fault
+                && batch.tokens[*row as usize] == token
+            {
+                let last = logits.len() - 1;
+                logits[last] = f32::NAN;
+            }
+        }
+        let others = logits.split_off(choices.len() * self.vocab);
+        let rows = logits.chunks(self.vocab);
+        let mut output = Output {
+            chosen: rows
+                .zip(choices)
+                .map(|(row, spec)| chosen(row, spec))
+                .collect(),
+            logits: others,
+        };
+        // A row without a token goes on with an arbitrary one.
+        let token = |chosen: &Result<u32, SampleFault>| *chosen.as_ref().unwrap_or(&0);
+        self.chosen = output.chosen.iter().map(token).collect();
+        let sampled = &self.controls.sampled;
+        sampled.fetch_add(choices.len(), Ordering::Relaxed);
+        if fault == Some(Fault::Short) && output.logits.pop().is_none() {
+            output.chosen.pop();
+        }
+        Ok(Some(output))
     }
 }
 
@@ -158,67 +251,46 @@ impl Forward for Fake {
         self.controls.can_sample.load(Ordering::Relaxed)
     }
 
-    fn forward(
-        &mut self,
-        batch: &Batch,
-        choices: &[SampleSpec],
-        watch: &mut dyn Watch,
-    ) -> Result<Option<Output>, String> {
-        let fault = self.controls.faults.lock().unwrap().pop();
-        let rows = batch.spans.iter().map(|s| s.rows).collect();
+    fn depth(&self) -> usize {
+        1 + usize::from(self.controls.is_queued.load(Ordering::Relaxed))
+    }
+
+    fn start(&mut self, work: &StepWork, watch: &mut dyn Watch) -> Result<Started, String> {
+        let fault = self.controls.faults.lock().unwrap().pop().flatten();
+        let rows = work.batch.spans.iter().map(|s| s.rows).collect();
         self.controls.batches.lock().unwrap().push(rows);
-        let mut states: Vec<u64> = batch.tokens.iter().map(|t| u64::from(*t) + 1).collect();
-        for layer in 0..LAYERS {
-            if let Some(hook) = &mut *self.controls.before_layer.lock().unwrap() {
-                hook(layer);
-            }
-            if !watch.goes_on(layer, LAYERS) {
-                return Ok(None);
-            }
-            self.controls.layers.fetch_add(1, Ordering::Relaxed);
-            for span in &batch.spans {
-                for row in 0..span.rows {
-                    let position = span.start + row;
-                    let own = mix(states[span.first_row + row], layer as u64 ^ self.salt);
-                    let place = self.place(&span.blocks, position);
-                    self.kv[layer][place].copy_from_slice(&own.to_le_bytes());
-                    let all = (0..=position).map(|p| self.stored(layer, &span.blocks, p));
-                    states[span.first_row + row] = all.fold(7, mix);
-                }
-            }
-            watch.layer_done(layer, &View(self));
-            if layer == 0 && fault == Some(Fault::Panic) {
-                panic!("the fake was told to panic");
-            }
+        let ahead = &self.controls.ahead;
+        ahead.fetch_add(usize::from(work.picked.is_some()), Ordering::Relaxed);
+        if fault == Some(Fault::Launch) {
+            return Err("the fake was told not to start".to_owned());
         }
-        if fault == Some(Fault::Error) {
-            return Err("the fake was told to fail".to_owned());
+        let (batch, choices) = (work.batch.clone(), work.choices.clone());
+        if self.depth() > 1 && batch.spans.iter().all(|span| span.rows == 1) {
+            let queued = Queued::Waiting(fault, batch, work.picked.clone(), choices);
+            self.in_flight.push_back(queued);
+            return Ok(Started::Running);
         }
-        let mut logits = Vec::new();
-        for row in &batch.logit_rows {
-            logits.extend(logits_of(states[*row as usize], self.vocab));
-            if let Some(Fault::NanFor(token)) = fault
-                && batch.tokens[*row as usize] == token
-            {
-                let last = logits.len() - 1;
-                logits[last] = f32::NAN;
-            }
-        }
-        let others = logits.split_off(choices.len() * self.vocab);
-        let rows = logits.chunks(self.vocab);
-        let mut output = Output {
-            chosen: rows
-                .zip(choices)
-                .map(|(row, spec)| chosen(row, spec))
-                .collect(),
-            logits: others,
+        assert!(self.in_flight.is_empty(), "a prompt on top of a step");
+        let Some(output) = self.compute(fault, &batch, &choices, watch)? else {
+            return Ok(Started::GivenUp);
         };
-        let sampled = &self.controls.sampled;
-        sampled.fetch_add(choices.len(), Ordering::Relaxed);
-        if fault == Some(Fault::Short) && output.logits.pop().is_none() {
-            output.chosen.pop();
+        self.in_flight.push_back(Queued::Done(output));
+        Ok(Started::Running)
+    }
+
+    fn wait(&mut self) -> Result<Output, String> {
+        match self.in_flight.pop_front().unwrap() {
+            Queued::Done(output) => Ok(output),
+            Queued::Waiting(fault, mut batch, picked, choices) => {
+                if let Some(picked) = picked {
+                    // After a step that failed, with anything.
+                    let token = |i: &u32| self.chosen.get(*i as usize).copied().unwrap_or(0);
+                    batch.tokens = picked.iter().map(token).collect();
+                }
+                let output = self.compute(fault, &batch, &choices, &mut Unwatched)?;
+                Ok(output.unwrap())
+            }
         }
-        Ok(Some(output))
     }
 
     fn write(
@@ -228,6 +300,7 @@ impl Forward for Fake {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), String> {
+        assert!(self.in_flight.is_empty(), "an import beside a step");
         for (i, token) in bytes
             .chunks_exact(self.layout.token_layer_bytes())
             .enumerate()
@@ -245,6 +318,17 @@ impl Forward for Fake {
             resident_bytes: 20,
             ..WeightStats::default()
         }
+    }
+}
+
+/// Steps of answers alone are watched by nobody.
+struct Unwatched;
+
+impl Watch for Unwatched {
+    fn layer_done(&mut self, _: usize, _: &dyn KvBytes) {}
+
+    fn goes_on(&mut self, _: usize, _: usize) -> bool {
+        true
     }
 }
 

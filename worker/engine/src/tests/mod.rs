@@ -1,5 +1,6 @@
 //! The engine over a fake model: its answers, and that it neither loses nor keeps anything.
 
+mod ahead;
 mod answers;
 mod choices;
 mod fake;
@@ -36,6 +37,7 @@ fn options(blocks: usize) -> EngineOptions {
         whole_prompts: false,
         context_length: (blocks * BLOCK_TOKENS).min(64),
         max_queue: 100,
+        steps_in_flight: 2,
         numerics: OWN.to_owned(),
         grammar_tokenizer: None,
     }

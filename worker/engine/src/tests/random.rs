@@ -5,7 +5,10 @@ use std::sync::atomic::Ordering;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{PrefillLocation, tests::fake::oracle};
+use crate::{
+    PrefillLocation,
+    tests::fake::{Fault, oracle},
+};
 
 /// One request and its fate.
 #[derive(Clone, Debug)]
@@ -17,6 +20,10 @@ struct Life {
     /// Tokens that an earlier worker delivered.
     replayed: usize,
     seed: u64,
+    /// Whether each token depends on those before it by penalties, too.
+    is_penalised: bool,
+    /// Whether some tokens end the answer.
+    stops: bool,
     fate: Fate,
 }
 
@@ -39,13 +46,16 @@ fn lives() -> impl Strategy<Value = Vec<Life>> {
         2 => (0usize..9).prop_map(Fate::Leaves),
     ];
     let own = prop::collection::vec(0u32..VOCAB as u32, 1..9);
-    let life = (0usize..13, own, 1usize..14, 0usize..6, 0u64..99, fate).prop_map(
-        |(shared, own, max_tokens, replayed, seed, fate)| Life {
+    let ways = (any::<bool>(), any::<bool>());
+    let life = (0usize..13, own, 1usize..14, 0usize..6, 0u64..99, ways, fate).prop_map(
+        |(shared, own, max_tokens, replayed, seed, (is_penalised, stops), fate)| Life {
             shared,
             own,
             max_tokens,
-            replayed: replayed.min(max_tokens - 1),
+            replayed,
             seed,
+            is_penalised,
+            stops,
             fate,
         },
     );
@@ -63,16 +73,42 @@ impl Life {
             &self.prompt(),
             VOCAB,
             self.max_tokens,
-            &warm(self.seed),
-            &[],
+            &self.sampling(),
+            &self.stop_tokens(),
         )
+    }
+
+    fn sampling(&self) -> SamplingParams {
+        match self.is_penalised {
+            true => warm(self.seed),
+            false => SamplingParams {
+                temperature: 0.9,
+                seed: self.seed,
+                ..SamplingParams::default()
+            },
+        }
+    }
+
+    fn stop_tokens(&self) -> Vec<u32> {
+        (0..8).filter(|_| self.stops).collect()
+    }
+
+    /// The answer, and the part of it that an earlier worker delivered.
+    fn parts(&self) -> (Vec<u32>, usize) {
+        let answer = self.answer();
+        let replayed = self.replayed.min(answer.len() - 1);
+        (answer, replayed)
     }
 
     fn input(&self) -> GenerateInput {
         let remote = matches!(self.fate, Fate::Remote | Fate::Lost(_));
         GenerateInput {
-            sampling: warm(self.seed),
-            generated: self.answer()[..self.replayed].to_vec(),
+            sampling: self.sampling(),
+            stop_tokens: self.stop_tokens(),
+            generated: {
+                let (answer, replayed) = self.parts();
+                answer[..replayed].to_vec()
+            },
             prefill: if remote {
                 PrefillLocation::Remote {
                     numerics: OWN.to_owned(),
@@ -87,7 +123,8 @@ impl Life {
     /// Runs this life on a thread of its own; returns true if the answer was right.
     fn live(&self, decode: &Engine, helper: &Engine) -> bool {
         let stream = start(decode, self.input());
-        let expected = self.answer()[self.replayed..].to_vec();
+        let (answer, replayed) = self.parts();
+        let expected = answer[replayed..].to_vec();
         let needs_kv = |stream: &Stream| match stream.next() {
             // A replay whose prompt is cached needs nothing.
             GenerateEvent::Started { cached_tokens } if cached_tokens >= self.prompt().len() => {
@@ -110,11 +147,43 @@ impl Life {
                 }
             }
         }
-        let got = stream.finish_from(self.replayed);
+        let got = stream.finish_from(replayed);
         if matches!(self.fate, Fate::Lost(_)) && got.end.is_err() {
             return got.tokens.is_empty();
         }
-        got.tokens == expected && got.end == Ok(FinishReason::Length)
+        got.tokens == expected && got.end == Ok(self.end(&answer))
+    }
+
+    fn end(&self, answer: &[u32]) -> FinishReason {
+        let stopped = answer
+            .last()
+            .is_some_and(|t| self.stop_tokens().contains(t));
+        match stopped {
+            true => FinishReason::Stop,
+            false => FinishReason::Length,
+        }
+    }
+
+    /// Runs this life, all of it here, beside others and faults; returns true if the answer was right as far as it went.
+    fn live_with_faults(&self, engine: &Engine) -> bool {
+        let (answer, replayed) = self.parts();
+        let input = GenerateInput {
+            prefill: PrefillLocation::Local,
+            ..self.input()
+        };
+        let stream = start(engine, input);
+        if let Fate::Leaves(after) = self.fate {
+            (0..after.min(2)).for_each(|_| drop(stream.next()));
+            return true;
+        }
+        let got = stream.finish_from(replayed);
+        match got.end {
+            Ok(end) => got.tokens == answer[replayed..] && end == self.end(&answer),
+            Err(EngineError::Forward { .. } | EngineError::Sampling(_)) => {
+                answer[replayed..].starts_with(&got.tokens)
+            }
+            Err(_) => false,
+        }
     }
 
     fn deliver(
@@ -154,11 +223,12 @@ proptest! {
     #[test]
     fn every_answer_is_right_and_nothing_is_kept(
         lives in lives(), blocks in 10usize..24, max_batch in 1usize..5, chunk_tokens in 1usize..12,
-        can_sample in any::<bool>(),
+        can_sample in any::<bool>(), is_queued in any::<bool>(),
     ) {
         let limits = EngineOptions { max_batch, chunk_tokens, context_length: 40, ..options(blocks) };
         let (decode, controls) = engine_with(limits);
         controls.can_sample.store(can_sample, Ordering::Relaxed);
+        controls.is_queued.store(is_queued, Ordering::Relaxed);
         let helper = engine(24);
         let right: Vec<bool> = std::thread::scope(|scope| {
             let threads: Vec<_> = lives.iter().map(|l| scope.spawn(|| l.live(&decode, &helper))).collect();
@@ -167,5 +237,29 @@ proptest! {
         prop_assert!(right.iter().all(|r| *r), "{right:?}");
         assert_all_freed(&decode);
         assert_all_freed(&helper);
+    }
+
+    /// Steps that fail end the answers in them and in the steps on top of them, and nothing else: what has been sent
+    /// is right, and at the end nothing is held.
+    #[test]
+    fn a_fault_costs_no_more_than_the_answers_in_its_step(
+        lives in lives(), blocks in 10usize..24, max_batch in 1usize..5, chunk_tokens in 1usize..12,
+        faults in prop::collection::vec(prop::option::weighted(0.2, prop::sample::select(vec![
+            Fault::Error, Fault::Launch, Fault::Panic, Fault::NanFor(3), Fault::Short,
+        ])), 0..60),
+        is_queued in any::<bool>(),
+    ) {
+        let limits = EngineOptions { max_batch, chunk_tokens, context_length: 40, ..options(blocks) };
+        let (engine, controls) = engine_with(limits);
+        controls.can_sample.store(true, Ordering::Relaxed);
+        controls.is_queued.store(is_queued, Ordering::Relaxed);
+        controls.plan_faults(&faults);
+        let right: Vec<bool> = std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                lives.iter().map(|l| scope.spawn(|| l.live_with_faults(&engine))).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        prop_assert!(right.iter().all(|r| *r), "{right:?}");
+        assert_all_freed(&engine);
     }
 }

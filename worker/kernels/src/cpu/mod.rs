@@ -1,11 +1,12 @@
 //! The CPU backend: checks shapes and splits work; the computation is in `arch`.
 
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::arch::{Isa, Kernels, Packing};
 use crate::ops::{DeviceOps, SampleOps};
 use crate::thread_pool::ThreadPool;
-use crate::{DType, KernelError};
+use crate::{DType, HostMatrix, KernelError, SampleFault};
 
 mod attention;
 mod elementwise;
@@ -181,4 +182,20 @@ impl DeviceOps for CpuBackend {
     }
 }
 
-impl SampleOps for CpuBackend {}
+/// The host chooses tokens.
+impl SampleOps for CpuBackend {
+    type Tokens = Infallible;
+
+    fn landed(&self, tokens: &Infallible) -> Result<Vec<Result<u32, SampleFault>>, KernelError> {
+        match *tokens {}
+    }
+
+    fn embed_chosen(
+        &self,
+        _table: &HostMatrix,
+        tokens: &Infallible,
+        _picked: &[u32],
+    ) -> Result<CpuTensor, KernelError> {
+        match *tokens {}
+    }
+}

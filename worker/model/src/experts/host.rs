@@ -76,6 +76,10 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
         }))
     }
 
+    fn keep_host_waiting(&self) -> bool {
+        true
+    }
+
     fn numerics(&self, of_device: &str) -> Option<String> {
         let of_host = &self.host.numerics;
         (of_host != of_device).then(|| match self.cache {

@@ -37,6 +37,11 @@ pub(crate) trait Experts<B: Backend>: Send + Sync {
         chosen: B::Chosen,
     ) -> Result<Box<dyn PendingExperts<B>>, ModelError>;
 
+    /// Whether a pass waits here for what the device computes, apart from what the model's own policy waits for.
+    fn keep_host_waiting(&self) -> bool {
+        false
+    }
+
     /// Numerics of the backend that runs them if they differ from the device's.
     fn numerics(&self, _of_device: &str) -> Option<String> {
         None

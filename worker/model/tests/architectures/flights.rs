@@ -1,7 +1,7 @@
 //! Passes that stop between modules, and passes in tiles of rows: the bits are those of the plain program.
 
 use hearth_kernels::{CpuBackend, Isa, KvDType, Span};
-use hearth_model::Flight;
+use hearth_model::{Flight, Rows};
 
 use crate::all_cases;
 use crate::harness::{Golden, Runner, Sequence, isas};
@@ -38,7 +38,10 @@ fn begin(runner: &Runner, sequence: &Sequence, prompt: &[u32]) -> Flight<CpuBack
         start: 0,
         blocks: sequence.blocks.clone(),
     };
-    runner.model.begin(prompt, vec![span], &mut ()).unwrap()
+    runner
+        .model
+        .begin(Rows::Tokens(prompt), vec![span], &mut ())
+        .unwrap()
 }
 
 /// Two flights take turns: the first one's attention, the second one's, then their feed-forward blocks.

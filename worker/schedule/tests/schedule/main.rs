@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // A test may panic.
 
+mod ahead;
 mod rules;
 mod simulation;
 mod simulator;

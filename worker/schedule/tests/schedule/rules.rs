@@ -6,18 +6,18 @@ use hearth_schedule::{
     SequenceId, SpanKind, Step, StepResult, Update, Work,
 };
 
-const OPTIONS: SchedulerOptions = SchedulerOptions {
+pub(crate) const OPTIONS: SchedulerOptions = SchedulerOptions {
     max_batch: 4,
     chunk_tokens: 8,
     whole_prompts: false,
     max_waiting: 16,
 };
 
-fn scheduler(options: SchedulerOptions, blocks: usize) -> Scheduler {
+pub(crate) fn scheduler(options: SchedulerOptions, blocks: usize) -> Scheduler {
     Scheduler::new(options, KvCache::new(blocks, 4).unwrap()).unwrap()
 }
 
-fn request(tokens: impl IntoIterator<Item = u32>, max_new_tokens: usize) -> Request {
+pub(crate) fn request(tokens: impl IntoIterator<Item = u32>, max_new_tokens: usize) -> Request {
     Request {
         prompt: tokens.into_iter().collect(),
         generated: Vec::new(),
@@ -27,7 +27,7 @@ fn request(tokens: impl IntoIterator<Item = u32>, max_new_tokens: usize) -> Requ
 }
 
 /// A prompt that another worker computes; provenance 1 means that its bits differ from ours.
-fn imported(
+pub(crate) fn imported(
     tokens: impl IntoIterator<Item = u32>,
     max_new_tokens: usize,
     provenance: u32,
@@ -38,7 +38,7 @@ fn imported(
     }
 }
 
-fn sampled(sequence: SequenceId, token: u32) -> Sampled {
+pub(crate) fn sampled(sequence: SequenceId, token: u32) -> Sampled {
     Sampled {
         sequence,
         token,
@@ -47,7 +47,7 @@ fn sampled(sequence: SequenceId, token: u32) -> Sampled {
 }
 
 /// Answers with token 7 wherever logits are wanted.
-fn answer(s: &mut Scheduler, step: &Step) -> Update {
+pub(crate) fn answer(s: &mut Scheduler, step: &Step) -> Update {
     let wanting = step.spans.iter().filter(|span| span.wants_logits);
     s.update(StepResult {
         step: step.number,

@@ -9,6 +9,7 @@ use hearth_schedule::{Provenance, Request, ScheduleError, SchedulerOptions, Work
 use proptest::prelude::*;
 
 const COSTS: CostModel = CostModel {
+    host_us: 0.0,
     step_us: 100.0,
     prefill_token_us: 10.0,
     decode_sequence_us: 50.0,
@@ -24,6 +25,7 @@ const OPTIONS: SimulationOptions = SimulationOptions {
     },
     blocks: 64,
     block_tokens: 8,
+    depth: 1,
     costs: COSTS,
 };
 
@@ -64,6 +66,43 @@ fn one_request_costs_what_the_model_says() {
     assert_eq!(report.steps, 12);
     assert_eq!(report.makespan_us, 1000.0 + 600.0 + 10.0 * 150.0);
     check_answers(&report, &[arrival(0.0, 0..40, 11)], 8);
+}
+
+#[test]
+fn steps_launched_ahead_hide_the_hosts_time_and_change_no_token() {
+    let arrivals = [arrival(0.0, 0..40, 11), arrival(0.0, 100..108, 20)];
+    let run = |depth| {
+        let costs = CostModel {
+            host_us: 30.0,
+            ..COSTS
+        };
+        let options = SimulationOptions {
+            depth,
+            costs,
+            ..OPTIONS
+        };
+        simulate(&options, &arrivals).unwrap()
+    };
+    let [one, two] = [1, 2].map(run);
+    check_answers(&one, &arrivals, 8);
+    check_answers(&two, &arrivals, 8);
+    // Two chunks. The first stream ends where its length says, so that no step of it is computed in vain.
+    assert_eq!((one.steps, two.steps), (21, 21));
+    assert_eq!(one.computed_tokens, two.computed_tokens);
+    assert_eq!(one.makespan_us - two.makespan_us, 19.0 * 30.0);
+}
+
+#[test]
+fn a_token_past_an_end_is_computed_and_discarded() {
+    let mut arrivals = vec![arrival(0.0, 0..8, 5), arrival(0.0, 100..108, 9)];
+    arrivals[0].request.max_new_tokens = 100;
+    let options = SimulationOptions {
+        depth: 2,
+        ..OPTIONS
+    };
+    let [one, two] = [&OPTIONS, &options].map(|o| simulate(o, &arrivals).unwrap());
+    check_answers(&two, &arrivals, 8);
+    assert_eq!(two.computed_tokens, one.computed_tokens + 1);
 }
 
 #[test]
@@ -219,12 +258,13 @@ proptest! {
     #[test]
     fn every_request_ends_within_the_work_of_all(
         arrivals in traces(), max_batch in 1usize..6, chunk_tokens in 1usize..40,
-        blocks in 16usize..40,
+        blocks in 16usize..40, depth in 1usize..4,
     ) {
         let options = SimulationOptions {
             scheduler: SchedulerOptions { max_batch, chunk_tokens, whole_prompts: false, max_waiting: 1000 },
             blocks,
             block_tokens: 4,
+            depth,
             costs: COSTS,
         };
         let report = simulate(&options, &arrivals).unwrap();

@@ -1,9 +1,9 @@
 //! Arbitrary calls in arbitrary order, step by step, on a device that detects every mistake.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::simulator::device::{Device, expected_answer};
-use crate::simulator::rows_of;
+use crate::simulator::{decode_rows, rows_of};
 use hearth_kvcache::KvCache;
 use hearth_schedule::{
     Phase, Provenance, Request, Sampled, Scheduler, SchedulerOptions, SequenceId, SpanKind, Step,
@@ -19,8 +19,10 @@ enum Op {
     Submit(Vec<u32>, Vec<u32>, usize, Work),
     /// A step; the flag makes the forward pass fail.
     Step(bool),
-    /// A step with a cancellation while it is computed.
-    StepAndCancel(usize),
+    /// A step is launched, on top of those in flight if there are any.
+    Launch,
+    /// The first step in flight lands.
+    Land,
     Cancel(usize),
     /// A prompt arrives.
     Import(usize),
@@ -32,8 +34,9 @@ fn ops(works: Vec<Work>) -> impl Strategy<Value = Vec<Op>> {
     let op = prop_oneof![
         4 => (tokens, prop::collection::vec(0u32..2, 0..6), 1usize..12, prop::sample::select(works))
             .prop_map(|(t, g, n, w)| Op::Submit(t, g, n, w)),
-        9 => prop::bool::weighted(0.1).prop_map(Op::Step),
-        1 => any::<usize>().prop_map(Op::StepAndCancel),
+        6 => prop::bool::weighted(0.1).prop_map(Op::Step),
+        6 => Just(Op::Launch),
+        4 => Just(Op::Land),
         1 => any::<usize>().prop_map(Op::Cancel),
         3 => any::<usize>().prop_map(Op::Import),
         3 => any::<usize>().prop_map(Op::ExportDone),
@@ -46,6 +49,7 @@ struct World {
     blocks: usize,
     scheduler: Scheduler,
     device: Device,
+    in_flight: VecDeque<Step>,
     requests: BTreeMap<SequenceId, Request>,
     answers: BTreeMap<SequenceId, Vec<u32>>,
     finished: Vec<SequenceId>,
@@ -59,6 +63,7 @@ impl World {
             blocks,
             scheduler: Scheduler::new(options, kv).unwrap(),
             device: Device::new(blocks, BLOCK_TOKENS),
+            in_flight: VecDeque::new(),
             requests: BTreeMap::new(),
             answers: BTreeMap::new(),
             finished: Vec::new(),
@@ -94,11 +99,9 @@ impl World {
                     self.requests.insert(id, request);
                 }
             }
-            Op::Step(fails) => self.step(fails, None),
-            Op::StepAndCancel(i) => {
-                let id = pick(self.live(), i);
-                self.step(false, id);
-            }
+            Op::Step(fails) => self.step(fails),
+            Op::Launch => self.launch(),
+            Op::Land => self.land(),
             Op::Cancel(i) => {
                 if let Some(id) = pick(self.live(), i) {
                     assert!(self.scheduler.cancel(id));
@@ -120,6 +123,22 @@ impl World {
 
     fn import(&mut self, id: SequenceId) {
         let target = self.scheduler.import_target(id).unwrap();
+        let written = &target.blocks[target.first_token / BLOCK_TOKENS..];
+        for span in self.in_flight.iter().flat_map(|step| &step.spans) {
+            // What the step reads for a sequence that has ended is of no use to anybody.
+            let is_alive = self.scheduler.phase(span.sequence).is_some();
+            let from = if is_alive {
+                0
+            } else {
+                span.start / BLOCK_TOKENS
+            };
+            for block in &span.blocks[from..] {
+                assert!(
+                    !written.contains(block),
+                    "an import writes where a step in flight is"
+                );
+            }
+        }
         let Request { prompt, work, .. } = self.requests[&id].clone();
         let token = self.device.import(&target, &prompt, work.prompt()).unwrap();
         let is_first = self.scheduler.tokens(id).unwrap().len() == prompt.len();
@@ -137,29 +156,73 @@ impl World {
         }
     }
 
-    fn step(&mut self, fails: bool, cancel: Option<SequenceId>) {
-        let step = self.scheduler.schedule();
-        self.check_step(&step);
+    /// A step with nothing else in flight.
+    fn step(&mut self, fails: bool) {
+        while !self.in_flight.is_empty() {
+            self.land();
+        }
+        self.launch();
+        match fails {
+            true => self.fail(),
+            false => self.land(),
+        }
+    }
+
+    /// Launches a step; the device computes it when it lands.
+    fn launch(&mut self) {
+        let step = if self.in_flight.is_empty() {
+            let step = self.scheduler.schedule();
+            self.check_step(&step);
+            step
+        } else {
+            let Some(step) = self.scheduler.schedule_ahead() else {
+                return;
+            };
+            assert_eq!(decode_rows(&step), step.rows());
+            assert!(step.admitted.is_empty() && step.preempted.is_empty());
+            step
+        };
+        self.in_flight.push_back(step);
+        // No two sequences share a block that a step in flight writes to, whether they live or have ended.
+        let mut writers = BTreeMap::new();
+        for span in self.in_flight.iter().flat_map(|step| &step.spans) {
+            for block in &span.blocks[span.start / BLOCK_TOKENS..] {
+                assert_eq!(
+                    *writers.entry(*block).or_insert(span.sequence),
+                    span.sequence
+                );
+            }
+        }
+    }
+
+    fn land(&mut self) {
+        let Some(step) = self.in_flight.pop_front() else {
+            return;
+        };
         let mut result = StepResult {
             step: step.number,
             sampled: Vec::new(),
         };
-        if let Some(id) = cancel {
-            self.scheduler.cancel(id);
-        }
         for span in &step.spans {
             let token = self.device.compute(span).unwrap();
+            let is_alive = self.scheduler.phase(span.sequence).is_some();
             let export = self.requests[&span.sequence].work == Work::Export;
-            // A failed or cancelled span emits nothing.
-            if span.wants_logits && !export && !fails && cancel != Some(span.sequence) {
+            if span.wants_logits && !export && is_alive {
                 let sampled = self.emit(span.sequence, token);
                 result.sampled.push(sampled);
             }
         }
-        if !fails {
-            let update = self.scheduler.update(result).unwrap();
-            self.finished
-                .extend(update.finished.iter().map(|f| f.sequence));
+        let update = self.scheduler.update(result).unwrap();
+        self.finished
+            .extend(update.finished.iter().map(|f| f.sequence));
+    }
+
+    /// All steps in flight are computed, and nothing of it is of any use.
+    fn fail(&mut self) {
+        for step in std::mem::take(&mut self.in_flight) {
+            for span in &step.spans {
+                self.device.compute(span).unwrap();
+            }
         }
     }
 
@@ -226,6 +289,9 @@ impl World {
 
     /// Runs everything that is left to its end, in a bounded number of steps.
     fn drain(&mut self) {
+        while !self.in_flight.is_empty() {
+            self.land();
+        }
         let left = self.live().len();
         for _ in 0..2000 {
             for id in self.in_phase(Phase::WaitingKv) {
@@ -238,7 +304,7 @@ impl World {
                 assert_eq!(self.scheduler.stats().kv.used_blocks, 0, "a block leaked");
                 return;
             }
-            self.step(false, None);
+            self.step(false);
         }
         panic!("{left} sequences do not end");
     }

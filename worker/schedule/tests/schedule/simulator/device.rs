@@ -2,9 +2,11 @@
 //! next token is drawn from what is read back through the blocks. Another device computes other digests.
 //! Anything that the scheduler mixes up changes the output.
 
+use std::collections::BTreeMap;
+
 use hearth_kernels::BlockId;
 
-use hearth_schedule::{ImportTarget, Provenance, Request, SequenceId, StepSpan};
+use hearth_schedule::{ImportTarget, Provenance, Request, SequenceId, SpanKind, StepSpan};
 
 /// Tokens that the device samples from.
 pub(crate) const VOCAB: u32 = 32_000;
@@ -34,6 +36,8 @@ pub(crate) enum DeviceError {
 pub(crate) struct Device {
     block_tokens: usize,
     slots: Vec<u64>,
+    /// The last token that was sampled for each sequence.
+    sampled: BTreeMap<SequenceId, u32>,
 }
 
 impl Device {
@@ -42,6 +46,7 @@ impl Device {
         Self {
             block_tokens,
             slots: vec![0; blocks * block_tokens],
+            sampled: BTreeMap::new(),
         }
     }
 
@@ -50,11 +55,20 @@ impl Device {
     /// # Errors
     /// [`DeviceError`] for a span that a real device would reject.
     pub(crate) fn compute(&mut self, span: &StepSpan) -> Result<u32, DeviceError> {
-        let end = span.start + span.tokens.len();
-        if span.tokens.is_empty() || span.blocks.len() * self.block_tokens < end {
+        let tokens = match span.kind {
+            SpanKind::Ahead => self
+                .sampled
+                .get(&span.sequence)
+                .copied()
+                .into_iter()
+                .collect(),
+            SpanKind::Decode | SpanKind::Prefill => span.tokens.clone(),
+        };
+        let end = span.start + tokens.len();
+        if tokens.is_empty() || span.blocks.len() * self.block_tokens < end {
             return Err(DeviceError::Span {
                 sequence: span.sequence,
-                rows: span.tokens.len(),
+                rows: tokens.len(),
                 start: span.start,
                 blocks: span.blocks.len(),
             });
@@ -63,12 +77,14 @@ impl Device {
             Some(position) => self.slots[self.slot(&span.blocks, position)?],
             None => ROOT,
         };
-        for (position, &token) in (span.start..).zip(&span.tokens) {
+        for (position, &token) in (span.start..).zip(&tokens) {
             past = mix(past, u64::from(token));
             let slot = self.slot(&span.blocks, position)?;
             self.slots[slot] = past;
         }
-        self.sample(&span.blocks, end)
+        let token = self.sample(&span.blocks, end)?;
+        self.sampled.insert(span.sequence, token);
+        Ok(token)
     }
 
     /// Stores the KV that another device computed for a prompt, and returns the token that follows it.

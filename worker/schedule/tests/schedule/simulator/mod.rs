@@ -7,14 +7,14 @@
 pub(crate) mod device;
 mod report;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use hearth_kvcache::{KvCache, KvCacheError};
 
 use device::{Device, DeviceError};
 use hearth_schedule::{
     Request, Sampled, ScheduleError, Scheduler, SchedulerOptions, SequenceId, SpanKind, Step,
-    StepResult, Work,
+    StepResult, StepSpan, Work,
 };
 pub(crate) use report::{Distribution, Outcome, SimulationReport};
 
@@ -22,6 +22,8 @@ pub(crate) use report::{Distribution, Outcome, SimulationReport};
 /// context_token * KV tokens read`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CostModel {
+    /// Time of the host before a step that could not be launched ahead, while the device has nothing to do.
+    pub(crate) host_us: f64,
     /// Fixed cost of a step.
     pub(crate) step_us: f64,
     /// Cost of a prompt token.
@@ -35,10 +37,15 @@ pub(crate) struct CostModel {
     pub(crate) remote_token_us: f64,
 }
 
+/// Rows that extend an answer.
+pub(crate) fn decode_rows(step: &Step) -> usize {
+    rows_of(step, SpanKind::Decode) + rows_of(step, SpanKind::Ahead)
+}
+
 /// Rows of one kind.
 pub(crate) fn rows_of(step: &Step, kind: SpanKind) -> usize {
     let spans = step.spans.iter().filter(|s| s.kind == kind);
-    spans.map(|s| s.tokens.len()).sum()
+    spans.map(StepSpan::rows).sum()
 }
 
 impl CostModel {
@@ -47,11 +54,11 @@ impl CostModel {
         let context: usize = step
             .spans
             .iter()
-            .map(|s| s.tokens.len() * (s.start + s.tokens.len()))
+            .map(|s| s.rows() * (s.start + s.rows()))
             .sum();
         self.step_us
             + self.prefill_token_us * rows_of(step, SpanKind::Prefill) as f64
-            + self.decode_sequence_us * rows_of(step, SpanKind::Decode) as f64
+            + self.decode_sequence_us * decode_rows(step) as f64
             + self.context_token_us * context as f64
     }
 }
@@ -78,6 +85,8 @@ pub(crate) struct SimulationOptions {
     pub(crate) blocks: usize,
     /// Tokens of one block.
     pub(crate) block_tokens: usize,
+    /// Steps that may be in flight at once.
+    pub(crate) depth: usize,
     /// Costs of steps.
     pub(crate) costs: CostModel,
 }
@@ -133,6 +142,8 @@ enum Event {
 struct Simulation<'a> {
     arrivals: &'a [Arrival],
     costs: CostModel,
+    depth: usize,
+    in_flight: VecDeque<Step>,
     scheduler: Scheduler,
     device: Device,
     /// Future events by time; ties are broken by order of creation.
@@ -151,6 +162,8 @@ impl<'a> Simulation<'a> {
         let mut simulation = Self {
             arrivals,
             costs: options.costs,
+            depth: options.depth,
+            in_flight: VecDeque::new(),
             scheduler: Scheduler::new(options.scheduler, kv)?,
             device: Device::new(options.blocks, options.block_tokens),
             events: BTreeMap::new(),
@@ -193,24 +206,40 @@ impl<'a> Simulation<'a> {
             let event = entry.remove();
             self.handle(event)?;
         }
-        let step = self.scheduler.schedule();
-        self.note_step(&step);
-        if step.is_empty() {
-            // Nothing to compute: skip to the next event.
-            return match self.events.first_key_value() {
-                Some((key, _)) => {
-                    self.now_us = self.now_us.max(f64::from_bits(key.0));
-                    Ok(true)
-                }
-                None if self.scheduler.is_idle() => Ok(false),
-                None => Err(SimulationError::Stuck {
-                    left: self.by_sequence.len(),
-                }),
-            };
+        if self.in_flight.is_empty() {
+            let step = self.scheduler.schedule();
+            self.note_step(&step);
+            if step.is_empty() {
+                return self.skip();
+            }
+            self.now_us += self.costs.host_us;
+            self.in_flight.push_back(step);
         }
-        self.now_us += self.costs.step_cost_us(&step);
-        self.compute(step)?;
+        while self.in_flight.len() < self.depth
+            && let Some(step) = self.scheduler.schedule_ahead()
+        {
+            self.note_step(&step);
+            self.in_flight.push_back(step);
+        }
+        if let Some(step) = self.in_flight.pop_front() {
+            self.now_us += self.costs.step_cost_us(&step);
+            self.compute(step)?;
+        }
         Ok(true)
+    }
+
+    /// With nothing to compute, skips to the next event; returns false at the end.
+    fn skip(&mut self) -> Result<bool, SimulationError> {
+        match self.events.first_key_value() {
+            Some((key, _)) => {
+                self.now_us = self.now_us.max(f64::from_bits(key.0));
+                Ok(true)
+            }
+            None if self.scheduler.is_idle() => Ok(false),
+            None => Err(SimulationError::Stuck {
+                left: self.by_sequence.len(),
+            }),
+        }
     }
 
     fn handle(&mut self, event: Event) -> Result<(), SimulationError> {
@@ -278,7 +307,7 @@ impl<'a> Simulation<'a> {
         let report = &mut self.report;
         report.preemptions += step.preempted.len();
         report.steps += usize::from(!step.is_empty());
-        report.peak_batch = report.peak_batch.max(rows_of(step, SpanKind::Decode));
+        report.peak_batch = report.peak_batch.max(decode_rows(step));
         report.peak_chunk_tokens = report
             .peak_chunk_tokens
             .max(rows_of(step, SpanKind::Prefill));
@@ -293,7 +322,7 @@ impl<'a> Simulation<'a> {
         };
         for span in &step.spans {
             let token = self.device.compute(span)?;
-            self.report.computed_tokens += span.tokens.len();
+            self.report.computed_tokens += span.rows();
             let index = self.by_sequence.get(&span.sequence);
             let export = index.is_some_and(|i| self.arrivals[*i].request.work == Work::Export);
             if span.wants_logits && !export {

@@ -1,0 +1,146 @@
+//! Steps in flight: their start, one on top of the other where the device queues them, and their landing in order.
+//!
+//! A step on top of another is started before the tokens of that one are known to the host. It may turn out that an answer
+//! has ended with such a token, or that nobody wants it any more: the row that was computed for it is discarded with its
+//! keys, and its blocks are given to nobody while a step that writes to them is in flight.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    time::Instant,
+};
+
+use hearth_schedule::{SequenceId, Step};
+
+use super::{StepLoop, panic_text};
+use crate::{
+    EngineError,
+    forward::{Forward, Output, Started},
+    watch::StepWatch,
+    work::StepWork,
+};
+
+/// A step that was started.
+pub(super) struct FlyingStep {
+    number: u64,
+    work: StepWork,
+    started_at: Instant,
+    /// What became of it at its start, or why it could not be started.
+    started: Result<Started, String>,
+    /// Exports whose KV could not be read.
+    lost: Vec<(SequenceId, EngineError)>,
+}
+
+impl<F: Forward> StepLoop<F> {
+    /// Starts a step that knows all its tokens.
+    pub(super) fn start(&mut self, step: &Step) {
+        let (work, refused) = StepWork::new(step, &mut self.requests, self.forward.can_sample());
+        refused
+            .into_iter()
+            .for_each(|(s, error)| self.fail(s, error));
+        // Otherwise all have been cancelled since.
+        if !work.batch.tokens.is_empty() {
+            self.launch(step.number, work);
+        }
+    }
+
+    /// Starts a step on top of those in flight, if there is one that waits for nothing that the host must know or do first.
+    pub(super) fn start_ahead(&mut self) -> bool {
+        let pending = self.in_flight.len();
+        let Some(last) = self.in_flight.back() else {
+            return false;
+        };
+        if pending >= self.max_in_flight.min(self.forward.depth())
+            || last.started != Ok(Started::Running)
+            || !self.imports.is_empty()
+            || !last.work.leads_on(&self.requests)
+        {
+            return false;
+        }
+        let Some(step) = self.scheduler.schedule_ahead() else {
+            return false;
+        };
+        let work = StepWork::ahead(&step, &last.work, pending, &self.requests);
+        self.launch(step.number, work);
+        true
+    }
+
+    fn launch(&mut self, number: u64, work: StepWork) {
+        let started_at = Instant::now();
+        let mut watch = StepWatch {
+            work: &work,
+            requests: &mut self.requests,
+            layout: &self.layout,
+            is_finished_if_wanted: self.whole_prompts,
+            kv_bytes_moved: &mut self.counters.kv_bytes_moved,
+            lost: Vec::new(),
+        };
+        let forward = &mut self.forward;
+        let started = catch_unwind(AssertUnwindSafe(|| forward.start(&work, &mut watch)));
+        let lost = watch.lost;
+        self.in_flight.push_back(FlyingStep {
+            number,
+            work,
+            started_at,
+            started: started.unwrap_or_else(|panic| Err(panic_text(&*panic))),
+            lost,
+        });
+    }
+
+    /// Waits for the first step in flight, and distributes its tokens and logits. If it fails, so do those on top of it.
+    pub(super) fn land(&mut self) {
+        let Some(step) = self.in_flight.pop_front() else {
+            return;
+        };
+        let FlyingStep {
+            number,
+            work,
+            started_at,
+            started,
+            lost,
+        } = step;
+        let outcome = match started {
+            Ok(Started::Running) => self.wait(),
+            Ok(Started::GivenUp) => Ok(None),
+            Err(reason) => Err(reason),
+        };
+        // While another step was in flight, this one waited for it.
+        self.counters.step_time += started_at.max(self.landed_at).elapsed();
+        self.landed_at = Instant::now();
+        let checked = match outcome {
+            Ok(None) => return self.give_up(&work),
+            Ok(Some(output)) => work.checked(output, self.forward.vocab()),
+            Err(reason) => Err(reason),
+        };
+        self.counters.steps += 1;
+        match checked {
+            Ok(output) => {
+                self.succeeded();
+                lost.into_iter().for_each(|(s, error)| self.fail(s, error));
+                self.deliver(number, &work, output);
+            }
+            Err(reason) => {
+                // Everyone in a step on top of this one is in this one, too.
+                self.wait_for_all();
+                self.failed(&work, reason);
+            }
+        }
+    }
+
+    /// Waits until the device computes no step any more, and discards what it has computed.
+    pub(super) fn wait_for_all(&mut self) {
+        for step in std::mem::take(&mut self.in_flight) {
+            if step.started == Ok(Started::Running) {
+                // Its requests end for another reason.
+                let _ = self.wait();
+            }
+        }
+    }
+
+    fn wait(&mut self) -> Result<Option<Output>, String> {
+        let forward = &mut self.forward;
+        let outcome = catch_unwind(AssertUnwindSafe(|| forward.wait()));
+        outcome
+            .unwrap_or_else(|panic| Err(panic_text(&*panic)))
+            .map(Some)
+    }
+}

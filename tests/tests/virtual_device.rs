@@ -2,6 +2,7 @@
 //! out to the byte.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use hearth_tests::{Answer, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run};
 use rustix::process::Signal;
@@ -65,6 +66,142 @@ fn a_device_smaller_than_the_model_streams_its_experts_and_answers_the_same() {
         ..UpOptions::default()
     });
     assert_eq!(streamed, answer(&plain));
+}
+
+/// The longest prompt of the tests of memory, in tokens.
+const CONTEXT: u32 = 1024;
+
+/// A deployment whose ring is the shorter the longer a prompt is, on a device with a link so slow that a long ring pays.
+fn shrinking(directory: &Path) -> UpOptions {
+    let file = deployment(directory, |spec| {
+        spec["strategy"] = json!("Hybrid");
+        spec["model"]["contextLength"] = json!(CONTEXT);
+        spec["prefill"] = json!({"mode": "StreamLoading", "chunkedBelowTokens": 0});
+        spec["decode"] = json!({"maxBatch": 1});
+    });
+    // How much memory the working room takes is the planner's to know.
+    for mib in 20..64 {
+        let device = format!("virtual:memory={mib}Mi,copy=20MB/s");
+        let Ok(plan) = planned(&file, &device) else {
+            continue;
+        };
+        let lengths = plan["ranks"][1]["residency"]["ringLengths"].as_array();
+        if lengths.is_some_and(|lengths| lengths.len() > 1) {
+            return UpOptions {
+                file: Some(file),
+                arguments: vec!["--virtual-device".to_owned(), device],
+                ..UpOptions::default()
+            };
+        }
+    }
+    panic!("no memory makes the ring shrink");
+}
+
+/// The completion of a prompt of token ids.
+fn completion(up: &Up, tokens: &[u32]) -> String {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let body = json!({"model": "hearth-demo", "prompt": tokens, "max_tokens": 8, "temperature": 0});
+    let posted = async {
+        let url = format!("{}/completions", up.v1());
+        let response = reqwest::Client::new().post(url).json(&body).send().await?;
+        response.error_for_status()?.json::<Value>().await
+    };
+    let answer = runtime.block_on(posted);
+    let answer = answer.unwrap_or_else(|error| panic!("{error}\n{}", up.logs()));
+    answer["choices"][0]["text"]
+        .as_str()
+        .expect("a text")
+        .to_owned()
+}
+
+/// The plan's numbers, taken through the worker: its ring gives its memory to long prompts and takes it back, every prompt is
+/// one pass, and neither exceeds what the plan has for it.
+#[test]
+fn prompts_of_any_length_are_read_in_one_pass_within_the_memory_of_the_plan() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut up = Up::start(&shrinking(directory.path()));
+    let plan = std::fs::read_to_string(up.state_dir().join("demo/plan.json"));
+    let plan: Value = serde_json::from_str(&plan.expect("the plan")).expect("a plan");
+    let prompt = |tokens: u32, salt: u32| -> Vec<u32> {
+        let token = |n: u32| 3 + (n * 37 + salt * 101) % 2000;
+        (0..tokens).map(token).collect()
+    };
+    // None begins as another does.
+    let lengths = [8, CONTEXT - 16, 5, 600, 300, CONTEXT - 16, 9];
+    let prompts: Vec<Vec<u32>> = (1..).zip(lengths).map(|(n, len)| prompt(len, n)).collect();
+    let answers: Vec<String> = prompts.iter().map(|p| completion(&up, p)).collect();
+    let metrics = up.wait_for("all prompts are counted", |metrics| {
+        let read = metrics.of_role("hearth_worker_prompt_tokens_total", "prefill");
+        let steps = metrics.of_role("hearth_worker_steps_total", "prefill");
+        read >= f64::from(lengths.iter().sum::<u32>()) && steps >= lengths.len() as f64
+    });
+    let of = |name: &str| metrics.of_role(name, "prefill");
+    assert_eq!(of("hearth_worker_steps_total"), lengths.len() as f64);
+    let rank = &plan["ranks"][1];
+    let budget = rank["gpuMemoryBytes"].as_f64().expect("bytes");
+    assert_eq!(of("hearth_worker_device_budget_bytes"), budget);
+    let peak = of("hearth_worker_device_peak_bytes");
+    assert!(peak <= budget && peak > budget / 2.0, "{peak} of {budget}");
+    // Each expert at most once a prompt, and nearly all for those that are long.
+    let experts = rank["residency"]["hostBytes"].as_f64().expect("bytes");
+    let copied = of("hearth_worker_expert_copy_bytes_total");
+    let (long, all) = (4.0, lengths.len() as f64);
+    assert!(copied >= 0.9 * long * experts, "{copied} of {experts}");
+    assert!(copied <= all * experts, "{copied} of {experts}");
+    assert!(of("hearth_worker_expert_copy_seconds_total") > 0.0);
+    let hidden = of("hearth_worker_expert_copy_hidden_ratio");
+    assert!((0.0..=1.0).contains(&hidden), "{hidden}");
+    assert!(!up.logs().contains("stays short"), "{}", up.logs());
+    up.wait_for_output("% of the copies beside computation");
+    let told = up.output();
+    let lines = told.lines().filter(|line| line.contains("prefill-0 read "));
+    assert!((1..=lengths.len()).contains(&lines.count()), "{told}");
+    drop(up);
+
+    let file = deployment(directory.path(), |_| {});
+    let plain = Up::start(&UpOptions {
+        file: Some(file),
+        ..UpOptions::default()
+    });
+    let expected: Vec<String> = prompts.iter().map(|p| completion(&plain, p)).collect();
+    assert_eq!(answers, expected);
+}
+
+#[test]
+fn a_running_worker_writes_what_its_lanes_did_when_it_is_told_to() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let traces = tempfile::tempdir().expect("a directory");
+    let options = UpOptions {
+        environment: vec![(
+            "HEARTH_TRACE_DIR".to_owned(),
+            traces.path().display().to_string(),
+        )],
+        ..streaming(directory.path())
+    };
+    let up = Up::start(&options);
+    answer(&up);
+    up.signal("prefill-0", Signal::USR1);
+    // Its device is the CPUs: it says so, and goes on.
+    up.signal("decode-0", Signal::USR1);
+    let path = traces
+        .path()
+        .join(format!("prefill-0-{}-1.json", up.pid("prefill-0")));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let trace: Value = loop {
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        if let Ok(trace) = serde_json::from_str(&text) {
+            break trace;
+        }
+        assert!(Instant::now() < deadline, "no trace\n{}", up.logs());
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    let text = trace["traceEvents"].to_string();
+    for part in ["expert", " ON\"", " OFF\"", "\"ph\":\"X\""] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let others = std::fs::read_dir(traces.path()).expect("the directory");
+    assert_eq!(others.count(), 1, "the decode worker records nothing");
+    answer(&up);
 }
 
 /// One device has the ring of prefill and the dense modules of decode, whose experts the CPUs compute.

@@ -167,6 +167,17 @@ impl DeviceOptions {
         }
     }
 
+    /// Lets the device record the last `events` that happen on it; `None` for a device that records nothing.
+    pub(crate) fn traced_lately(&mut self, events: usize) -> Option<Arc<Trace>> {
+        match self {
+            Self::Cpu(_) | Self::Gpu(_) => None,
+            Self::Virtual(options) => {
+                let trace = Arc::new(Trace::of_last(events));
+                Some(Arc::clone(options.trace.insert(trace)))
+            }
+        }
+    }
+
     /// The trace that the device was given.
     pub(crate) fn trace(&self) -> Option<&Arc<Trace>> {
         match self {

@@ -13,6 +13,7 @@ mod logging;
 mod roles;
 mod signals;
 mod tools;
+mod trace_file;
 mod virtual_device;
 
 fn main() -> ExitCode {

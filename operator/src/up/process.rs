@@ -1,11 +1,13 @@
 //! One worker process: started, followed through its reports, restarted when it dies.
 
+use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use hearth_crds::format_bytes;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
@@ -52,7 +54,33 @@ enum Report {
     Ready {},
     Alive,
     Draining,
+    Streamed(Streamed),
     CutOff { answers: u64 },
+}
+
+/// Prompts that a worker computed while their experts came over the link to its device.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(crate) struct Streamed {
+    tokens: u64,
+    copied_bytes: u64,
+    copy_ms: f64,
+    wait_ms: f64,
+    pass_ms: f64,
+}
+
+impl fmt::Display for Streamed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hidden = 1.0 - (self.wait_ms / self.copy_ms.max(f64::MIN_POSITIVE)).clamp(0.0, 1.0);
+        write!(
+            f,
+            "{} tokens in {:.1} s: {} of experts at {:.1} GB/s, {:.0} % of the copies beside computation",
+            self.tokens,
+            self.pass_ms / 1e3,
+            format_bytes(self.copied_bytes),
+            self.copied_bytes as f64 / 1e6 / self.copy_ms.max(f64::MIN_POSITIVE),
+            hidden * 100.0
+        )
+    }
 }
 
 /// An event of a process.
@@ -73,6 +101,8 @@ pub(crate) enum ProcessEventKind {
     Loading(u32),
     /// It is ready to serve.
     Ready,
+    /// It has read prompts whose experts were streamed.
+    Streamed(Streamed),
     /// It has stopped reporting (true), or reports again.
     Hung(bool),
     /// It ended without being asked to, and is restarted after the delay.
@@ -247,6 +277,7 @@ async fn follow(
                         tell(ProcessEventKind::Ready);
                     }
                     Ok(Report::CutOff { answers }) => tell(ProcessEventKind::CutOff(answers)),
+                    Ok(Report::Streamed(streamed)) => tell(ProcessEventKind::Streamed(streamed)),
                     Ok(Report::Loading { percent }) => tell(ProcessEventKind::Loading(percent)),
                     Ok(Report::Draining) | Err(_) => {}
                 },
@@ -300,4 +331,22 @@ fn last_error(path: &Path, start: u64) -> Option<String> {
         .copied()
         .collect();
     shown.join("\n").strip_prefix(ERROR).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_streamed_prompt_is_told_with_its_rate_and_what_hid_its_copies() {
+        let line = r#"{"event":"streamed","tokens":4096,"copied_bytes":12000000000,"copy_ms":1000.0,"wait_ms":40.0,"pass_ms":1240.0}"#;
+        let report = serde_json::from_str(line).expect("a report");
+        let Report::Streamed(streamed) = report else {
+            panic!("not a streamed prompt: {line}");
+        };
+        assert_eq!(
+            streamed.to_string(),
+            "4096 tokens in 1.2 s: 11.2 GiB of experts at 12.0 GB/s, 96 % of the copies beside computation"
+        );
+    }
 }

@@ -157,19 +157,16 @@ impl Deployment {
                     self.prepared.steps.done(&format!("{rank} serves again"));
                 }
             }
+            ProcessEventKind::Streamed(streamed) => {
+                let words = format!("{rank} read {streamed}");
+                let steps = &self.prepared.steps;
+                self.spinner.suspend(|| steps.detail(&words));
+                return Ok(());
+            }
             ProcessEventKind::Hung(is_hung) => {
                 process.hung = is_hung;
                 process.ready = !is_hung;
-                let words = if is_hung {
-                    "says nothing: it hangs"
-                } else {
-                    "serves again"
-                };
-                let words = format!("{rank} {words}");
-                self.spinner.suspend(|| match is_hung {
-                    true => self.prepared.steps.warn(&words),
-                    false => self.prepared.steps.done(&words),
-                });
+                self.tell_hung(&rank, is_hung);
             }
             ProcessEventKind::Died {
                 how,
@@ -195,6 +192,15 @@ impl Deployment {
         }
         self.publish();
         Ok(())
+    }
+
+    /// Reports that a process has stopped reporting, or reports again.
+    fn tell_hung(&self, rank: &str, is_hung: bool) {
+        let steps = &self.prepared.steps;
+        self.spinner.suspend(|| match is_hung {
+            true => steps.warn(&format!("{rank} says nothing: it hangs")),
+            false => steps.done(&format!("{rank} serves again")),
+        });
     }
 
     /// Reports a death; a repeated reason only once.

@@ -36,6 +36,8 @@ pub struct TraceEvent {
 #[derive(Debug, Default)]
 pub struct Trace {
     record: Mutex<Record>,
+    /// Number of events that are kept; `None`: all.
+    most: Option<usize>,
 }
 
 #[derive(Debug, Default)]
@@ -52,6 +54,14 @@ impl Trace {
         Self::default()
     }
 
+    /// Creates an empty trace of the last `events` events, at most twice as many.
+    pub fn of_last(events: usize) -> Self {
+        Self {
+            most: Some(events.max(1)),
+            ..Self::default()
+        }
+    }
+
     /// Adds an event of a lane.
     pub fn record(&self, event: TraceEvent) {
         let mut record = self.lock();
@@ -59,6 +69,13 @@ impl Trace {
             record.computed_ns = record.computed_ns.max(event.end_ns);
         }
         record.events.push(event);
+        if let Some(most) = self.most
+            && record.events.len() >= 2 * most
+        {
+            let old = record.events.len() - most;
+            record.events.drain(..old);
+            record.named = record.named.saturating_sub(old);
+        }
     }
 
     /// Gives the copies that no module was named for yet to `module`: it is ready (ON) at the end of the last one.
@@ -85,9 +102,13 @@ impl Trace {
         record.events.push(event);
     }
 
-    /// Takes the events.
+    /// Takes the events, all or the last.
     pub fn take(&self) -> Vec<TraceEvent> {
-        std::mem::take(&mut *self.lock()).events
+        let mut events = std::mem::take(&mut *self.lock()).events;
+        if let Some(most) = self.most {
+            events.drain(..events.len().saturating_sub(most));
+        }
+        events
     }
 
     fn lock(&self) -> MutexGuard<'_, Record> {
@@ -116,6 +137,22 @@ mod tests {
             begin_ns,
             end_ns,
         }
+    }
+
+    #[test]
+    fn a_trace_of_the_last_events_stays_short_and_names_its_copies() {
+        let trace = Trace::of_last(4);
+        for copy in 0..50 {
+            trace.record(event(TraceLane::Copy, copy, copy + 1));
+            trace.loaded("a");
+            assert!(trace.lock().events.len() <= 8 + 1);
+        }
+        trace.record(event(TraceLane::Copy, 50, 51));
+        trace.loaded("b");
+        let events = trace.take();
+        let names: Vec<_> = events.iter().map(|e| (&*e.name, e.end_ns)).collect();
+        assert_eq!(names, [("a", 50), ("a ON", 50), ("b", 51), ("b ON", 51)]);
+        assert_eq!(trace.take(), []);
     }
 
     #[test]

@@ -482,12 +482,8 @@ impl Scheduler {
                 self.kv.extend_from_cache(kv, &sequence.tokens);
             }
             let whole = self.options.whole_prompts;
-            let is_first = budget == self.options.chunk_tokens;
-            let rows = if whole && is_first {
-                usize::MAX
-            } else {
-                budget
-            };
+            let first = budget == self.options.chunk_tokens;
+            let rows = if whole && first { usize::MAX } else { budget };
             if let Some(span) = self.span(id, rows, SpanKind::Prefill) {
                 if whole && !span.wants_logits {
                     return; // It is the next step's.

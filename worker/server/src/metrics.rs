@@ -418,6 +418,24 @@ fn worker_gauges(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), 
             |w| w.stats.resident_bytes as f64,
         ),
         (
+            "hearth_worker_expert_copy_hidden_ratio",
+            "Share of the time of copies of experts that computation hides",
+            |w| match w.stats.expert_copy_seconds {
+                copied if copied > 0.0 => 1.0 - (w.stats.expert_wait_seconds / copied).min(1.0),
+                _ => 1.0,
+            },
+        ),
+        (
+            "hearth_worker_device_peak_bytes",
+            "Most bytes of the device's memory in use at once",
+            |w| w.stats.device_peak_bytes as f64,
+        ),
+        (
+            "hearth_worker_device_budget_bytes",
+            "Bytes of the device's memory that the worker may use",
+            |w| w.stats.device_budget_bytes as f64,
+        ),
+        (
             "hearth_worker_plan_generation",
             "Plan that the worker runs",
             |w| w.plan_generation as f64,
@@ -505,6 +523,21 @@ fn worker_counters(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<()
             "hearth_worker_kv_moved_bytes",
             "Bytes of KV sent and received",
             |w| w.stats.kv_bytes_moved as f64,
+        ),
+        (
+            "hearth_worker_expert_copy_bytes",
+            "Bytes of experts copied to the device",
+            |w| w.stats.expert_copy_bytes as f64,
+        ),
+        (
+            "hearth_worker_expert_copy_seconds",
+            "Seconds in which the link copied experts",
+            |w| w.stats.expert_copy_seconds,
+        ),
+        (
+            "hearth_worker_expert_wait_seconds",
+            "Seconds in which computation waited for these copies",
+            |w| w.stats.expert_wait_seconds,
         ),
         ("hearth_worker_steps", "Forward passes", |w| {
             w.stats.steps as f64

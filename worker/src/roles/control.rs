@@ -60,6 +60,11 @@ impl v1::control_server::Control for ControlService {
             preemptions: stats.preemptions,
             resident_bytes: stats.resident_bytes,
             draining: stats.draining,
+            expert_copy_bytes: stats.streamed.copied_bytes,
+            expert_copy_seconds: stats.streamed.copy_ns as f64 / 1e9,
+            expert_wait_seconds: stats.streamed.wait_ns as f64 / 1e9,
+            device_peak_bytes: stats.device.peak_bytes,
+            device_budget_bytes: stats.device.budget_bytes,
             layer_seconds: self
                 .worker
                 .engine

@@ -13,6 +13,7 @@ mod process;
 mod rank;
 mod report;
 mod routes;
+mod traces;
 mod turn;
 
 pub(crate) use agent::{AgentArgs, run as agent};

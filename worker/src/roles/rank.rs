@@ -25,7 +25,8 @@ use super::layers::Layers;
 use super::load_watch::LoadWatch;
 use super::prefill::PrefillService;
 use super::process::ProcessArgs;
-use super::report::{Report, stay_alive};
+use super::report::{Report, report_streams, stay_alive};
+use super::traces::Traces;
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
 use crate::device::{DeviceArg, DeviceOptions, GpuOptions, HostOptions, on_device};
@@ -71,6 +72,9 @@ pub(crate) struct RankArgs {
         default_value_t = 300
     )]
     load_patience: u64,
+    /// Directory for traces of a virtual device: on SIGUSR1, what its lanes did last is written there
+    #[arg(long, value_name = "DIR", env = "HEARTH_TRACE_DIR")]
+    trace_dir: Option<PathBuf>,
 }
 
 /// Runs a decode worker until it is told to stop.
@@ -101,8 +105,9 @@ async fn serve(
     plan: &InferencePlanSpec,
     rank: &PlanRank,
     binding: Arc<Binding>,
-    device: (DeviceOptions, CpuOptions),
+    mut device: (DeviceOptions, CpuOptions),
 ) -> anyhow::Result<()> {
+    let traces = Traces::new(args.trace_dir.as_deref(), &rank.name, &mut device.0);
     let endpoint = rank
         .endpoint
         .as_deref()
@@ -145,6 +150,8 @@ async fn serve(
     tokio::select! {
         served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
         never = stay_alive() => match never {},
+        never = report_streams(&worker.engine) => match never {},
+        never = traces.write_when_told(&device) => match never {},
         why = lasting_fault(&worker.engine, &health) => {
             bail!("the engine does not recover: {why}\n  the supervisor restarts this worker")
         }

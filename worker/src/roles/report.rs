@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
+use hearth_engine::Engine;
 use serde::Serialize;
 
 /// A report from a worker to its supervisor.
@@ -23,6 +24,19 @@ pub(crate) enum Report<'a> {
     },
     /// The process is alive; sent every [`ALIVE_PERIOD`].
     Alive,
+    /// Prompts were computed whose experts came over the link.
+    Streamed {
+        /// Tokens that were computed.
+        tokens: u64,
+        /// Bytes of experts that crossed the link.
+        copied_bytes: u64,
+        /// Milliseconds for which the link was busy with them.
+        copy_ms: f64,
+        /// Milliseconds for which computation waited for them.
+        wait_ms: f64,
+        /// Milliseconds from the begin of a pass to the end of its last experts, of all passes.
+        pass_ms: f64,
+    },
     /// New requests are no longer accepted.
     Draining,
     /// The time for finishing requests in flight is over.
@@ -40,6 +54,29 @@ pub(crate) async fn stay_alive() -> Infallible {
     loop {
         Report::Alive.send();
         tokio::time::sleep(ALIVE_PERIOD).await;
+    }
+}
+
+/// Reports streamed prompts, once a second at most, and only where there were any.
+pub(crate) async fn report_streams(engine: &Engine) -> Infallible {
+    let mut before = engine.stats().streamed;
+    let ms = |ns: u64| ns as f64 / 1e6;
+    loop {
+        tokio::time::sleep(ALIVE_PERIOD).await;
+        let now = engine.stats().streamed;
+        let since = now.since(&before);
+        if since.passes == 0 {
+            continue;
+        }
+        before = now;
+        Report::Streamed {
+            tokens: since.rows,
+            copied_bytes: since.copied_bytes,
+            copy_ms: ms(since.copy_ns),
+            wait_ms: ms(since.wait_ns),
+            pass_ms: ms(since.pass_ns),
+        }
+        .send();
     }
 }
 

@@ -10,15 +10,17 @@ use serde::Serialize;
 use super::ahead::{self, AheadReport};
 use super::lanes::{Clock, LaneReport};
 use super::session::{Session, argmax};
-use super::trace;
-use crate::cli::ModelArgs;
+use crate::cli::{ModelArgs, ResidencyArg};
 use crate::device::{OnDevice, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn};
 use crate::logging::print_data;
+use crate::trace_file;
 
 /// Bytes read by the bandwidth probe: far more than any cache holds.
 const PROBE_BYTES: usize = 1 << 30;
+/// Prompt tokens per step, unless a step costs the way of the experts.
+const CHUNK_TOKENS: usize = 512;
 /// Decode steps before timing starts.
 const WARMUP_STEPS: usize = 2;
 
@@ -36,9 +38,9 @@ pub(crate) struct BenchArgs {
     /// Sequences that are decoded together
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=512))]
     batch: u32,
-    /// Prompt tokens per step
-    #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(1..))]
-    chunk: u32,
+    /// Prompt tokens per step [default: 512, or the whole prompt where its experts are streamed]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    chunk: Option<u32>,
     /// Where to write what the lanes of a virtual device did, for chrome://tracing or ui.perfetto.dev
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
@@ -99,7 +101,7 @@ pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result
     let clock = Clock::new(device, traced.as_ref().map(|(_, trace)| Arc::clone(trace)));
     let report = on_device!(loaded, loaded => run_on(args, &loaded, &clock))?;
     if let Some((path, trace)) = &traced {
-        trace::write(path, &report.device, &trace.take())?;
+        trace_file::write(path, &report.device, &trace.take())?;
     }
     if args.json {
         print_data(&format!("{}\n", serde_json::to_string_pretty(&report)?))
@@ -146,17 +148,17 @@ fn measure<B: Backend>(
             .collect()
     };
 
+    let chunk = match (args.chunk, args.model.residency) {
+        (Some(chunk), _) => chunk as usize,
+        (None, ResidencyArg::StreamLoading) => args.prefill as usize,
+        (None, _) => CHUNK_TOKENS,
+    };
     let started = clock.read();
-    let mut last = prefill(&mut session, 0, &prompt(0), args.chunk as usize)?;
+    let mut last = prefill(&mut session, 0, &prompt(0), chunk)?;
     let (prefill_ms, prefill_lanes) = clock.since(&started, "prefill");
     let mut next = vec![argmax(&last)];
     for sequence in 1..batch {
-        last = prefill(
-            &mut session,
-            sequence,
-            &prompt(sequence),
-            args.chunk as usize,
-        )?;
+        last = prefill(&mut session, sequence, &prompt(sequence), chunk)?;
         next.push(argmax(&last));
     }
 

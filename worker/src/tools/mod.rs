@@ -14,7 +14,6 @@ mod own;
 mod profile;
 mod random;
 mod session;
-mod trace;
 mod virtual_device;
 
 pub(crate) use bench::{BenchArgs, run as bench};

@@ -20,8 +20,7 @@ const LANES: [(TraceLane, &str); 4] = [
 /// An error that names the file.
 pub(crate) fn write(path: &Path, device: &str, events: &[TraceEvent]) -> anyhow::Result<()> {
     let text = serde_json::to_string(&chrome(device, events))?;
-    std::fs::write(path, text)
-        .with_context(|| format!("--trace {} cannot be written", path.display()))
+    std::fs::write(path, text).with_context(|| format!("{} cannot be written", path.display()))
 }
 
 fn chrome(device: &str, events: &[TraceEvent]) -> Value {

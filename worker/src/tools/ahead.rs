@@ -76,7 +76,7 @@ fn run<B: Backend>(
     steps: usize,
     depth: usize,
 ) -> anyhow::Result<(f64, Option<LaneReport>)> {
-    let backend = model.backend();
+    let backend = &**model.backend();
     let picked: Vec<u32> = (0..first.len() as u32).collect();
     let mut next = first.to_vec();
     let mut in_flight: VecDeque<B::Tokens> = VecDeque::new();

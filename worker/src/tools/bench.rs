@@ -230,7 +230,7 @@ fn report<B: Backend>(
     timings: Timings,
     read_gbps: f64,
 ) -> Report {
-    let mut sorted = timings.step_ms.clone();
+    let mut sorted = timings.step_ms;
     sorted.sort_by(f64::total_cmp);
     let decode_step_ms = sorted[sorted.len() / 2];
     let effective_gbps = timings.bytes_per_step as f64 / decode_step_ms / 1e6;

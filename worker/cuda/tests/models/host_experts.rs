@@ -4,11 +4,16 @@
 
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use hearth_cuda::{CudaBackend, CudaKv};
 use hearth_kernels::ops::*;
-use hearth_kernels::{Backend, BlockId, KvDType, Span};
-use hearth_model::{Batch, ExpertCache, Model, ModuleId, ModuleSpec, modules};
+use hearth_kernels::{Backend, BlockId, CpuBackend, KvDType, Span};
+use hearth_model::{
+    Batch, ExpertCache, Guard, Model, ModuleId, ModuleSpec, Residency, ResidencyError,
+    ResidencyStats, modules,
+};
 use hearth_residency::{HotExperts, Resident};
 
 use crate::device::{cpu, gpu};
@@ -190,6 +195,91 @@ fn experts_on_a_second_gpu_give_the_bits_of_one() {
 #[test]
 fn fp8_experts_on_a_second_gpu_give_the_bits_of_one() {
     assert_bits("deepseek_v3_fp8", &[None, Some(2)]);
+}
+
+#[test]
+fn a_layer_takes_one_round_trip() {
+    let files = Files::of("kimi_k2");
+    let all = modules(&files.config).unwrap();
+    let is_router = |spec: &&ModuleSpec| matches!(spec.id, ModuleId::Router(_));
+    let routed = all.iter().filter(is_router).count() as u64;
+    assert!(routed > 0);
+    let gpu = gpu();
+    for is_dual in [false, true] {
+        let kv = (KvDType::F32, TOKENS);
+        let mut hybrid = Hybrid::new(&files, (&gpu, cpu()), (None, is_dual), kv);
+        let mut waits = |tokens: Vec<Vec<u32>>| {
+            let before = gpu.waits();
+            hybrid.step(&tokens);
+            gpu.waits() - before
+        };
+        // One for each layer, one for the logits, and one for a buffer of tables that has long been free.
+        assert_eq!(waits(vec![vec![1; 15]; STREAMS]), routed + 2);
+        let flights = 1 + u64::from(is_dual);
+        for _ in 0..STEPS {
+            let got = waits(vec![vec![2]; STREAMS]);
+            assert_eq!(got, flights * (routed + 1) + 1, "dual {is_dual}");
+        }
+    }
+}
+
+/// Has the experts on the CPUs, and looks once whether the GPU got its work before the model waited for them.
+struct Watched {
+    experts: Resident<CpuBackend>,
+    gpu: Arc<CudaBackend>,
+    looks: AtomicBool,
+    is_left: AtomicBool,
+}
+
+impl Residency<CpuBackend> for Watched {
+    fn acquire(&self, id: ModuleId) -> Result<Guard<CpuBackend>, ResidencyError> {
+        if self.looks.swap(false, Ordering::Relaxed) {
+            // The shared experts are recorded by another thread, some time after this began.
+            let asked = Instant::now();
+            let mut since = asked;
+            while since.elapsed() < Duration::from_millis(300) {
+                if self.gpu.recorded() > 0 {
+                    since = Instant::now();
+                }
+                if asked.elapsed() > Duration::from_secs(20) {
+                    self.is_left.store(true, Ordering::Relaxed);
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        self.experts.acquire(id)
+    }
+
+    fn stats(&self) -> ResidencyStats {
+        self.experts.stats()
+    }
+}
+
+#[test]
+fn the_gpu_has_the_shared_experts_before_the_model_waits_for_the_others() {
+    let files = Files::of("deepseek_v3_fp8");
+    let all = modules(&files.config).unwrap();
+    let (experts, dense): (Vec<_>, Vec<_>) = all.into_iter().partition(is_expert);
+    let (gpu, host) = (gpu(), cpu());
+    let watched = Arc::new(Watched {
+        experts: Resident::open(&files.checkpoint, experts, host.clone()).unwrap(),
+        gpu: gpu.clone(),
+        looks: AtomicBool::new(false),
+        is_left: AtomicBool::new(false),
+    });
+    let dense = Resident::open(&files.checkpoint, dense, gpu.clone()).unwrap();
+    let model = Model::new(files.config, gpu, Arc::new(dense)).unwrap();
+    let model = model.with_host_experts(host, watched.clone(), None);
+    let mut hybrid = Hybrid::of(model.unwrap(), None, false, (KvDType::F32, TOKENS));
+    hybrid.step(&vec![vec![1, 2]; STREAMS]);
+    watched.looks.store(true, Ordering::Relaxed);
+    hybrid.step(&vec![vec![3]; STREAMS]);
+    assert!(
+        !watched.looks.load(Ordering::Relaxed),
+        "no expert was asked for"
+    );
+    assert!(!watched.is_left.load(Ordering::Relaxed));
 }
 
 #[test]

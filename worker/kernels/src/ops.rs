@@ -88,6 +88,12 @@ pub trait DeviceOps: Send + Sync + 'static {
         Ok(())
     }
 
+    /// Launches all work that the device has deferred, and waits for none of it: before the host computes, so that both
+    /// compute at once.
+    fn submit(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
     /// Ends a forward pass: launches all work that the device has deferred.
     fn finish(&self) -> Result<(), KernelError> {
         Ok(())

@@ -163,7 +163,7 @@ pub(crate) struct MoeInFlight<B: Backend> {
     pub(crate) x: B::Tensor,
     /// `[rows, hidden]` output of the shared experts.
     pub(crate) shared: Option<B::Tensor>,
-    pub(crate) routed: Box<dyn PendingExperts<B>>,
+    pub(crate) routed: PendingExperts<B>,
 }
 
 #[cfg(test)]

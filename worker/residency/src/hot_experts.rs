@@ -4,6 +4,7 @@
 //! that was used least of late. How many of a layer's misses are copied at once follows from how long a copy takes and how
 //! long the host takes for an expert, both measured while serving.
 
+use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +18,7 @@ use hearth_model::{
     ResidencyStats,
 };
 
+use crate::heat::{Heat, Warmth};
 use crate::host_expert::{HostExpert, Streamed};
 use crate::loader::{Loader, Loading, Shared};
 
@@ -50,6 +52,7 @@ struct State<B: Backend + LoadOps> {
     is_loading: bool,
     /// Loads that failed, until they are asked for.
     failed: HashMap<ModuleId, ResidencyError>,
+    /// Of those cached, experts that are there and that nobody holds may give way.
     heat: Heat,
     /// Milliseconds that a copy takes, a running mean; 0: not measured yet.
     copy_ms: f64,
@@ -64,27 +67,10 @@ struct Cached<B: Backend + LoadOps> {
     holds: usize,
 }
 
-/// How much experts were used of late.
-struct Heat {
-    uses: HashMap<ModuleId, (f64, u64)>,
-    /// Layers that were looked at.
-    now: u64,
-    half_life: f64,
-}
-
-impl Heat {
-    fn of(&self, id: ModuleId) -> f64 {
-        self.uses.get(&id).map_or(0.0, |(uses, last)| {
-            uses * (-((self.now - last) as f64) / self.half_life).exp2()
-        })
-    }
-
-    fn used(&mut self, ids: &[ModuleId]) {
-        self.now += 1;
-        for id in ids {
-            let uses = self.of(*id) + 1.0;
-            self.uses.insert(*id, (uses, self.now));
-        }
+impl<B: Backend + LoadOps> Cached<B> {
+    /// Whether it may give way: one that is being copied keeps its slot.
+    fn is_idle(&self) -> bool {
+        self.holds == 0 && self.expert.is_some()
     }
 }
 
@@ -127,11 +113,7 @@ impl<B: Backend + LoadOps> HotExperts<B> {
                 wanted: VecDeque::new(),
                 is_loading: false,
                 failed: HashMap::new(),
-                heat: Heat {
-                    uses: HashMap::new(),
-                    now: 0,
-                    half_life: HALF_LIFE_STEPS * layers as f64,
-                },
+                heat: Heat::new(HALF_LIFE_STEPS * layers as f64),
                 copy_ms: 0.0,
             }),
             slots: taken,
@@ -152,23 +134,33 @@ impl<B: Backend + LoadOps> HotExperts<B> {
 
 impl<B: Backend + LoadOps> State<B> {
     /// Takes a slot for an expert: an unused one, or that of the expert which is used least and which nobody holds, if
-    /// `may_replace` agrees to its heat.
-    fn slot(&mut self, may_replace: impl Fn(f64) -> bool) -> Option<usize> {
+    /// `may_replace` agrees to its warmth.
+    fn slot(&mut self, may_replace: impl Fn(Warmth) -> bool) -> Option<usize> {
         if let Some(slot) = self.unused.pop() {
             return Some(slot);
         }
-        let heat = &self.heat;
-        let replaceable = self.cached.iter().filter(|(_, cached)| {
-            // One that is being copied keeps its slot.
-            cached.holds == 0 && cached.expert.is_some()
-        });
-        let (coldest, heat) = replaceable
-            .map(|(id, _)| (*id, heat.of(*id)))
-            // Ids break ties, so that the choice does not depend on the map's order.
-            .min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))?;
-        match may_replace(heat) {
-            true => self.cached.remove(&coldest).map(|cached| cached.slot),
-            false => None,
+        let (coldest, _) = self
+            .heat
+            .coldest()
+            .filter(|(_, warmth)| may_replace(*warmth))?;
+        self.heat.set_idle(coldest, false);
+        self.cached.remove(&coldest).map(|cached| cached.slot)
+    }
+
+    /// Holds an expert that is cached.
+    fn hold(&mut self, id: ModuleId) {
+        if let Some(cached) = self.cached.get_mut(&id) {
+            cached.holds += 1;
+            self.heat.set_idle(id, false);
+        }
+    }
+
+    /// Ends one hold of an expert.
+    fn let_go(&mut self, id: ModuleId) {
+        if let Some(cached) = self.cached.get_mut(&id) {
+            cached.holds = cached.holds.saturating_sub(1);
+            let is_idle = cached.is_idle();
+            self.heat.set_idle(id, is_idle);
         }
     }
 
@@ -208,9 +200,8 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
         let mut state = self.loader.shared.lock();
         state.heat.used(chosen);
         let hold = |id: &ModuleId| {
-            let cached = state.cached.get_mut(id);
-            let cached = cached.filter(|cached| cached.expert.is_some())?;
-            cached.holds += 1;
+            state.cached.get(id)?.expert.as_ref()?;
+            state.hold(*id);
             Some(self.kept(*id))
         };
         chosen.iter().map(hold).collect()
@@ -226,7 +217,7 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
         let is_new = |index: &usize| !state.cached.contains_key(&missed[*index]);
         let mut hottest: Vec<usize> = (0..missed.len()).filter(is_new).collect();
         let heat = |index: usize| state.heat.of(missed[index]);
-        hottest.sort_by(|a, b| heat(*b).total_cmp(&heat(*a)));
+        hottest.sort_by_key(|index| Reverse(heat(*index)));
         let count = state.pays(missed.len(), host_ms);
         for index in hottest.iter().take(count) {
             let Some(slot) = state.slot(|_| true) else {
@@ -240,7 +231,7 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
             // For later steps: the host computes it now.
             let id = missed[*hottest];
             let own = state.heat.of(id);
-            if let Some(slot) = state.slot(|heat| heat < own) {
+            if let Some(slot) = state.slot(|warmth| warmth < own) {
                 state.want(id, slot, Some(free), 0);
             }
         }
@@ -259,15 +250,16 @@ impl<B: Backend + LoadOps> Residency<B> for HotExperts<B> {
             if let Some(error) = state.failed.remove(&id) {
                 return Err(error);
             }
-            let Some(cached) = state.cached.get_mut(&id) else {
+            let Some(cached) = state.cached.get(&id) else {
                 return Err(ResidencyError::Unknown { module: id });
             };
             if let Some(Streamed {
                 weights, copied, ..
             }) = &cached.expert
             {
-                cached.holds += 1;
-                break (Arc::clone(weights), copied.clone());
+                let there = (Arc::clone(weights), copied.clone());
+                state.hold(id);
+                break there;
             }
             if loader.shared.has_ended() {
                 return Err(ResidencyError::Ended { module: id });
@@ -334,6 +326,8 @@ impl<B: Backend + LoadOps> Loading for Caching<B> {
                 };
                 if let Some(cached) = state.cached.get_mut(&id) {
                     cached.expert = Some(loaded);
+                    let is_idle = cached.is_idle();
+                    state.heat.set_idle(id, is_idle);
                 }
             }
             Err(error) => {
@@ -374,8 +368,6 @@ impl<B: Backend + LoadOps> Caching<B> {
 
 impl<B: Backend + LoadOps> Release for Caching<B> {
     fn released(&self, id: ModuleId) {
-        if let Some(cached) = self.shared.lock().cached.get_mut(&id) {
-            cached.holds = cached.holds.saturating_sub(1);
-        }
+        self.shared.lock().let_go(id);
     }
 }

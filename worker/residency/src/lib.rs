@@ -15,6 +15,7 @@
 //!
 //! **Invariant**: while a guard is held, its module's pages are not released.
 
+mod heat;
 mod holder;
 mod host_expert;
 mod hot_experts;

@@ -171,6 +171,7 @@ fn open(directory: &Path) -> Option<WeightFile> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::sync::mpsc;
     use std::thread;
 
@@ -211,5 +212,86 @@ mod tests {
             let second = Turn { file: Some(second) };
             assert_eq!(second.is_alone(), !loads, "the first one's weights");
         }
+    }
+
+    /// A directory of weights; `None`, said on stderr, where processes do not see each other's locks.
+    fn weights() -> Option<tempfile::TempDir> {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("model.safetensors"), "weights").unwrap();
+        let opened = open(directory.path());
+        if opened.is_none() {
+            // Bypasses the test harness, which shows output only of failed tests.
+            let _ = writeln!(
+                std::io::stderr(),
+                "SKIPPED: temporary files are on an overlay"
+            );
+        }
+        opened.map(|_| directory)
+    }
+
+    /// A rank whose dense modules are on a GPU; its experts, of 100 bytes, are read from the node's memory.
+    fn rank_on_gpu(name: &str, policy: &str) -> PlanRank {
+        let json = serde_json::json!({
+            "name": name, "role": "Decode", "index": 0, "node": "office", "cpus": [0], "numaNodes": [0],
+            "threads": 1, "pinning": "Exclusive", "device": "GPU-0", "gpuUuids": ["GPU-0"], "maxBatch": 1,
+            "chunkTokens": 1, "scratchBytes": 5,
+            "residency": {"policy": policy, "weightBytes": 120, "budgetBytes": 20, "hostBytes": 100},
+        });
+        serde_json::from_value(json).unwrap()
+    }
+
+    #[test]
+    fn ranks_whose_experts_are_on_the_host_take_turns_to_place_them() {
+        let Some(directory) = weights() else {
+            return;
+        };
+        let take = |name: &str, policy: &str, waits: &dyn Fn()| {
+            let rank = rank_on_gpu(name, policy);
+            Turn::take(directory.path(), &rank, None, true, waits)
+        };
+        let nobody = || panic!("there is nobody to wait for");
+        // What is copied to a GPU has no place on the host.
+        for policy in ["Resident", "StreamLoading"] {
+            assert!(take("prefill-0", policy, &nobody).file.is_none());
+        }
+        let first = take("decode-0", "HostExperts", &nobody);
+        assert!(first.is_alone());
+        thread::scope(|scope| {
+            let (waits, waited) = mpsc::channel();
+            let second = scope.spawn(move || {
+                let turn = take("decode-1", "HostExperts", &|| waits.send(()).unwrap());
+                (turn.is_alone(), turn.file.is_some())
+            });
+            for _ in 0..3 {
+                waited.recv_timeout(Duration::from_secs(20)).unwrap();
+            }
+            assert!(!second.is_finished());
+            first.loaded();
+            let (is_alone, has_file) = second.join().unwrap();
+            assert!(has_file && !is_alone, "the first one has placed them");
+        });
+    }
+
+    #[test]
+    fn a_rank_without_room_for_the_experts_waits_until_another_has_read_them() {
+        let Some(directory) = weights() else {
+            return;
+        };
+        let rank = rank_on_gpu("decode-0", "HostExperts");
+        assert_eq!(needs(&rank), 105, "experts and scratch, no dense modules");
+        let (waits, waited) = mpsc::channel();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                let waits = || waits.send(()).unwrap();
+                wait(open(directory.path()).as_ref().unwrap(), &rank, 104, &waits);
+            });
+            for _ in 0..2 {
+                waited.recv_timeout(Duration::from_secs(20)).unwrap();
+            }
+            assert!(!waiting.is_finished());
+            let other = open(directory.path()).unwrap();
+            other.say_loaded().unwrap();
+            waiting.join().unwrap();
+        });
     }
 }

@@ -95,6 +95,15 @@ def test_copies_wait_for_their_stream(m):
     assert (host == 2).all()
 
 
+def test_kernels_write_pinned_memory_by_the_time_the_host_has_waited(m):
+    pointer, host = m.pinned(m.n)
+    host[:] = 7
+    m.launch(m.function(m.module, "write_host"), 1, m.n, [pointer], wait=False)
+    assert (host == 7).all()
+    m.synchronize()
+    assert (host == 1).all()
+
+
 def test_freed_host_buffer(m):
     pointer, _ = m.pinned(m.n)
     m.call("cuMemcpyHtoDAsync_v2", m.x, pointer, C.c_size_t(4 * m.n), m.stream())

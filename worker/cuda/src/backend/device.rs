@@ -87,6 +87,10 @@ impl DeviceOps for CudaBackend {
         self.queue.begin_step(rows <= MOST_RECORDED_ROWS)
     }
 
+    fn submit(&self) -> Result<(), KernelError> {
+        self.queue.flush()
+    }
+
     fn finish(&self) -> Result<(), KernelError> {
         self.queue.flush()
     }

@@ -10,8 +10,10 @@ use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
 use crate::compile::Variant;
 use crate::queue::Args;
 
+/// Columns that a thread takes at once, and an address that allows it in elements (`quads.cuh`).
+pub(super) const QUAD: usize = 4;
 /// Columns per block where a thread takes four.
-const QUAD_COLS: usize = 1024;
+pub(super) const QUAD_COLS: usize = 1024;
 /// Maximum pairs per head that rope.cu rotates.
 const MOST_PAIRS: usize = 512;
 /// Maximum columns of a group that one warp normalises.

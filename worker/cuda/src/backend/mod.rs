@@ -158,6 +158,16 @@ impl CudaBackend {
         self.queue.graph_counts()
     }
 
+    /// Number of times that a thread has waited for this GPU: each is a round trip unless what it waited for was done.
+    pub fn waits(&self) -> u64 {
+        self.device.waits()
+    }
+
+    /// Number of operations that are recorded, and not launched yet.
+    pub fn recorded(&self) -> usize {
+        self.queue.recorded()
+    }
+
     /// Waits until all queued work is done.
     ///
     /// # Errors

@@ -1,11 +1,13 @@
 //! Choice of experts.
 
-use hearth_kernels::ops::RouterOps;
+use hearth_kernels::ops::{MemoryOps, RouterOps};
 use hearth_kernels::{KernelError, RouterScore, RouterSpec, Routing, checks};
 
+use super::elementwise::{QUAD, QUAD_COLS};
+use super::weights::floats;
 use super::{CudaBackend, CudaChosen, CudaTensor, CudaVector, Kernel};
 use crate::compile::Variant;
-use crate::queue::Args;
+use crate::queue::{Args, MOST_LANDING_BYTES};
 
 /// Limits of route.cu.
 const MOST_EXPERTS: usize = 512;
@@ -58,18 +60,56 @@ impl RouterOps for CudaBackend {
     }
 
     fn routing(&self, chosen: CudaChosen) -> Result<Routing, KernelError> {
-        let slots = chosen.tokens * chosen.spec.top_k;
-        let words = |bytes: &[u8]| -> Vec<[u8; 4]> { bytes.as_chunks().0.to_vec() };
-        let experts = self
-            .queue
-            .download(chosen.experts.address(), slots * 4, words)?;
-        let weights = self
-            .queue
-            .download(chosen.weights.address(), slots * 4, words)?;
-        Ok(Routing {
-            top_k: chosen.spec.top_k,
-            experts: experts.into_iter().map(u32::from_ne_bytes).collect(),
-            weights: weights.into_iter().map(f32::from_ne_bytes).collect(),
+        let bytes = chosen.choices() * 4;
+        let download = |address| self.queue.download(address, bytes, |bytes| bytes.to_vec());
+        let experts = download(chosen.experts.address())?;
+        let weights = download(chosen.weights.address())?;
+        Ok(routing(&chosen, &experts, &weights))
+    }
+
+    /// One round trip: a kernel writes both to the host's memory. Only what exceeds the memory that is kept for it is
+    /// copied in pieces.
+    fn routing_and_rows(
+        &self,
+        chosen: CudaChosen,
+        x: &CudaTensor,
+    ) -> Result<(Routing, Vec<f32>), KernelError> {
+        let (rows, cols) = x.shape();
+        let choices = chosen.choices();
+        let first = (2 * choices).next_multiple_of(QUAD);
+        let bytes = (first + x.elements()) * 4;
+        if bytes > MOST_LANDING_BYTES {
+            let rows = self.download(x)?;
+            return Ok((self.routing(chosen)?, rows));
+        }
+        let write = |to: u64| {
+            let args = Args::new()
+                .with(to)
+                .with(chosen.experts.address())
+                .with(chosen.weights.address())
+                .with(x.address())
+                .with(choices as i32)
+                .with(first as i32)
+                .with(rows as i32)
+                .with(cols as i32);
+            let variant = Variant::plain("hand_over");
+            let grid = [rows + 1, cols.div_ceil(QUAD_COLS), 1];
+            self.launch(Kernel::new(&variant, "hand_over"), grid, args)
+        };
+        self.queue.collect(bytes, write, |bytes| {
+            let (listed, values) = bytes.split_at(first * 4);
+            let (experts, weights) = listed[..8 * choices].split_at(4 * choices);
+            (routing(&chosen, experts, weights), floats(values))
         })
+    }
+}
+
+/// The routing from its arrays as they are on the device.
+fn routing(chosen: &CudaChosen, experts: &[u8], weights: &[u8]) -> Routing {
+    let experts = experts.as_chunks().0.iter();
+    Routing {
+        top_k: chosen.spec.top_k,
+        experts: experts.map(|word| u32::from_ne_bytes(*word)).collect(),
+        weights: floats(weights),
     }
 }

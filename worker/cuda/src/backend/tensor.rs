@@ -136,6 +136,13 @@ pub struct CudaChosen {
     pub(super) spec: RouterSpec,
 }
 
+impl CudaChosen {
+    /// Number of choices of all tokens.
+    pub(super) fn choices(&self) -> usize {
+        self.tokens * self.spec.top_k
+    }
+}
+
 /// `struct Weight` of common.cuh.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]

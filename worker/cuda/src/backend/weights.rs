@@ -82,18 +82,12 @@ impl MemoryOps for CudaBackend {
     fn upload(&self, rows: usize, cols: usize, values: &[f32]) -> Result<CudaTensor, KernelError> {
         checks::upload((rows, cols), values.len())?;
         let tensor = self.tensor(rows, cols)?;
-        self.send(
-            Source::Own(bytes_of(values)),
-            close(tensor.address(), size_of_val(values)),
-        )?;
+        let to = close(tensor.address(), size_of_val(values));
+        self.queue.upload(bytes_of(values), to)?;
         Ok(tensor)
     }
 
     fn download(&self, x: &CudaTensor) -> Result<Vec<f32>, KernelError> {
-        let floats = |bytes: &[u8]| -> Vec<f32> {
-            let words = bytes.as_chunks().0.iter();
-            words.map(|word| f32::from_ne_bytes(*word)).collect()
-        };
         self.queue.download(x.address(), x.elements() * 4, floats)
     }
 
@@ -168,6 +162,12 @@ impl CudaBackend {
             Variant::with("embed", &[("WEIGHT_TYPE", weight_type(dtype))]),
         ]
     }
+}
+
+/// Values as they are on the device.
+pub(super) fn floats(bytes: &[u8]) -> Vec<f32> {
+    let words = bytes.as_chunks().0.iter();
+    words.map(|word| f32::from_ne_bytes(*word)).collect()
 }
 
 /// The error of an FP8 weight that holds NaN.

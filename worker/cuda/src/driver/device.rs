@@ -1,6 +1,7 @@
 //! GPUs: their properties, and the context of the one that computes.
 
 use std::ffi::{CStr, c_char};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute as Attribute};
 use hearth_kernels::KernelError;
@@ -124,6 +125,8 @@ pub(crate) struct Device {
     pub(crate) info: DeviceInfo,
     device: CUdevice,
     context: CUcontext,
+    /// Times that a thread has waited for a stream or an event.
+    waits: AtomicU64,
 }
 
 // SAFETY: a context may be used from any thread that has made it current; the handles are plain pointers.
@@ -152,6 +155,7 @@ impl Device {
             info,
             device,
             context,
+            waits: AtomicU64::new(0),
         })
     }
 
@@ -161,6 +165,15 @@ impl Device {
         check("cuCtxSetCurrent", unsafe {
             sys::cuCtxSetCurrent(self.context)
         })
+    }
+
+    /// Number of times that a thread has waited for a stream or an event.
+    pub(crate) fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn count_wait(&self) {
+        self.waits.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Name of the device in errors.

@@ -45,6 +45,7 @@ impl Stream {
     /// Waits until everything queued is done.
     pub(crate) fn synchronize(&self) -> Result<(), KernelError> {
         self.device.bind()?;
+        self.device.count_wait();
         // SAFETY: the stream lives.
         check("cuStreamSynchronize", unsafe {
             sys::cuStreamSynchronize(self.raw)
@@ -119,6 +120,7 @@ impl Event {
     /// Waits until the mark is reached; returns immediately if it was never recorded.
     pub(crate) fn wait(&self) -> Result<(), KernelError> {
         self.device.bind()?;
+        self.device.count_wait();
         // SAFETY: the event lives.
         check("cuEventSynchronize", unsafe {
             sys::cuEventSynchronize(self.raw)

@@ -8,4 +8,4 @@ mod upload;
 pub(crate) use pinned::Pinned;
 pub(crate) use pool::{Buffer, Memory};
 pub(crate) use regions::RegisteredFiles;
-pub(crate) use upload::{Pitched, Source, Uploader};
+pub(crate) use upload::{Pitched, Ring, Source, Uploader};

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUdeviceptr};
 use hearth_kernels::KernelError;
 
 use crate::driver::{Device, check, fault};
@@ -57,6 +57,20 @@ impl Pinned {
 
     pub(crate) fn as_ptr(&self) -> *const c_void {
         self.start.as_ptr().cast()
+    }
+
+    /// Address at which kernels see this memory.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the driver does not map it.
+    pub(crate) fn device_address(&self) -> Result<CUdeviceptr, KernelError> {
+        self.device.bind()?;
+        let mut address = 0;
+        // SAFETY: a context is current, the memory is this value's, the out-pointer valid.
+        check("cuMemHostGetDevicePointer", unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&raw mut address, self.start.as_ptr().cast(), 0)
+        })?;
+        Ok(address)
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -18,7 +18,7 @@ use crate::driver::{Event, Stream, check};
 
 /// Buffers in the staging ring: one is filled while others are copied.
 const STAGES: usize = 4;
-/// Size of each buffer in bytes.
+/// Size of each buffer of files' bytes.
 const STAGE_BYTES: usize = 8 << 20;
 /// Alignment of what shares a buffer.
 const STAGED_ALIGN_BYTES: usize = 256;
@@ -156,22 +156,9 @@ impl Uploader {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = match &mut *ring {
             Some(ring) => ring,
-            empty => empty.insert(Ring::new(&self.stream)?),
+            empty => empty.insert(Ring::new(&self.stream, STAGE_BYTES)?),
         };
-        let mut from = 0;
-        while from < host.len() {
-            let (stage, first) = ring.room(host.len() - from)?;
-            let bytes = (host.len() - from).min(STAGE_BYTES - first);
-            let staged = &mut stage.host.bytes_mut()[first..first + bytes];
-            staged.copy_from_slice(&host[from..from + bytes]);
-            for part in parts(to, from..from + bytes) {
-                let bytes = staged[part.host_offset - from..].as_ptr().cast();
-                copy_rows(&self.stream, bytes, part.to)?;
-            }
-            stage.done.record(&self.stream)?;
-            from += bytes;
-        }
-        Ok(())
+        ring.stage(host, to, &self.stream)
     }
 }
 
@@ -182,9 +169,11 @@ impl Drop for Uploader {
     }
 }
 
-/// Pinned buffers that are filled one after the other.
-struct Ring {
+/// Pinned buffers that are filled one after the other. Who drops it has waited for its copies.
+pub(crate) struct Ring {
     stages: Vec<Stage>,
+    /// Size of each in bytes.
+    stage_bytes: usize,
     /// The stage that is being filled, and how far.
     current: usize,
     filled: usize,
@@ -197,31 +186,64 @@ struct Stage {
 }
 
 impl Ring {
-    fn new(stream: &Stream) -> Result<Self, KernelError> {
+    /// Buffers of `stage_bytes` bytes each for copies in `stream`.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the driver has no such memory.
+    pub(crate) fn new(stream: &Stream, stage_bytes: usize) -> Result<Self, KernelError> {
         let stage = |_| {
             let device: &Arc<_> = stream.device();
             Ok(Stage {
-                host: Pinned::new(device, STAGE_BYTES)?,
+                host: Pinned::new(device, stage_bytes)?,
                 done: Event::new(device)?,
             })
         };
         Ok(Self {
             stages: (0..STAGES).map(stage).collect::<Result<_, KernelError>>()?,
+            stage_bytes,
             current: 0,
             filled: 0,
         })
     }
 
+    /// Queues the copy of bytes that may change once this has returned; waits for the oldest copies if the ring is full. All
+    /// of a ring's copies are in one stream.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the driver fails.
+    pub(crate) fn stage(
+        &mut self,
+        host: &[u8],
+        to: Pitched,
+        stream: &Stream,
+    ) -> Result<(), KernelError> {
+        let stage_bytes = self.stage_bytes;
+        let mut from = 0;
+        while from < host.len() {
+            let (stage, first) = self.room(host.len() - from)?;
+            let bytes = (host.len() - from).min(stage_bytes - first);
+            let staged = &mut stage.host.bytes_mut()[first..first + bytes];
+            staged.copy_from_slice(&host[from..from + bytes]);
+            for part in parts(to, from..from + bytes) {
+                let bytes = staged[part.host_offset - from..].as_ptr().cast();
+                copy_rows(stream, bytes, part.to)?;
+            }
+            stage.done.record(stream)?;
+            from += bytes;
+        }
+        Ok(())
+    }
+
     /// Returns a stage, and its first byte from which on `bytes` bytes have room, or as many as a stage has.
     fn room(&mut self, bytes: usize) -> Result<(&mut Stage, usize), KernelError> {
-        if bytes > STAGE_BYTES - self.filled && self.filled > 0 {
+        if bytes > self.stage_bytes - self.filled && self.filled > 0 {
             self.current = (self.current + 1) % STAGES;
             self.filled = 0;
             self.stages[self.current].done.wait()?;
         }
         let first = self.filled;
         let taken = bytes.next_multiple_of(STAGED_ALIGN_BYTES);
-        self.filled = taken.saturating_add(first).min(STAGE_BYTES);
+        self.filled = taken.saturating_add(first).min(self.stage_bytes);
         Ok((&mut self.stages[self.current], first))
     }
 }

@@ -19,7 +19,7 @@ use hearth_kernels::KernelError;
 
 use crate::compile::Function;
 use crate::driver::{Mark, Marks, Stream, check, fault};
-use crate::memory::{Memory, Pinned};
+use crate::memory::{Memory, Pinned, Pitched, Ring};
 
 pub(crate) use args::{Args, Argument};
 pub(crate) use landing::Landing;
@@ -29,7 +29,11 @@ use landing::Landings;
 use staging::Staging;
 
 /// Maximum bytes copied to the host at a time.
-const MOST_LANDING_BYTES: usize = 64 << 20;
+pub(crate) const MOST_LANDING_BYTES: usize = 64 << 20;
+/// Size at which that memory begins.
+const LEAST_LANDING_BYTES: usize = 64 << 10;
+/// Size of each of the pinned buffers through which activations come from the host.
+const UPLOAD_BYTES: usize = 1 << 20;
 
 /// One kernel launch.
 #[derive(Clone, Debug)]
@@ -66,10 +70,12 @@ struct State {
     waiting: Vec<Command>,
     staging: Staging,
     graphs: Graphs,
-    /// Pinned host memory that results are copied to.
+    /// Pinned host memory that results are copied to, or written to by kernels.
     landing: Option<Pinned>,
     /// Results that are copied while the host goes on.
     landings: Arc<Landings>,
+    /// Pinned host memory that activations are copied from.
+    uploads: Option<Ring>,
 }
 
 impl Queue {
@@ -84,6 +90,7 @@ impl Queue {
                 graphs: Graphs::default(),
                 landing: None,
                 landings: Landings::new(stream.device()),
+                uploads: None,
             }),
             stream,
         })
@@ -169,14 +176,7 @@ impl Queue {
         self.launch_waiting(&mut state)?;
         self.stream.device().bind()?;
         let piece = bytes.min(MOST_LANDING_BYTES);
-        let large_enough = state.landing.as_ref().is_some_and(|l| l.len() >= piece);
-        if !large_enough {
-            let size = piece.next_power_of_two().max(1 << 16);
-            state.landing = Some(Pinned::new(self.stream.device(), size)?);
-        }
-        let Some(landing) = &mut state.landing else {
-            return Err(fault("no pinned memory"));
-        };
+        let landing = state.landing(&self.stream, piece)?;
         if bytes <= piece {
             self.land_now(landing, address, bytes)?;
             return Ok(take(&landing.bytes()[..bytes]));
@@ -202,6 +202,40 @@ impl Queue {
         state.landings.land(&self.stream, address, bytes, marks)
     }
 
+    /// Lets `write` queue a kernel that writes `bytes` bytes, at most [`MOST_LANDING_BYTES`], to pinned memory at a device
+    /// address, waits for it and all that was queued before, and passes the bytes to `take`: one round trip without a copy.
+    pub(crate) fn collect<R>(
+        &self,
+        bytes: usize,
+        write: impl FnOnce(CUdeviceptr) -> Result<(), KernelError>,
+        take: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, KernelError> {
+        // Whatever wrote or read it last was waited for.
+        let address = self
+            .state()?
+            .landing(&self.stream, bytes)?
+            .device_address()?;
+        write(address)?;
+        let mut state = self.state()?;
+        self.launch_waiting(&mut state)?;
+        self.stream.synchronize()?;
+        let landing = state.landing(&self.stream, bytes)?;
+        Ok(take(&landing.bytes()[..bytes]))
+    }
+
+    /// Queues the copy of host bytes to the device behind all queued work, and waits for none of it; the bytes may change
+    /// once this has returned.
+    pub(crate) fn upload(&self, bytes: &[u8], to: Pitched) -> Result<(), KernelError> {
+        let mut state = self.state()?;
+        self.launch_waiting(&mut state)?;
+        self.stream.device().bind()?;
+        let ring = match &mut state.uploads {
+            Some(ring) => ring,
+            empty => empty.insert(Ring::new(&self.stream, UPLOAD_BYTES)?),
+        };
+        ring.stage(bytes, to, &self.stream)
+    }
+
     /// Copies into pinned memory and waits.
     fn land_now(
         &self,
@@ -217,6 +251,11 @@ impl Queue {
             })?;
         }
         self.stream.synchronize()
+    }
+
+    /// Number of commands that wait to be launched.
+    pub(crate) fn recorded(&self) -> usize {
+        self.lock().waiting.len()
     }
 
     /// Numbers of graphs created and of graph launches, since the start.
@@ -296,6 +335,21 @@ impl Queue {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Pinned memory of at least `bytes` bytes; what was in it may be gone.
+    fn landing(&mut self, stream: &Stream, bytes: usize) -> Result<&mut Pinned, KernelError> {
+        let kept = self.landing.take().filter(|kept| kept.len() >= bytes);
+        let landing = match kept {
+            Some(landing) => landing,
+            None => {
+                let size = bytes.next_power_of_two().max(LEAST_LANDING_BYTES);
+                Pinned::new(stream.device(), size)?
+            }
+        };
+        Ok(self.landing.insert(landing))
     }
 }
 

@@ -20,14 +20,14 @@ const EXACT_ERROR_STDS: f32 = 5e-5;
 const CLEAR_LEAD_STDS: f32 = 0.1;
 const BLOCK_TOKENS: usize = 16;
 
-struct Golden {
-    tokens: Vec<u32>,
-    continuation: Vec<u32>,
+pub(crate) struct Golden {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) continuation: Vec<u32>,
     logits: Vec<f32>,
 }
 
 impl Golden {
-    fn load(dir: &Path) -> Self {
+    pub(crate) fn load(dir: &Path) -> Self {
         let file = std::fs::read(dir.join("golden.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
         let words = |name: &str| -> Vec<[u8; 4]> {
@@ -175,7 +175,7 @@ fn worst_error(got: &[Vec<f32>], golden: &Golden) -> f32 {
     worst
 }
 
-fn argmax(row: &[f32]) -> u32 {
+pub(crate) fn argmax(row: &[f32]) -> u32 {
     let best = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
     best.unwrap().0 as u32
 }
@@ -192,6 +192,6 @@ fn lead(row: &[f32]) -> f32 {
     sorted[0] - sorted[1]
 }
 
-fn name(dir: &Path) -> String {
+pub(crate) fn name(dir: &Path) -> String {
     dir.file_name().unwrap().to_string_lossy().into_owned()
 }

@@ -1,5 +1,5 @@
 //! Whole models on the CUDA backend: every architecture against transformers, every way to an answer, experts that are
-//! streamed, and KV that moves between a GPU and a CPU. They run on the host model of CUDA,
+//! streamed or on the host, and KV that moves between a GPU and a CPU. They run on the host model of CUDA,
 //! or with `HEARTH_TEST_GPU=1` on this machine's GPU.
 #![allow(
     clippy::unwrap_used,
@@ -11,6 +11,7 @@ mod support;
 
 mod device;
 mod goldens;
+mod host_experts;
 mod sampling;
 mod streaming;
 mod transfer;

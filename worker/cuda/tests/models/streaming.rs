@@ -16,13 +16,13 @@ use crate::device::gpu;
 /// Tokens of the prompt: more than a step that is recorded has.
 const PROMPT: u32 = 60;
 
-struct Files {
-    config: ModelConfig,
-    checkpoint: Checkpoint,
+pub(crate) struct Files {
+    pub(crate) config: ModelConfig,
+    pub(crate) checkpoint: Checkpoint,
 }
 
 impl Files {
-    fn of(case: &str) -> Self {
+    pub(crate) fn of(case: &str) -> Self {
         let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
         Self {
             config: ModelConfig::read(&goldens.join(case)).unwrap(),

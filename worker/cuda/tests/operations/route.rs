@@ -154,3 +154,77 @@ fn a_token_is_routed_alike_alone_and_in_any_batch() {
         assert!(none.experts.is_empty());
     }
 }
+
+#[test]
+fn the_choice_and_the_rows_cross_in_one_round_trip() {
+    let gpu = plain();
+    let mut rng = Rng(3);
+    // Recorded steps and others, rows that are no multiple of four columns, and rows of several blocks.
+    for (rows, cols, top_k) in [
+        (1, 5, 1),
+        (3, 64, 8),
+        (2, 1030, 3),
+        (32, 2052, 8),
+        (300, 7, 2),
+    ] {
+        let logits = gpu.upload(rows, 64, &rng.normals(rows * 64)).unwrap();
+        let x = rng.normals(rows * cols);
+        let spec = RouterSpec { top_k, ..SIGMOID };
+        gpu.begin_pass(rows).unwrap();
+        let uploaded = gpu.upload(rows, cols, &x).unwrap();
+        let choose = || gpu.route(&logits, None, spec).unwrap();
+        let want = gpu.routing(choose()).unwrap();
+        let chosen = choose();
+        let before = gpu.waits();
+        let (got, values) = gpu.routing_and_rows(chosen, &uploaded).unwrap();
+        assert_eq!(gpu.waits() - before, 1, "[{rows}, {cols}]");
+        assert_eq!(
+            (got.top_k, &got.experts),
+            (top_k, &want.experts),
+            "[{rows}, {cols}]"
+        );
+        assert_same_bits(&got.weights, &want.weights, "weights");
+        assert_same_bits(&values, &x, "rows");
+    }
+    let none = gpu.upload(0, 12, &[]).unwrap();
+    let logits = gpu.upload(0, 64, &[]).unwrap();
+    let chosen = gpu.route(&logits, None, SIGMOID).unwrap();
+    let (got, values) = gpu.routing_and_rows(chosen, &none).unwrap();
+    assert!(got.experts.is_empty() && values.is_empty());
+}
+
+#[test]
+fn rows_that_exceed_the_pinned_memory_cross_in_pieces() {
+    let gpu = plain();
+    let (rows, cols) = (1025, 16 << 10);
+    let x = gpu.zeros(rows, cols).unwrap();
+    let logits = gpu.upload(rows, 8, &Rng(4).normals(rows * 8)).unwrap();
+    let choose = || gpu.route(&logits, None, SIGMOID).unwrap();
+    let want = gpu.routing(choose()).unwrap();
+    let (got, values) = gpu.routing_and_rows(choose(), &x).unwrap();
+    assert_eq!(got.experts, want.experts);
+    assert!(values.len() == rows * cols && values.iter().all(|&v| v == 0.0));
+}
+
+#[test]
+fn uploads_are_not_waited_for_and_arrive_in_order() {
+    let gpu = plain();
+    let mut rng = Rng(5);
+    let small: Vec<_> = (0..100).map(|_| rng.normals(3 * 50)).collect();
+    let before = gpu.waits();
+    let tensors: Vec<_> = small
+        .iter()
+        .map(|x| gpu.upload(3, 50, x).unwrap())
+        .collect();
+    assert_eq!(gpu.waits(), before);
+    for (tensor, want) in tensors.iter().zip(&small) {
+        assert_same_bits(&gpu.download(tensor).unwrap(), want, "small");
+    }
+    // More than all pinned buffers together, before anything has been waited for.
+    let large: Vec<_> = (0..7).map(|_| rng.normals(300_000)).collect();
+    let upload = |x: &Vec<f32>| gpu.upload(300, 1000, x).unwrap();
+    let tensors: Vec<_> = large.iter().map(upload).collect();
+    for (tensor, want) in tensors.iter().zip(&large) {
+        assert_same_bits(&gpu.download(tensor).unwrap(), want, "large");
+    }
+}

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use hearth_kernels::{Backend, ExpertCall, Routing};
 
-use super::RoutedLayer;
+use super::{Check, RoutedLayer};
 use crate::{ModelError, ModuleId, Residency};
 
 /// Experts of one layer that were chosen by at least one token, in ascending order.
@@ -114,7 +114,7 @@ impl ChosenExperts {
         backend: &B,
         residency: &dyn Residency<B>,
         x: &B::Tensor,
-        check: &mut dyn FnMut() -> Result<(), ModelError>,
+        check: Check<'_>,
     ) -> Result<B::Tensor, ModelError> {
         let (rows, hidden) = backend.shape(x);
         let mut sum = backend.expert_sum(rows, hidden, self.layer.experts)?;

@@ -14,7 +14,7 @@ use hearth_kernels::{Backend, KernelError};
 
 use super::chosen::ChosenExperts;
 use super::hot::{self, OnDevice, Split};
-use super::{Experts, PendingExperts, RoutedLayer};
+use super::{Check, Experts, PendingExperts, RoutedLayer};
 use crate::residency::ExpertCache;
 use crate::{ModelError, Residency, ResidencyError, ResidencyStats};
 
@@ -58,7 +58,7 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
         layer: RoutedLayer,
         x: &B::Tensor,
         chosen: B::Chosen,
-    ) -> Result<Box<dyn PendingExperts<B>>, ModelError> {
+    ) -> Result<PendingExperts<B>, ModelError> {
         let (routing, rows) = self.device.routing_and_rows(chosen, x)?;
         let mut chosen = ChosenExperts::new(layer, &routing);
         let (count, hidden) = self.device.shape(x);
@@ -68,11 +68,14 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
             let places = (&self.device, cache);
             let on_host = (&self.host, chosen);
             let split = Split::begin(places, routing, on_device, on_host, (x, rows))?;
-            return Ok(Box::new(split));
+            return Ok(PendingExperts::new(|x, check| split.finish(x, check)));
         }
-        Ok(Box::new(OnHost {
-            device: Arc::clone(&self.device),
-            output: self.host.begin(chosen, None, rows, hidden)?,
+        let output = self.host.begin(chosen, None, rows, hidden)?;
+        let device = Arc::clone(&self.device);
+        Ok(PendingExperts::new(move |_, check| {
+            // What was queued since runs meanwhile.
+            device.submit()?;
+            Ok(device.upload(count, hidden, &output.wait(check)?)?)
         }))
     }
 
@@ -94,24 +97,6 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
             Some(cache) => (self.stats)() + cache.stats(),
             None => (self.stats)(),
         }
-    }
-}
-
-/// Experts that the thread computes, all of a layer's.
-struct OnHost<B: Backend> {
-    device: Arc<B>,
-    output: HostOutput,
-}
-
-impl<B: Backend> PendingExperts<B> for OnHost<B> {
-    fn finish(
-        self: Box<Self>,
-        x: &B::Tensor,
-        check: &mut dyn FnMut() -> Result<(), ModelError>,
-    ) -> Result<B::Tensor, ModelError> {
-        let (rows, hidden) = self.device.shape(x);
-        let output = self.output.wait(check)?;
-        Ok(self.device.upload(rows, hidden, &output)?)
     }
 }
 
@@ -145,10 +130,7 @@ pub(super) struct HostOutput {
 
 impl HostOutput {
     /// Waits for the output `[rows, hidden]`; `check` is called meanwhile, and its error ends the wait.
-    pub(super) fn wait(
-        &self,
-        check: &mut dyn FnMut() -> Result<(), ModelError>,
-    ) -> Result<Vec<f32>, ModelError> {
+    pub(super) fn wait(&self, check: Check<'_>) -> Result<Vec<f32>, ModelError> {
         loop {
             match self.output.recv_timeout(CHECK_PERIOD) {
                 Ok(output) => return output,

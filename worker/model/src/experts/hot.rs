@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use hearth_kernels::{Backend, ExpertProducts, Routing};
 
-use super::PendingExperts;
+use super::Check;
 use super::chosen::ChosenExperts;
 use super::host::{Host, HostOutput};
 use crate::ModelError;
@@ -94,20 +94,15 @@ impl<B: Backend> Split<B> {
         &self,
         chosen: &ChosenExperts,
         x: &B::Tensor,
-        check: &mut dyn FnMut() -> Result<(), ModelError>,
+        check: Check<'_>,
     ) -> Result<B::Tensor, ModelError> {
         let (products, inputs) = chosen.products();
         let x = self.device.rows(x, &inputs)?;
         products.run(&*self.device, &*self.cache, &x, check)
     }
-}
 
-impl<B: Backend> PendingExperts<B> for Split<B> {
-    fn finish(
-        self: Box<Self>,
-        x: &B::Tensor,
-        check: &mut dyn FnMut() -> Result<(), ModelError>,
-    ) -> Result<B::Tensor, ModelError> {
+    /// Waits for the host, and adds the outputs of both sides `[rows, hidden]`.
+    pub(super) fn finish(self, x: &B::Tensor, check: Check<'_>) -> Result<B::Tensor, ModelError> {
         let (device, hidden) = (&*self.device, self.device.shape(x).1);
         let loads = &self.on_device.loads;
         let loaded = match loads.is_empty() {
@@ -117,6 +112,8 @@ impl<B: Backend> PendingExperts<B> for Split<B> {
         let from_host = match &self.host_output {
             None => None,
             Some(output) => {
+                // What was queued since runs meanwhile.
+                device.submit()?;
                 Some(device.upload(self.on_host.choices(), hidden, &output.wait(check)?)?)
             }
         };

@@ -27,48 +27,18 @@ impl<B: Backend> Experts<B> for LocalExperts<B> {
         layer: RoutedLayer,
         x: &B::Tensor,
         chosen: B::Chosen,
-    ) -> Result<Box<dyn PendingExperts<B>>, ModelError> {
+    ) -> Result<PendingExperts<B>, ModelError> {
         let choices = self.backend.shape(x).0 * layer.top_k;
         if let Some(bank) = self.residency.expert_bank(layer.layer, choices) {
             let out = self.backend.banked_experts(x, &chosen, &bank)?;
-            return Ok(Box::new(Banked::<B>(out)));
+            return Ok(PendingExperts::new(|_, _| Ok(out)));
         }
         let chosen = ChosenExperts::new(layer, &self.backend.routing(chosen)?);
+        // The policy loads them meanwhile.
         self.residency.announce(chosen.ids());
-        Ok(Box::new(Announced {
-            backend: Arc::clone(&self.backend),
-            residency: Arc::clone(&self.residency),
-            chosen,
+        let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
+        Ok(PendingExperts::new(move |x, check| {
+            chosen.run(&*backend, &*residency, x, check)
         }))
-    }
-}
-
-/// Output of a bank.
-struct Banked<B: Backend>(B::Tensor);
-
-impl<B: Backend> PendingExperts<B> for Banked<B> {
-    fn finish(
-        self: Box<Self>,
-        _x: &B::Tensor,
-        _check: &mut dyn FnMut() -> Result<(), ModelError>,
-    ) -> Result<B::Tensor, ModelError> {
-        Ok(self.0)
-    }
-}
-
-/// Experts that the policy is loading.
-struct Announced<B: Backend> {
-    backend: Arc<B>,
-    residency: Arc<dyn Residency<B>>,
-    chosen: ChosenExperts,
-}
-
-impl<B: Backend> PendingExperts<B> for Announced<B> {
-    fn finish(
-        self: Box<Self>,
-        x: &B::Tensor,
-        check: &mut dyn FnMut() -> Result<(), ModelError>,
-    ) -> Result<B::Tensor, ModelError> {
-        self.chosen.run(&*self.backend, &*self.residency, x, check)
     }
 }

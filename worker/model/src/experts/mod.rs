@@ -6,6 +6,7 @@ mod hot;
 mod local;
 
 use hearth_kernels::Backend;
+use hearth_kernels::ops::MemoryOps;
 
 use crate::{ModelError, ResidencyStats};
 
@@ -35,7 +36,7 @@ pub(crate) trait Experts<B: Backend>: Send + Sync {
         layer: RoutedLayer,
         x: &B::Tensor,
         chosen: B::Chosen,
-    ) -> Result<Box<dyn PendingExperts<B>>, ModelError>;
+    ) -> Result<PendingExperts<B>, ModelError>;
 
     /// Whether a pass waits here for what the device computes, apart from what the model's own policy waits for.
     fn keep_host_waiting(&self) -> bool {
@@ -53,16 +54,29 @@ pub(crate) trait Experts<B: Backend>: Send + Sync {
     }
 }
 
-/// Experts that were begun.
-pub(crate) trait PendingExperts<B: Backend>: Send {
-    /// Returns the sum of their weighted outputs `[rows, hidden]`. `check` is called between long operations, and
-    /// its error ends the pass.
+/// Asks whether a pass is still wanted; an error ends it.
+pub(crate) type Check<'a> = &'a mut dyn FnMut() -> Result<(), ModelError>;
+
+/// Experts that were begun; to drop them gives them up.
+pub(crate) struct PendingExperts<B: Backend>(Box<Finish<B>>);
+
+type Finish<B> = dyn FnOnce(&<B as MemoryOps>::Tensor, Check<'_>) -> Result<<B as MemoryOps>::Tensor, ModelError>
+    + Send;
+
+impl<B: Backend> PendingExperts<B> {
+    /// Experts whose output `finish` returns.
+    fn new(
+        finish: impl FnOnce(&B::Tensor, Check<'_>) -> Result<B::Tensor, ModelError> + Send + 'static,
+    ) -> Self {
+        Self(Box::new(finish))
+    }
+
+    /// Returns the sum of their weighted outputs `[rows, hidden]` for the tokens `x` that they were begun with. `check` is
+    /// called between long operations.
     ///
     /// # Errors
     /// Errors of the experts' modules, and `check`'s.
-    fn finish(
-        self: Box<Self>,
-        x: &B::Tensor,
-        check: &mut dyn FnMut() -> Result<(), ModelError>,
-    ) -> Result<B::Tensor, ModelError>;
+    pub(crate) fn finish(self, x: &B::Tensor, check: Check<'_>) -> Result<B::Tensor, ModelError> {
+        (self.0)(x, check)
+    }
 }

@@ -119,7 +119,11 @@ impl<'a> Estimator<'a> {
         budget: &NodeBudget,
     ) -> Predictor<'a> {
         let (rates, kept_bytes, mapped_bytes) = match slot {
-            Some(slot) => (Rates::of_gpu(slot.gpu), u64::MAX, u64::MAX),
+            Some(slot) => (
+                Rates::of_gpu(slot.gpu, slot.activations(self.spec.model.activations)),
+                u64::MAX,
+                u64::MAX,
+            ),
             None => (
                 Rates::of(self.nodes[node], set),
                 self.kept_bytes(node, budget),

@@ -82,6 +82,17 @@ pub(crate) struct GpuSlot<'a> {
     pub sharing: u32,
 }
 
+impl GpuSlot<'_> {
+    /// Precision of activations on this GPU, if the spec asks for `asked`. For a virtual one the CPUs' kernels compute,
+    /// which round nothing.
+    pub(crate) fn activations(&self, asked: Activations) -> PlanActivations {
+        match (asked, &self.gpu.virtual_device) {
+            (Activations::F32, _) | (_, Some(_)) => PlanActivations::F32,
+            (Activations::Auto | Activations::BF16, None) => PlanActivations::BF16,
+        }
+    }
+}
+
 /// GPU slots of a node's ranks; empty for a role that runs on CPUs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct GpuSlots<'a> {

@@ -7,8 +7,6 @@ use super::{CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
 use crate::queue::{Args, Argument};
 
-/// Threads per row (`SAMPLE_THREADS` of select.cuh).
-const THREADS: u32 = 512;
 /// Maximum tokens whose weights a histogram's halves can sum (select.cuh).
 const MOST_TOKENS: usize = 1 << 20;
 /// Value of `fault` for a row whose mask leaves no token.
@@ -51,7 +49,7 @@ impl SampleOps for CudaBackend {
             .with(self.host(&lists.biases)?)
             .with(self.host(&lists.masks)?);
         let variant = Variant::plain("sample");
-        let kernel = Kernel::new(&variant, "sample").threads(THREADS);
+        let kernel = Kernel::new(&variant, "sample");
         self.launch(kernel, [count, 1, 1], args)?;
         let words = |bytes: &[u8]| -> Vec<[u8; 4]> { bytes.as_chunks().0.to_vec() };
         let words = self.queue.download(results.address(), count * 8, words)?;

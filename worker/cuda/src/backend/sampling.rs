@@ -134,7 +134,7 @@ impl Lists {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct SampleRowArg {
-    quantile: f64,
+    quantile: u64,
     temperature: f32,
     top_p: f32,
     min_p: f32,

@@ -324,6 +324,14 @@ mod tests {
         assert!(count > 20, "{count}");
     }
 
+    /// Consumer GPUs have 1/64 of their f32 rate in f64.
+    #[test]
+    fn no_kernel_computes_in_f64() {
+        for (name, text) in SOURCES.iter().chain(HEADERS) {
+            assert!(!text.contains("double"), "{name}");
+        }
+    }
+
     #[test]
     fn the_key_follows_options_and_architecture() {
         let keys: HashSet<String> = all_variants()

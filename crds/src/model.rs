@@ -34,6 +34,11 @@ pub struct ModelSpec {
     #[serde(default)]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NATIVE_WEIGHTS).message(rules::NATIVE_WEIGHTS_SAYS)))]
     pub quantization: Quantization,
+    /// Precision of activations in products with weights. Auto rounds them to BF16 on GPUs, and is F32 on CPUs. F32
+    /// rounds none, which costs a GPU up to three times the work. BF16 rounds on GPUs; CPUs compute no rounded products
+    /// and stay at F32, and the plan says so. Routers of experts are F32 with each. By default Auto.
+    #[serde(default, skip_serializing_if = "Activations::is_auto")]
+    pub activations: Activations,
     /// LoRA adapters that requests may name. Refused: this engine runs none yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
@@ -206,6 +211,26 @@ pub enum Quantization {
     W8A8,
     /// 4-bit weights, 8-bit activations.
     W4A8,
+}
+
+/// Precision of activations in products with weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum Activations {
+    /// What each device does best: BF16 on GPUs, F32 on CPUs.
+    #[default]
+    Auto,
+    /// Not rounded.
+    F32,
+    /// Rounded to bfloat16 on GPUs.
+    BF16,
+}
+
+impl Activations {
+    /// Whether each device decides.
+    pub fn is_auto(&self) -> bool {
+        *self == Self::Auto
+    }
 }
 
 impl ModelSource {

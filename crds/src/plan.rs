@@ -186,6 +186,9 @@ pub struct PlanRank {
     /// instead of what the text says. Unset for a real GPU and for CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub virtual_device: Option<String>,
+    /// Precision of activations in its products with weights; unset: F32, as in plans of earlier versions.
+    #[serde(default, skip_serializing_if = "PlanActivations::is_exact")]
+    pub activations: PlanActivations,
     /// Residency of its weights in memory; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
@@ -329,6 +332,24 @@ impl PlanRank {
             Some(kv) if !self.is_on_gpu() => kv.memory_bytes,
             Some(_) | None => 0,
         }
+    }
+}
+
+/// Precision of activations in a rank's products with weights; those of routers are F32 with each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum PlanActivations {
+    /// Not rounded.
+    #[default]
+    F32,
+    /// Rounded to bfloat16.
+    BF16,
+}
+
+impl PlanActivations {
+    /// Whether nothing is rounded.
+    pub fn is_exact(&self) -> bool {
+        *self == Self::F32
     }
 }
 

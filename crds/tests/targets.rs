@@ -8,13 +8,14 @@ use hearth_crds::{Target, parse_deployment_for};
 use serde_json::{Value, json};
 
 /// Fields that `hearth up` obeys, whatever value admission lets through.
-const OBEYED: [&str; 22] = [
+const OBEYED: [&str; 23] = [
     "decode.dualBatch",
     "decode.kvCache.keyType",
     "decode.kvCache.memory",
     "decode.kvCache.valueType",
     "decode.maxBatch",
     "decode.replicas",
+    "model.activations",
     "model.contextLength",
     "model.quantization",
     "model.servedName",

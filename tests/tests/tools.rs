@@ -377,7 +377,7 @@ fn options_that_a_device_has_no_use_for_are_told_why() {
                 "--activations",
                 "bf16",
             ],
-            "no effect with --device virtual",
+            "--device virtual computes with f32",
         ),
     ]);
 }

@@ -177,6 +177,9 @@ pub(crate) struct ComputeArgs {
     /// Bytes of the GPU's memory that may be used (default: what is free)
     #[arg(long, value_name = "BYTES")]
     device_memory: Option<u64>,
+    /// How activations enter products; routers always take f32
+    #[arg(long, value_enum, default_value = "auto")]
+    activations: ActivationsArg,
     #[command(flatten)]
     gpu: GpuArgs,
 }
@@ -184,9 +187,6 @@ pub(crate) struct ComputeArgs {
 /// What every use of a GPU needs.
 #[derive(Args, Clone)]
 pub(crate) struct GpuArgs {
-    /// How activations enter products on a GPU
-    #[arg(long, value_enum, default_value = "f32")]
-    activations: ActivationsArg,
     /// Directory with compiled kernels, filled at first use (default: ~/.cache/hearth/kernels)
     #[arg(long, value_name = "DIR", env = "HEARTH_KERNEL_CACHE")]
     kernel_cache: Option<PathBuf>,
@@ -209,7 +209,7 @@ impl GpuArgs {
             uuid,
             or_any: false,
             budget_bytes,
-            activations: self.activations,
+            activations: ActivationsArg::Auto,
             kernels: KernelDirectories {
                 image: self.kernels.clone().or_else(kernels_of_image),
                 cache: self
@@ -257,11 +257,12 @@ impl ComputeArgs {
         let cpu = self.cpu_options();
         Ok(match &self.device {
             DeviceArg::Cpu => DeviceOptions::Cpu(cpu),
-            DeviceArg::Cuda(uuid) => DeviceOptions::Gpu(self.gpu.options(
-                environment,
-                uuid.clone(),
-                self.device_memory,
-            )),
+            DeviceArg::Cuda(uuid) => DeviceOptions::Gpu(GpuOptions {
+                activations: self.activations,
+                ..self
+                    .gpu
+                    .options(environment, uuid.clone(), self.device_memory)
+            }),
             DeviceArg::Virtual(device) => DeviceOptions::Virtual(device.options(cpu)),
         })
     }
@@ -289,11 +290,17 @@ impl ComputeArgs {
             ("--isa", !has_cpu && self.isa != IsaArg::Auto),
             ("--threads", !has_cpu && self.threads.is_some()),
             ("--device-memory", !is_gpu && self.device_memory.is_some()),
-            (
-                "--activations",
-                !is_gpu && self.gpu.activations != ActivationsArg::F32,
-            ),
         ];
+        let rounds = match self.activations {
+            ActivationsArg::Auto | ActivationsArg::F32 => None,
+            ActivationsArg::Bf16 => Some("bf16"),
+            ActivationsArg::Fp8 => Some("fp8"),
+        };
+        if let (Some(name), false) = (rounds, is_gpu) {
+            anyhow::bail!(
+                "--activations {name} is for GPUs, and --device {here} computes with f32: its kernels round nothing\n  leave it out, or use --device cuda"
+            );
+        }
         let there = if has_cpu { "cuda" } else { "cpu" };
         match given.iter().find(|(_, is_idle)| *is_idle) {
             Some((option, _)) => anyhow::bail!(

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use hearth_crds::PlanActivations;
 use hearth_kernels::trace::Trace;
 use hearth_kernels::{CpuBackend, CpuOptions};
 use hearth_virtual::{VirtualBackend, VirtualOptions};
@@ -81,16 +82,27 @@ pub(crate) struct KernelDirectories {
     pub(crate) nvrtc: Option<PathBuf>,
 }
 
-/// How activations enter products on a GPU, by name.
+/// How activations enter products, by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum ActivationsArg {
-    /// Unrounded: what every other device computes
+    /// bf16 on a GPU, f32 on every other device
     #[default]
+    Auto,
+    /// Unrounded: what every device computes
     F32,
-    /// Rounded to bfloat16: faster prefill
+    /// Rounded to bfloat16, on a GPU: a third of the work
     Bf16,
-    /// Quantised to FP8 for FP8 weights: fastest prefill, least exact
+    /// Quantised to FP8 for FP8 weights, on a GPU: the least work, and the least exact
     Fp8,
+}
+
+impl From<PlanActivations> for ActivationsArg {
+    fn from(planned: PlanActivations) -> Self {
+        match planned {
+            PlanActivations::F32 => Self::F32,
+            PlanActivations::BF16 => Self::Bf16,
+        }
+    }
 }
 
 /// A device and the options for opening it.
@@ -224,6 +236,7 @@ fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
         uuid,
         budget_bytes: options.budget_bytes,
         activations: match options.activations {
+            ActivationsArg::Auto => Activations::default(),
             ActivationsArg::F32 => Activations::F32,
             ActivationsArg::Bf16 => Activations::Bf16,
             ActivationsArg::Fp8 => Activations::Fp8,

@@ -67,13 +67,15 @@ fn refused(mut command: Command, words: &[&str]) {
 fn a_gpu_answers_as_the_cpu_does() {
     let want = tokens(&ask("cpu", &[]).output().unwrap());
     assert_eq!(want.len(), 6);
-    assert_eq!(tokens(&ask("cuda", &[]).output().unwrap()), want);
+    let exact = |device: &str| ask(device, &["--activations", "f32"]);
+    assert_eq!(tokens(&exact("cpu").output().unwrap()), want);
+    assert_eq!(tokens(&exact("cuda").output().unwrap()), want);
     // Other ways of copying weights: the driver cannot register read-only pages, or no pages at all.
     for refusal in [
         "HEARTH_HOST_MODEL_NO_READ_ONLY_REGISTER",
         "HEARTH_HOST_MODEL_NO_REGISTER",
     ] {
-        let output = ask("cuda", &[])
+        let output = exact("cuda")
             .env(refusal, "1")
             .env("RUST_LOG", "info")
             .output()
@@ -81,7 +83,7 @@ fn a_gpu_answers_as_the_cpu_does() {
         assert_eq!(tokens(&output), want, "{refusal}");
         assert!(text(&output).contains("staging ring"), "{}", text(&output));
     }
-    for activations in ["bf16", "fp8"] {
+    for activations in ["auto", "bf16", "fp8"] {
         let output = ask("cuda", &["--activations", activations])
             .output()
             .unwrap();
@@ -196,6 +198,15 @@ fn what_is_missing_is_said_with_its_remedy() {
         ),
         &["FP8 tensor cores", "--activations f32"],
     );
+    // A number that no header names, as a newer driver may return.
+    refused(
+        with("HEARTH_HOST_MODEL_MEMORY_INFO_ERROR", "4711", &[]),
+        &["cuMemGetInfo: error 4711", "does not name", "nvidia-smi"],
+    );
+    refused(
+        with("HEARTH_HOST_MODEL_MEMORY_INFO_ERROR", "2", &[]),
+        &["cuMemGetInfo: CUDA_ERROR_OUT_OF_MEMORY", "free some"],
+    );
     refused(
         with("HEARTH_HOST_MODEL_MEMORY", "8000000", &[]),
         &["too little memory", "give it more memory"],
@@ -218,7 +229,8 @@ fn what_is_missing_is_said_with_its_remedy() {
     refused(
         ask("cpu", &["--activations", "fp8"]),
         &[
-            "--activations has no effect with --device cpu",
+            "--activations fp8 is for GPUs",
+            "--device cpu computes with f32",
             "--device cuda",
         ],
     );

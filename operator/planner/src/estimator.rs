@@ -70,16 +70,22 @@ impl<'a> Estimator<'a> {
     pub(crate) fn turning_point_tokens(&self, gpu: &GpuProfile) -> u32 {
         let context = self.demand.context_length;
         LinkRates::of(gpu).map_or(context, |link| {
-            self.on_gpu(gpu, ExpertsAt::Device)
+            let activations = activations_on(gpu, self.spec.model.activations);
+            self.on_gpu(gpu, activations, ExpertsAt::Device)
                 .turning_point_tokens(link.alone_gbps, context)
         })
     }
 
     /// The predictor of a rank that has a whole GPU.
-    fn on_gpu(&self, gpu: &GpuProfile, experts_at: ExpertsAt) -> Predictor<'a> {
+    fn on_gpu(
+        &self,
+        gpu: &GpuProfile,
+        activations: PlanActivations,
+        experts_at: ExpertsAt,
+    ) -> Predictor<'a> {
         Predictor {
             facts: self.demand.facts,
-            rates: Rates::of_gpu(gpu),
+            rates: Rates::of_gpu(gpu, activations),
             kv_bytes_per_token: self.demand.kv_bytes_per_token,
             kept_bytes: u64::MAX,
             mapped_bytes: u64::MAX,
@@ -140,7 +146,10 @@ impl<'a> Estimator<'a> {
         budget: &NodeBudget,
     ) -> Predictor<'a> {
         match slot {
-            Some(slot) => self.on_gpu(slot.gpu, self.experts_at(node, set, slot)),
+            Some(slot) => {
+                let activations = slot.activations(self.spec.model.activations);
+                self.on_gpu(slot.gpu, activations, self.experts_at(node, set, slot))
+            }
             None => Predictor {
                 facts: self.demand.facts,
                 rates: Rates::of(self.nodes[node], set),

@@ -85,6 +85,22 @@ pub(crate) struct GpuSlot<'a> {
     pub sharing: u32,
 }
 
+impl GpuSlot<'_> {
+    /// Precision of activations on this GPU, if the spec asks for `asked`.
+    pub(crate) fn activations(&self, asked: Activations) -> PlanActivations {
+        activations_on(self.gpu, asked)
+    }
+}
+
+/// Precision of activations on a GPU, if the spec asks for `asked`. For a virtual one the CPUs' kernels compute, which
+/// round nothing.
+pub(crate) fn activations_on(gpu: &GpuProfile, asked: Activations) -> PlanActivations {
+    match (asked, &gpu.virtual_device) {
+        (Activations::F32, _) | (_, Some(_)) => PlanActivations::F32,
+        (Activations::Auto | Activations::BF16, None) => PlanActivations::BF16,
+    }
+}
+
 /// GPU slots of a node's ranks; empty for a role that runs on CPUs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct GpuSlots<'a> {

@@ -3,7 +3,7 @@
 //! A roofline with a few constants per kind of device; the measured values next to each prediction (metrics, status)
 //! show how far off it is.
 
-use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus};
+use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus, PlanActivations};
 
 use crate::cpus::CpuSet;
 use crate::ring::RingLengths;
@@ -17,9 +17,11 @@ pub const COMPUTE_EFFICIENCY: f64 = 0.4;
 pub const LAYER_OVERHEAD_MS: f64 = 0.02;
 /// Share of a GPU's estimated bandwidth that the weights' kernels reach: the estimate is the data sheet's value.
 pub const GPU_READ_EFFICIENCY: f64 = 0.75;
-/// Share of a GPU's estimated bf16 peak that matrix products over a chunk of a prompt reach: activations are f32, as
-/// three bf16 terms, so one third is the upper bound.
-pub const GPU_COMPUTE_EFFICIENCY: f64 = 0.15;
+/// Share of a GPU's estimated bf16 peak that matrix products over a chunk of a prompt reach with activations rounded to
+/// bf16; an assumption, until a GPU has been timed.
+pub const GPU_COMPUTE_EFFICIENCY: f64 = 0.3;
+/// The same with unrounded activations: three bf16 terms, so one third is the upper bound.
+pub const GPU_EXACT_COMPUTE_EFFICIENCY: f64 = 0.15;
 /// Milliseconds that a thread spends on page faults while it reads a GB of weights that are in the page cache but not
 /// mapped, which is more than the read itself takes. A step's faults are spread over its threads. Measured on Zen 4
 /// with Linux 6.18, which maps a whole folio per fault (0.2 MB); docs/benchmarks.md, "Prefetched weights".
@@ -101,10 +103,11 @@ impl Rates {
 
     /// The rates of a GPU: those that were measured as they are, and shares of estimates. Weights on a GPU are not read
     /// from disk.
-    pub(crate) fn of_gpu(gpu: &GpuProfile) -> Self {
-        let (read, compute) = match gpu.virtual_device {
-            Some(_) => (1.0, 1.0),
-            None => (GPU_READ_EFFICIENCY, GPU_COMPUTE_EFFICIENCY),
+    pub(crate) fn of_gpu(gpu: &GpuProfile, activations: PlanActivations) -> Self {
+        let (read, compute) = match (&gpu.virtual_device, activations) {
+            (Some(_), _) => (1.0, 1.0),
+            (None, PlanActivations::BF16) => (GPU_READ_EFFICIENCY, GPU_COMPUTE_EFFICIENCY),
+            (None, PlanActivations::F32) => (GPU_READ_EFFICIENCY, GPU_EXACT_COMPUTE_EFFICIENCY),
         };
         Self {
             read_gbps: gpu.read_gbps * read,

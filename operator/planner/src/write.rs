@@ -1,8 +1,8 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DeploymentRef, InferencePlanSpec, Pinning, PlanKv, PlanModel, PlanPrediction, PlanRank,
-    PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankDevice, RankPrediction,
+    DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanKv, PlanModel, PlanPrediction,
+    PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankDevice, RankPrediction,
     ResidencyPolicy,
 };
 
@@ -182,6 +182,9 @@ impl Draft<'_> {
             gpu_uuids: device.gpu_uuid().map(str::to_owned).into_iter().collect(),
             gpu_memory_bytes: slot.map_or(0, |slot| slot.memory_bytes + cache_bytes),
             virtual_device: slot.and_then(|slot| slot.gpu.virtual_device.clone()),
+            activations: slot.map_or(PlanActivations::F32, |slot| {
+                slot.activations(self.input.spec.model.activations)
+            }),
             residency: is_worker.then_some(residency),
             kv: is_worker.then_some(PlanKv {
                 memory_bytes: kv_bytes,

@@ -7,7 +7,8 @@ mod support;
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
-    ComputeCapability, GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanRank, ResidencyPolicy,
+    ComputeCapability, GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanActivations, PlanRank,
+    ResidencyPolicy,
 };
 use hearth_planner::{Advice, PlanError, plan};
 use support::{
@@ -79,6 +80,77 @@ fn decode_stays_on_the_cpu_where_a_gpu_holds_one_worker_only() {
     let without = hearth_planner::plan(&plan_input_here(&spec(""), &facts, &[small_vm()])).unwrap();
     assert!(plan.predicted.ttft_ms < without.predicted.ttft_ms);
     assert_eq!(plan.predicted.tpot_ms, without.predicted.tpot_ms);
+}
+
+/// The plan for a machine with these GPUs and a spec with these activations.
+fn with_activations(gpus: &[GpuProfile], word: &str) -> InferencePlanSpec {
+    let mut asked = spec("decode: {maxBatch: 2}\n");
+    asked.model.activations = serde_json::from_value(word.into()).unwrap();
+    let profiles = [here(gpus.to_vec())];
+    plan(&plan_input_here(&asked, &dense_1_7b(), &profiles)).unwrap()
+}
+
+/// The activations of both workers, and the line about them.
+fn activations(gpus: &[GpuProfile], word: &str) -> (&'static str, String) {
+    let plan = with_activations(gpus, word);
+    let [prefill, decode] = ["prefill-0", "decode-0"].map(|name| {
+        let rank = rank(&plan, name);
+        // A plan of an earlier version has no such field and means F32; so does one of this version.
+        let json = serde_json::to_value(rank).unwrap();
+        let is_rounded = rank.activations == PlanActivations::BF16;
+        assert_eq!(json.get("activations").is_some(), is_rounded);
+        is_rounded
+    });
+    let rounding = match (prefill, decode) {
+        (true, true) => "both round",
+        (true, false) => "prefill rounds",
+        (false, true) => "decode rounds",
+        (false, false) => "none rounds",
+    };
+    let line = plan.why.iter().find(|l| l.starts_with("activations "));
+    (rounding, line.cloned().unwrap_or_default())
+}
+
+/// GPUs round unless the spec forbids it; CPUs, and the virtual devices that they stand in for, never do.
+#[test]
+fn each_worker_computes_with_the_activations_of_its_device() {
+    let both = [gpu("NVIDIA L4", 1, 24)];
+    let one = [gpu("NVIDIA RTX 2000", 1, 8)];
+    let virtual_one = [GpuProfile {
+        virtual_device: Some("virtual:memory=24Gi".to_owned()),
+        ..gpu("virtual", 1, 24)
+    }];
+    let (rounding, line) = activations(&both, "Auto");
+    assert_eq!(rounding, "both round");
+    assert!(line.contains("of prefill-0, decode-0, but for routers; with"));
+    let (rounding, line) = activations(&both, "BF16");
+    assert_eq!(rounding, "both round");
+    assert!(line.ends_with("as the spec says"), "{line}");
+    let (rounding, line) = activations(&both, "F32");
+    assert_eq!(rounding, "none rounds");
+    assert!(line.contains("F32 in products on GPUs, as the spec says"));
+    for word in ["Auto", "BF16"] {
+        let (rounding, line) = activations(&one, word);
+        assert_eq!(rounding, "prefill rounds");
+        assert!(line.contains("of prefill-0, but") && line.contains("what CPUs compute is F32"));
+    }
+    for gpus in [&virtual_one[..], &[]] {
+        for word in ["Auto", "F32"] {
+            let none = ("none rounds", String::new());
+            assert_eq!(activations(gpus, word), none, "{word}");
+        }
+        let (rounding, line) = activations(gpus, "BF16");
+        assert_eq!(rounding, "none rounds");
+        assert!(line.contains("although") && line.contains("CPUs' kernels round nothing"));
+    }
+}
+
+#[test]
+fn rounded_activations_are_predicted_to_read_prompts_faster() {
+    let gpus = [gpu("NVIDIA L4", 1, 24)];
+    let [exact, rounded] = ["F32", "BF16"].map(|word| with_activations(&gpus, word).predicted);
+    assert!(rounded.ttft_ms < exact.ttft_ms);
+    assert_eq!(rounded.tpot_ms, exact.tpot_ms);
 }
 
 #[test]

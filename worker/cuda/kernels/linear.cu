@@ -2,7 +2,8 @@
 //
 // linear_decode takes 1..8 rows and reads each weight once, at memory speed. If its blocks are too few to fill the
 // device, the grid has one row per segment, and linear_fold follows. linear_tiled takes any number of rows; it needs
-// 96 KiB of dynamic shared memory.
+// 96 KiB of dynamic shared memory. Where its blocks would leave most of the device idle, each tile is cut over several
+// (gridDim.z): the first adds up its segments, the others keep theirs apart, and linear_fold adds them in order.
 #include "matmul.cuh"
 
 // Stores the lane's sums of 16 outputs from `output` and tokens `token` .. `token + 7` to y[row][n] where they exist.
@@ -46,17 +47,33 @@ extern "C" __global__ void linear_fold(
     }
 }
 
+// Stores a thread's sums of a tile.
+__device__ __forceinline__ void store_tile(
+    float* y, const float (&sums)[2][4][4], const float* bias, int output, int first_row, int rows, int n) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        store_sums(y, sums[i / 4][i % 4], bias, output + warp_output() + i / 4 * 16, first_row + warp_token() + i % 4 * 8, rows, n);
+}
+
 extern "C" __global__ void linear_tiled(
-    float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
+    float* y, float* partials, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, shared);
     GridPlace place = place_in_groups(GROUP_ROWS);
     int first_row = place.row * TILE_TOKENS, output = place.column * TILE_OUTPUTS;
     int count = min(rows - first_row, TILE_TOKENS);
     Tokens x = {static_cast<const unsigned char*>(terms), scales, nullptr, first_row, count, rows, padded};
     Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};
+    int blocks = padded / BLOCK, segments = (blocks + BLOCKS_OF_SEGMENT - 1) / BLOCKS_OF_SEGMENT;
+    int each = (segments + gridDim.z - 1) / gridDim.z, first = blockIdx.z * each;
     float total[2][4][4];
-    tiled_products(total, halves, n, x, shared);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        store_sums(y, total[i / 4][i % 4], bias, output + warp_output() + i / 4 * 16, first_row + warp_token() + i % 4 * 8, rows, n);
+    auto keep_apart = [&](int segment) {
+        if (blockIdx.z == 0) return;
+        store_tile(partials + (long long)(segment - each + 1) * rows * n, total, nullptr, output, first_row, rows, n);
+        clear(total);
+    };
+    int end = min((first + each) * BLOCKS_OF_SEGMENT, blocks);
+    tiled_products(total, halves, n, x, first * BLOCKS_OF_SEGMENT, end, shared, keep_apart);
+    if (blockIdx.z > 0) return;
+    bool is_whole = gridDim.z == 1;
+    store_tile(is_whole ? y : partials, total, is_whole ? bias : nullptr, output, first_row, rows, n);
 }

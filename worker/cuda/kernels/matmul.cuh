@@ -490,26 +490,30 @@ __device__ __forceinline__ void multiply_stage(float (&dot)[2][4][4], const unsi
     }
 }
 
-// total = the products of the halves' outputs (rows from n on do not exist) with at most 64 tokens over x.padded
-// columns, summed as the contract requires. `shared`: TILED_SHARED_BYTES, of which STAGES stages are used.
+// total = the products of the halves' outputs (rows from n on do not exist) with at most 64 tokens over the blocks
+// `first` .. `end - 1`, summed as the contract requires; `first` begins a segment. `at_segment(s)` follows the addition
+// of segment s, and may take what is in `total`. `shared`: TILED_SHARED_BYTES, of which STAGES stages are used.
+template <class AtSegment>
 __device__ __forceinline__ void tiled_products(
-    float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, unsigned char* shared) {
+    float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, int first, int end, unsigned char* shared,
+    AtSegment at_segment) {
     TileCopy copy = tile_copy(halves, n, x);
-    int stages = x.padded / STAGE_COLS, blocks = x.padded / BLOCK;
+    constexpr int BLOCK_STAGES = BLOCK / STAGE_COLS;
+    int stages = end * BLOCK_STAGES;
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) tile_stage(shared, copy, i, stages);
+    for (int i = 0; i < STAGES - 1; ++i) tile_stage(shared, copy, first * BLOCK_STAGES + i, stages);
 
     const Half mine = warp_output() < HALF_OUTPUTS ? halves[0] : halves[1];
     ScaleRows<2, 4> scale_at = scale_rows<2, 4>(mine.w, mine.first + warp_output() % HALF_OUTPUTS, n, x, warp_token());
     float dot[2][4][4], segment[2][4][4];
     clear(segment);
     clear(total);
-    for (int block = 0; block < blocks; ++block) {
+    for (int block = first; block < end; ++block) {
         Scales<2, 4> scales = load_scales(scale_at, block);
         clear(dot);
 #pragma unroll 1
-        for (int s = 0; s < BLOCK / STAGE_COLS; ++s) {
-            int index = block * (BLOCK / STAGE_COLS) + s;
+        for (int s = 0; s < BLOCK_STAGES; ++s) {
+            int index = block * BLOCK_STAGES + s;
             // After the barrier this stage is complete, and every warp has left the previous one, which is filled again.
             cp_async_wait<STAGES - 2>();
             __syncthreads();
@@ -517,6 +521,13 @@ __device__ __forceinline__ void tiled_products(
             multiply_stage(dot, shared + index % STAGES * STAGE_BYTES, x.count - warp_token());
         }
         fold_block(segment, dot, scales);
-        fold_segment(total, segment, block, blocks);
+        fold_segment(total, segment, block, end);
+        if ((block + 1) % BLOCKS_OF_SEGMENT == 0 || block + 1 == end) at_segment(block / BLOCKS_OF_SEGMENT);
     }
+}
+
+// The products over all columns.
+__device__ __forceinline__ void tiled_products(
+    float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, unsigned char* shared) {
+    tiled_products(total, halves, n, x, 0, x.padded / BLOCK, shared, [](int) {});
 }

@@ -78,7 +78,7 @@ __device__ __forceinline__ void sum_counts(Counts& counts, int tile_rows, int* t
 
 // slot_rows[p] = the token of the p-th sorted slot; positions[slot] = p, or -1 if the slot's expert is n_experts or
 // more (the slot is then in no tile); tiles of at most tile_rows slots, ascending.
-extern "C" __global__ void moe_sort(
+extern "C" __global__ void __launch_bounds__(THREADS) moe_sort(
     const unsigned* experts, int tokens, int top_k, int n_experts, int tile_rows, int* slot_rows, int* positions, Tile* tiles,
     int* tile_count) {
     __shared__ Counts counts;

@@ -100,92 +100,87 @@ __device__ __forceinline__ Best scan_adjusted(SampleScratch& scratch, float* z, 
     return best_of_block(scratch, best);
 }
 
-// Probabilities relative to the likeliest token's. The quotient is computed in f64, where neither a difference of
-// large logits nor a small temperature overflows; the inverse is corrected by the remainder,
-// which costs less than a division and is as exact.
+// e^x for x <= 0 as x = n ln 2 + r and the series of e^r, by single operations that are rounded as the host's are.
+__device__ __forceinline__ float exp_of(float x) {
+    constexpr float LEAST = -86.0f;              // below, the result is 0
+    constexpr float ROUND = 12582912.0f;         // its sum with a small number rounds that to an integer
+    constexpr float LOG2_E = 1.44269504f;
+    constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.1219444e-4f;
+    constexpr float SERIES[] = {1.0f / 5040.0f, 1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f};
+    if (x < LEAST) return 0.0f;
+    float n = __fsub_rn(__fadd_rn(__fmul_rn(x, LOG2_E), ROUND), ROUND);
+    float r = __fsub_rn(__fsub_rn(x, __fmul_rn(n, LN2_HIGH)), __fmul_rn(n, LN2_LOW));
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = __fadd_rn(__fmul_rn(sum, r), SERIES[i]);
+    return __fmul_rn(sum, bits_float((unsigned)((int)n + 127) << 23));
+}
+
+// Probabilities relative to the likeliest token's, as the sampler's `weight` computes them.
 __device__ __forceinline__ void weigh(float* weights, const float* adjusted, float largest, float temperature, int vocab) {
     Range range = own_part(vocab);
-    double divisor = (double)temperature;
-    double inverse = 1.0 / divisor;
 #pragma unroll 4
-    for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32) {
-        float logit = adjusted[id];
-        float weight = 0.0f;
-        if (logit > bits_float(0xff800000u)) {
-            double difference = (double)logit - (double)largest;
-            double quotient = difference * inverse;
-            quotient = fma(fma(-quotient, divisor, difference), inverse, quotient);
-            weight = expf((float)quotient);
-        }
-        weights[id] = weight;
-    }
+    for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32)
+        weights[id] = exp_of(__fdiv_rn(__fsub_rn(adjusted[id], largest), temperature));
     __syncthreads();
+}
+
+// The share top_p < 1 of a mass, rounded down, as the sampler's `share`.
+__device__ __forceinline__ Mass share_of(Mass total, float top_p) {
+    Mass units = __float2uint_rz(__fmul_rn(top_p, 4294967296.0f));
+    return (total >> 32) * units + ((total & 0xffffffffull) * units >> 32);
 }
 
 // The key from which tokens are kept: positive weights, then top_k, top_p among those, min_p.
 __device__ __forceinline__ Key filter(SelectScratch& scratch, const Weights& weights, const SampleRow& row) {
     constexpr unsigned NO_COUNT = 0xffffffffu;
-    double no_mass = __longlong_as_double(0x7ff0000000000000ll);
     Key threshold = (Key)1 << 32;
     if (row.top_k > 0 && row.top_k < (unsigned)weights.vocab) {
-        threshold = select_threshold(scratch, weights, threshold, row.top_k, no_mass);
+        threshold = select_threshold(scratch, weights, threshold, row.top_k, NO_MASS);
     }
     if (row.top_p < 1.0f) {
-        double top_p = (double)row.top_p;
-        double total = sum_block(scratch, weights, threshold);
-        // Tokens below this share have less than 1 - top_p together, so the search need not count them.
-        double share = (1.0 - top_p) * total / (double)count_block(scratch, weights, threshold);
-        float least = (float)share;
-        if ((double)least < share) least = bits_float(float_bits(least) + 1);
-        Key floor = max(threshold, (Key)float_bits(least) << 32);
-        threshold = select_threshold(scratch, weights, floor, NO_COUNT, top_p * total);
+        Mass total = sum_block(scratch, weights, threshold);
+        Mass wanted = share_of(total, row.top_p);
+        // Tokens below this mass have less than the rest together, so the search need not count them.
+        Mass least = (total - wanted) / count_block(scratch, weights, threshold);
+        float weight = __fmul_rn(__ull2float_rz(least), bits_float((127u - MASS_BITS) << 23));
+        Key floor = max(threshold, (Key)float_bits(weight) << 32);
+        threshold = select_threshold(scratch, weights, floor, NO_COUNT, wanted);
     }
     if (row.min_p > 0.0f) threshold = max(threshold, (Key)float_bits(row.min_p) << 32);
     return threshold;
 }
 
-// By one warp: the first kept token of the range at which the running sum exceeds the target, or otherwise its last kept token.
-__device__ __forceinline__ int draw_in_range(const Weights& weights, const Range& range, Key threshold, double sum, double target) {
+// By one warp: the first kept token of the range at which the running sum exceeds the point.
+__device__ __forceinline__ int draw_in_range(const Weights& weights, const Range& range, Key threshold, Mass sum, Mass point) {
     int lane = threadIdx.x % 32;
-    int last = -1;
     for (int first = range.begin; first < range.end; first += 32) {
         int id = first + lane;
         float weight = id < range.end ? weights.values[id] : 0.0f;
         bool kept = id < range.end && key_of(weight, id) >= threshold;
-        unsigned lanes = __ballot_sync(ALL, kept);
-        if (lanes == 0) continue;
-        double running = sum + scan_sum(kept ? (double)weight : 0.0, lane);
-        unsigned reached = __ballot_sync(ALL, kept && running > target);
+        Mass running = sum + scan_sum(kept ? mass_of(weight) : 0, lane);
+        unsigned reached = __ballot_sync(ALL, kept && running > point);
         if (reached != 0) return first + __ffs(reached) - 1;
-        last = first + 31 - __clz(lanes);
         sum = shuffle(running, 31);
     }
-    return last;
+    return 0;
 }
 
-// Draws at the quantile: twice, the range is cut into the warps' parts, and the part in which the running sum exceeds
-// the target is taken; if rounding leaves none, the last part that holds a kept token, that is, whose sum is positive.
-// Then one warp walks the remaining range.
-__device__ __forceinline__ void draw(unsigned* token, SelectScratch& scratch, const Weights& weights, Key threshold, double quantile) {
-    double target = quantile * sum_block(scratch, weights, threshold);
-    double before = 0.0;
+// Draws at the quantile, in units of 2^-64: twice, the range is cut into the warps' parts, and the part in which the
+// running sum exceeds the point is taken; the likeliest token is kept, so there is one. Then one warp walks the remaining
+// range.
+__device__ __forceinline__ void draw(unsigned* token, SelectScratch& scratch, const Weights& weights, Key threshold, Mass quantile) {
+    Mass point = __umul64hi(quantile, sum_block(scratch, weights, threshold));
+    Mass before = 0;
     Range range = {0, weights.vocab};
     for (int level = 0; level < 2; ++level) {
         sum_parts(scratch, weights, range, threshold);
         int chosen = 0;
-        double sum = before;
-        for (int w = 0; w < SAMPLE_WARPS; ++w) {
-            if (scratch.sums[w] > 0.0) {
-                chosen = w;
-                before = sum;
-            }
-            sum += scratch.sums[w];
-            if (sum > target) break;
-        }
+        while (chosen < SAMPLE_WARPS - 1 && before + scratch.sums[chosen] <= point) before += scratch.sums[chosen++];
         range = part_of(range, chosen);
     }
     if (threadIdx.x >= 32) return;
-    int id = draw_in_range(weights, range, threshold, before, target);
+    int id = draw_in_range(weights, range, threshold, before, point);
     if (threadIdx.x == 0) *token = (unsigned)id;
 }
 

@@ -3,7 +3,7 @@
 
 // Parameters for one row of logits: 64 bytes. Entries of the lists lie in arrays that all rows share.
 struct SampleRow {
-    double quantile;             // u in [0, 1) of the draw, by the request's seed and the token's index
+    unsigned long long quantile; // u of the draw in units of 2^-64, by the request's seed and the token's index
     float temperature;           // 0: the largest logit, ties by lowest token
     float top_p;                 // 1: off
     float min_p;                 // 0: off

@@ -1,5 +1,5 @@
-// Activations as the B operand of linear.cu and experts.cu: three bf16 terms, one, or e4m3 with a scale for each row
-// and 128 columns. Columns from `cols` up to `padded` are zeros.
+// Activations as the B operand of linear.cu and experts.cu: three bf16 terms, the first of them, or e4m3 with a scale for
+// each row and 128 columns. Columns from `cols` up to `padded` are zeros.
 #include "common.cuh"
 
 constexpr int ACTIVATIONS_F32 = 0;
@@ -7,16 +7,19 @@ constexpr int ACTIVATIONS_FP8 = 2;
 constexpr int TERMS = ACTIVATIONS == ACTIVATIONS_F32 ? 3 : 1;
 constexpr float E4M3_MAX = 448.0f;
 
-// Removes the leading bf16 of x (by truncation) from x and returns it. A number that is not finite is its own leading
-// term, with a bit that keeps a NaN one, and leaves zero.
+// Removes the nearest bf16 of x (ties to even) from x and returns it: what is left has eight bits fewer. Where that would
+// be infinite, x is truncated instead. A number that is not finite is its own leading term, with a bit that keeps a NaN
+// one, and leaves zero.
 __device__ __forceinline__ unsigned take_term(float& x) {
     unsigned bits = float_bits(x);
     if ((bits & 0x7f800000u) == 0x7f800000u) {
         x = 0.0f;
         return ((bits & 0x007fffffu) != 0 ? bits | 0x00400000u : bits) >> 16;
     }
-    x = __fsub_rn(x, bits_float(bits & 0xffff0000u));
-    return bits >> 16;
+    unsigned rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    unsigned term = ((rounded & 0x7f800000u) == 0x7f800000u ? bits : rounded) >> 16;
+    x = __fsub_rn(x, bits_float(term << 16));
+    return term;
 }
 
 // The nearest e4m3, ties to even; magnitudes from 448 saturate, NaN stays NaN.
@@ -82,7 +85,7 @@ extern "C" __global__ void split(const float* x, void* terms, float* scales, int
             for (int term = 0; term < TERMS; ++term) {
                 unsigned bits[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) bits[i] = TERMS == 1 ? float_to_bf16(v[i]) : take_term(v[i]);
+                for (int i = 0; i < 4; ++i) bits[i] = take_term(v[i]);
                 uint2 pairs = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
                 reinterpret_cast<uint2*>(terms)[((long long)term * rows * padded + at) / 4] = pairs;
             }

@@ -1,5 +1,5 @@
-//! NVIDIA's compiler accepts every kernel for every supported GPU generation, and no kernel spills registers except
-//! attention of the largest heads.
+//! NVIDIA's compiler accepts every kernel for every supported GPU generation, no kernel spills registers except attention
+//! of the largest heads, and each can be launched: its registers and shared memory are there for a whole block.
 
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
@@ -14,6 +14,10 @@ use hearth_cuda::{Variant, all_variants, compile_one};
 const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_89", "sm_90a", "sm_120a"];
 /// Maximum registers per thread.
 const MOST_REGISTERS: u32 = 255;
+/// Registers of a multiprocessor; each thread takes a multiple of eight.
+const BLOCK_REGISTERS: u32 = 65_536;
+/// Shared memory that every kernel leaves unused, for tools and drivers that take some.
+const SLACK_BYTES: u32 = 1 << 10;
 
 /// The assembler's report on one kernel file.
 struct Compiled {
@@ -85,6 +89,11 @@ fn compile(variant: &Variant, architecture: &'static str) -> Compiled {
             if log.contains("Performance Loss") {
                 compiled.faults.push(format!("{name} is held up\n{log}"));
             }
+            compiled.faults.extend(
+                unlaunchable(variant, architecture, &log)
+                    .into_iter()
+                    .map(|why| format!("{name}: {why}\n{log}")),
+            );
             if spilled > allowed_spills(variant) {
                 compiled
                     .faults
@@ -109,6 +118,50 @@ fn allowed_spills(variant: &Variant) -> u64 {
         "attention" if has(("V_DIM", 256)) && has(("ROWS", 64)) => 32,
         _ => 0,
     }
+}
+
+/// Why a block of one of the entry points in this log may be refused at its launch; empty if none is.
+fn unlaunchable(variant: &Variant, architecture: &str, log: &str) -> Vec<String> {
+    let mut reasons = Vec::new();
+    let mut entry_points = 0;
+    for section in log.split("Compiling entry function '").skip(1) {
+        let name = section.split('\'').next().unwrap();
+        entry_points += 1;
+        let needed = registers(section).next_multiple_of(8) * variant.threads();
+        if needed > BLOCK_REGISTERS {
+            reasons.push(format!("{name} needs {needed} registers for a block"));
+        }
+        let (fixed, dynamic) = (static_bytes(section), variant.shared_bytes(name));
+        let room = opt_in_bytes(architecture) - SLACK_BYTES;
+        if fixed + dynamic > room || dynamic == 0 && fixed > 48 << 10 {
+            reasons.push(format!(
+                "{name} needs {fixed} and {dynamic} bytes of shared memory, and {room} may be used"
+            ));
+        }
+    }
+    if entry_points == 0 {
+        reasons.push("the log names no entry point".to_owned());
+    }
+    reasons
+}
+
+/// Shared memory that a block may ask for (CUDA C++ programming guide, table of technical specifications): all that a
+/// multiprocessor has, less the 1 KiB that the driver keeps for each block.
+fn opt_in_bytes(architecture: &str) -> u32 {
+    let kib = match architecture {
+        "sm_80" => 163,
+        "sm_90a" => 227,
+        _ => 99,
+    };
+    kib << 10
+}
+
+/// `, 8320 bytes smem,`: what the source declares with a size.
+fn static_bytes(section: &str) -> u32 {
+    let Some((before, _)) = section.split_once(" bytes smem") else {
+        return 0;
+    };
+    before.rsplit(' ').next().unwrap().parse().unwrap()
 }
 
 /// Maximum over the entry points in this log: `Used 170 registers`.
@@ -140,6 +193,18 @@ fn the_assembler_s_log_is_understood() {
         ptxas info    : Used 38 registers";
     assert_eq!((registers(log), spilled_bytes(log)), (170, 20));
     assert_eq!((registers(""), spilled_bytes("")), (0, 0));
+    let entry = |name: &str, registers: u32, smem: u32| {
+        format!(
+            "ptxas info    : Compiling entry function '{name}' for 'sm_89'\n\
+            ptxas info    : Used {registers} registers, used 1 barriers, {smem} bytes smem, 400 bytes cmem[0]\n"
+        )
+    };
+    let plain = all_variants().into_iter().find(|v| v.file == "moe_sort");
+    let why = |log: &str| unlaunchable(plain.as_ref().unwrap(), "sm_89", log);
+    assert!(why(&entry("moe_sort", 64, 48 << 10)).is_empty());
+    assert!(why(&entry("moe_sort", 65, 1))[0].contains("registers for a block"));
+    assert!(why(&entry("moe_sort", 64, (48 << 10) + 4))[0].contains("shared memory"));
+    assert!(why("")[0].contains("no entry point"));
 }
 
 /// Prints one line per architecture.

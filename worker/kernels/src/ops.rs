@@ -226,14 +226,23 @@ pub trait ElementwiseOps: MemoryOps {
 
 /// Products of activations with weights.
 pub trait LinearOps: MemoryOps {
-    /// Computes `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`. Activations and sums stay f32 and are
-    /// never rounded: near ties in a router decide which expert runs.
+    /// Computes `y = x Wᵀ + bias`: `[rows, in]` × `[out, in]` → `[rows, out]`. Sums stay f32, and so do activations
+    /// unless the backend was opened with rounded ones.
     fn linear(
         &self,
         x: &Self::Tensor,
         w: &Self::Weight,
         bias: Option<&Self::Vector>,
     ) -> Result<Self::Tensor, KernelError>;
+    /// Computes a router's logits `y = x Wᵀ`: `[rows, in]` × `[experts, in]` → `[rows, experts]`. Activations are never
+    /// rounded: near ties decide which expert runs.
+    fn router_linear(
+        &self,
+        x: &Self::Tensor,
+        w: &Self::Weight,
+    ) -> Result<Self::Tensor, KernelError> {
+        self.linear(x, w, None)
+    }
     /// Latent attention, absorbed queries: `q_latent[h] = q_nope[h] · W_UK[h]`,
     /// `[rows, heads * nope]` → `[rows, heads * rank]`; `W_UK[h]` are head `h`'s first `nope` rows of `kv_b`.
     fn mla_absorb(

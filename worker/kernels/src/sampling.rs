@@ -6,8 +6,9 @@
 /// `top_p` among the remaining tokens, `min_p`, draw. The engine's sampler defines each of them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampleSpec {
-    /// Position of the draw in the distribution of the kept tokens, in ascending token order: in `[0, 1)`.
-    pub quantile: f64,
+    /// Position of the draw in the distribution of the kept tokens, in ascending token order: in `[0, 1)`, in units of
+    /// 2^-64.
+    pub quantile: u64,
     /// Divides the logits; 0 chooses the largest, ties by lowest token.
     pub temperature: f32,
     /// Maximum number of tokens to keep; 0: all.
@@ -34,7 +35,7 @@ pub struct SampleSpec {
 impl Default for SampleSpec {
     fn default() -> Self {
         Self {
-            quantile: 0.0,
+            quantile: 0,
             temperature: 0.0,
             top_k: 0,
             top_p: 1.0,

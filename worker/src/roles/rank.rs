@@ -408,6 +408,13 @@ fn device_options(
     rank: &PlanRank,
     host: CpuOptions,
 ) -> anyhow::Result<DeviceOptions> {
+    let rounds = !rank.activations.is_exact();
+    if rounds && (rank.virtual_device.is_some() || !rank.is_on_gpu()) {
+        bail!(
+            "the plan rounds the activations of {}, and kernels of CPUs round nothing\n  plan again with this version of hearth",
+            rank.name
+        );
+    }
     if let Some(text) = &rank.virtual_device {
         return virtual_options(text, rank, host);
     }
@@ -418,6 +425,7 @@ fn device_options(
             Some(rank.gpu_budget_bytes()),
         );
         return Ok(DeviceOptions::Gpu(GpuOptions {
+            activations: rank.activations.into(),
             // A device plugin may assign another GPU of the node, and the plan is valid for each; a claim names its
             // GPU.
             or_any: rank.gpus > 0 && !rank.claims_gpus,

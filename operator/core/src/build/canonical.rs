@@ -207,6 +207,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         gpu_uuids,
         gpu_memory_bytes,
         virtual_device,
+        activations,
         residency,
         kv,
         max_batch,
@@ -232,6 +233,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put_if(!gpu_uuids.is_empty(), "gpu-uuids", gpu_uuids.join(","));
     lines.put_if(*gpu_memory_bytes > 0, "gpu-memory", gpu_memory_bytes);
     lines.put_some("virtual-device", virtual_device.as_ref());
+    lines.put_if(!activations.is_exact(), "activations", "bf16");
     if let Some(residency) = residency {
         put_residency(lines, residency);
     }

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use hearth_crds::{
-    DeploymentRef, InferenceDeployment, InferencePlanSpec, ModelSource, ObjectivesSpec, PlanKv,
-    PlanKvType, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting,
-    PlanStrategy, RankPrediction, ResidencyPolicy,
+    DeploymentRef, InferenceDeployment, InferencePlanSpec, ModelSource, ObjectivesSpec,
+    PlanActivations, PlanKv, PlanKvType, PlanModel, PlanPrediction, PlanRank, PlanResidency,
+    PlanRole, PlanRouting, PlanStrategy, RankPrediction, ResidencyPolicy,
 };
 use serde_json::json;
 
@@ -133,6 +133,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         claims_gpus: false,
         gpu_memory_bytes: 0,
         virtual_device: None,
+        activations: PlanActivations::F32,
         residency: is_worker.then_some(PlanResidency {
             policy: ResidencyPolicy::Resident,
             weight_bytes: 7_733_248,

@@ -1,8 +1,8 @@
 //! Sentences about GPUs: those that ranks run on, and the rest.
 
 use hearth_crds::{
-    GpuProfile, NodeProfileStatus, PlanRank, PlanRole, PlanRouting, RankDevice, Strategy,
-    format_bytes,
+    Activations, GpuProfile, NodeProfileStatus, PlanRank, PlanRole, PlanRouting, RankDevice,
+    ResidencyPolicy, Strategy, format_bytes,
 };
 
 use crate::draft::{Draft, ranks_of};
@@ -53,6 +53,45 @@ pub(super) fn used(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>)
             .iter()
             .find(|gpu| rank.device() == RankDevice::Gpu(&gpu.uuid));
         why.extend(computes_on.map(|gpu| on_gpu(draft, rank, node, gpu)));
+    }
+    why.extend(activations(draft, ranks));
+}
+
+/// How activations enter products; `None` where no GPU computes and the spec asks for nothing.
+fn activations(draft: &Draft<'_>, ranks: &[PlanRank]) -> Option<String> {
+    let workers = || ranks.iter().filter(|rank| rank.role.is_worker());
+    let rounding = workers()
+        .filter(|rank| !rank.activations.is_exact())
+        .map(|rank| rank.name.as_str())
+        .collect::<Vec<_>>()
+        .join(", ");
+    let is_on_real_gpu = |rank: &PlanRank| rank.is_on_gpu() && rank.virtual_device.is_none();
+    let uses_cpus = |rank: &PlanRank| {
+        let residency = rank.residency.as_ref();
+        rank.activations.is_exact()
+            || residency.is_some_and(|residency| residency.policy == ResidencyPolicy::HostExperts)
+    };
+    let on_cpus = match workers().any(uses_cpus) {
+        true => "; what CPUs compute is F32",
+        false => "",
+    };
+    match draft.input.spec.model.activations {
+        Activations::Auto if rounding.is_empty() => None,
+        Activations::Auto => Some(format!(
+            "activations are rounded to BF16 in products of {rounding}, but for routers{on_cpus}; with spec.model.activations: F32 none are, at up to three times the work"
+        )),
+        Activations::BF16 if rounding.is_empty() => Some(
+            "activations are F32 although spec.model.activations is BF16: CPUs' kernels round nothing"
+                .to_owned(),
+        ),
+        Activations::BF16 => Some(format!(
+            "activations are rounded to BF16 in products of {rounding}, but for routers, as the spec says{on_cpus}"
+        )),
+        Activations::F32 if workers().any(is_on_real_gpu) => Some(
+            "activations are F32 in products on GPUs, as the spec says: up to three times the work of BF16"
+                .to_owned(),
+        ),
+        Activations::F32 => None,
     }
 }
 

@@ -116,6 +116,10 @@ HEARTH_HOST_INLINE unsigned __float2uint_rz(float x) { return !(x > 0.0f) ? 0u :
 HEARTH_HOST_INLINE unsigned __float2uint_rn(float x) { return __float2uint_rz(rintf(x)); }
 HEARTH_HOST_INLINE float __int2float_rn(int x) { return (float)x; }
 HEARTH_HOST_INLINE float __uint2float_rn(unsigned x) { return (float)x; }
+HEARTH_HOST_INLINE float __ull2float_rz(unsigned long long x) {
+    int dropped = x == 0 ? 0 : 40 - __builtin_clzll(x);
+    return (float)(dropped > 0 ? x >> dropped << dropped : x);
+}
 
 namespace hearth_host {
 
@@ -141,6 +145,9 @@ HEARTH_HOST_INLINE int __ffsll(long long x) { return __builtin_ffsll(x); }
 HEARTH_HOST_INLINE int __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
 HEARTH_HOST_INLINE int __clzll(long long x) { return x == 0 ? 64 : __builtin_clzll((unsigned long long)x); }
 HEARTH_HOST_INLINE unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
+HEARTH_HOST_INLINE unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)(((unsigned __int128)a * b) >> 64);
+}
 HEARTH_HOST_INLINE int __mul24(int a, int b) { return ((a << 8) >> 8) * ((b << 8) >> 8); }
 HEARTH_HOST_INLINE unsigned __brev(unsigned x) {
     unsigned reversed = 0;

@@ -18,6 +18,7 @@ struct Config {
     int capability_minor;
     bool host_register;
     bool read_only_register;
+    int memory_info_error;
     std::string report;
 };
 

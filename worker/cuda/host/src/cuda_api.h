@@ -6,7 +6,7 @@
 
 #define HEARTH_API extern "C" __attribute__((visibility("default")))
 
-enum CUresult {
+enum CUresult : unsigned {
     CUDA_SUCCESS = 0,
     CUDA_ERROR_INVALID_VALUE = 1,
     CUDA_ERROR_OUT_OF_MEMORY = 2,

@@ -100,6 +100,7 @@ HEARTH_API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
 HEARTH_API CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) return entry.status();
+    if (config().memory_info_error != 0) return static_cast<CUresult>(config().memory_info_error);
     *free_bytes = entry->memory.free_bytes();
     *total_bytes = config().memory_bytes;
     return CUDA_SUCCESS;

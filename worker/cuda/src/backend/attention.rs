@@ -131,9 +131,7 @@ impl CudaBackend {
             .with(layout.token_layer_bytes() as i32)
             .with(step.spec.scale)
             .with(splits as i32);
-        let kernel = Kernel::new(&shape.variant, "attention")
-            .threads(shape.threads)
-            .shared(shape.shared_bytes);
+        let kernel = Kernel::new(&shape.variant, "attention").threads(shape.threads);
         let grid = [tiles.count, layout.kv_heads * row_blocks, splits];
         self.launch(kernel, grid, args)?;
         if splits > 1 {

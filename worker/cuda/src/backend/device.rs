@@ -28,18 +28,15 @@ impl DeviceOps for CudaBackend {
 
     fn describe(&self) -> String {
         let info = &self.device.info;
-        let activations = match self.activations {
-            Activations::F32 => "",
-            Activations::Bf16 => " bf16 activations",
-            Activations::Fp8 => " fp8 activations",
-        };
-        format!("cuda {}{activations}", info.name)
+        format!("cuda {} {} activations", info.name, self.activations_name())
     }
 
     fn numerics(&self) -> String {
         let architecture = self.device.info.architecture();
+        let activations = self.activations_name();
         let wgmma = if self.has_wgmma() { " wgmma" } else { "" };
-        format!("cuda {architecture} {:?}{wgmma}", self.activations)
+        // Versions before this wording rounded a router's activations too, and split those of f32 otherwise.
+        format!("cuda {architecture} activations={activations} router=f32{wgmma}")
     }
 
     /// Best of several passes over a buffer of zeros, GB/s.
@@ -60,7 +57,7 @@ impl DeviceOps for CudaBackend {
                 .with((bytes / 16) as i64)
                 .with(sink.address());
             let began = Instant::now();
-            let kernel = Kernel::new(&variant, "read_bandwidth").threads(512);
+            let kernel = Kernel::new(&variant, "read_bandwidth");
             self.launch(kernel, [blocks, 1, 1], args)?;
             self.queue.synchronize()?;
             if pass > 0 {
@@ -106,6 +103,14 @@ pub struct CopyRates {
 }
 
 impl CudaBackend {
+    fn activations_name(&self) -> &'static str {
+        match self.activations {
+            Activations::F32 => "f32",
+            Activations::Bf16 => "bf16",
+            Activations::Fp8 => "fp8",
+        }
+    }
+
     /// Copies `host` to the device both ways, best of several passes.
     ///
     /// # Errors

@@ -169,7 +169,7 @@ impl ExpertOps for CudaBackend {
             format!("choices of {} tokens for {}", chosen.tokens, x.rows)
         })?;
         let out = self.tensor(x.rows, hidden)?;
-        let terms = self.terms(x, bank.shape.input)?;
+        let terms = self.terms(x, self.activations_for(bank.shape.input))?;
         let chunk = (self.most_slots(bank.shape) / chosen.spec.top_k).max(1);
         for first in (0..x.rows).step_by(chunk) {
             let destination = Destination {
@@ -311,7 +311,7 @@ impl CudaBackend {
             .map(|call| expert_arg(&call.gate.0, &call.up.0, &call.down.0))
             .collect();
         let listed: Vec<ListedCall<'_>> = calls.iter().map(|call| ListedCall::of(call)).collect();
-        let terms = self.terms(x, shape.input)?;
+        let terms = self.terms(x, self.activations_for(shape.input))?;
         for tokens in chunks(&listed, x.rows, self.most_slots(shape)) {
             destination.first = tokens.start;
             destination.tokens = tokens.len();
@@ -387,7 +387,7 @@ impl CudaBackend {
             .with(buffer.address())
             .with(tile_count);
         let variant = Variant::plain("moe_sort");
-        let kernel = Kernel::new(&variant, "moe_sort").threads(1024);
+        let kernel = Kernel::new(&variant, "moe_sort");
         self.launch(kernel, [1, 1, 1], args)?;
         let slots = Slots {
             rows,
@@ -500,11 +500,7 @@ impl CudaBackend {
         args: Args,
     ) -> Result<(), KernelError> {
         let variant = self.matrix_variant("experts", dtype);
-        let kernel = if is_decode {
-            Kernel::new(&variant, decode)
-        } else {
-            Kernel::new(&variant, tiled).shared(self.tiled_shared(dtype))
-        };
+        let kernel = Kernel::new(&variant, if is_decode { decode } else { tiled });
         self.launch(kernel, grid, args)
     }
 

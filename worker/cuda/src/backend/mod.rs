@@ -37,13 +37,13 @@ const MOST_RECORDED_ROWS: usize = 32;
 /// Bytes of the GPU left unused if no budget is given: for the context, the display, and the driver.
 const RESERVED_BYTES: u64 = 512 << 20;
 
-/// Precision of the activations in products with weights.
+/// Precision of the activations in products with weights; a router's product is [`Activations::F32`] with each of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activations {
     /// Unrounded: three bf16 terms, products exact, sums f32. The same as on the other backends.
-    #[default]
     F32,
-    /// Rounded to bf16, as in most engines: faster prefill, different bits.
+    /// Rounded to bf16, as in most engines: a third of the work, different bits.
+    #[default]
     Bf16,
     /// Quantised to e4m3 with one scale per row and 128 columns, for FP8 weights (DeepSeek-V3, arXiv:2412.19437,
     /// section 3.3.2); other weights use bf16.
@@ -256,25 +256,18 @@ struct Kernel<'a> {
 }
 
 impl<'a> Kernel<'a> {
-    /// Describes an entry point with 256 threads and no dynamic shared memory.
+    /// Describes an entry point with the most threads that its blocks take, and its dynamic shared memory.
     fn new(variant: &'a Variant, name: &'static str) -> Self {
         Self {
             variant,
             name,
-            threads: 256,
-            shared_bytes: 0,
+            threads: variant.threads(),
+            shared_bytes: variant.shared_bytes(name),
         }
     }
 
     fn threads(self, threads: u32) -> Self {
         Self { threads, ..self }
-    }
-
-    fn shared(self, shared_bytes: u32) -> Self {
-        Self {
-            shared_bytes,
-            ..self
-        }
     }
 }
 

@@ -8,8 +8,6 @@ use crate::compile::Variant;
 use crate::memory::Buffer;
 use crate::queue::{Args, Argument, Landing};
 
-/// Threads per row (`SAMPLE_THREADS` of select.cuh).
-const THREADS: u32 = 512;
 /// Maximum tokens whose weights a histogram's halves can sum (select.cuh).
 const MOST_TOKENS: usize = 1 << 20;
 /// Bytes of a row's token, its fault, and the logit at fault.
@@ -49,7 +47,7 @@ impl SampleOps for CudaBackend {
             .with(self.host(&lists.biases)?)
             .with(self.host(&lists.masks)?);
         let variant = Variant::plain("sample");
-        let kernel = Kernel::new(&variant, "sample").threads(THREADS);
+        let kernel = Kernel::new(&variant, "sample");
         self.launch(kernel, [count, 1, 1], args)?;
         let landing = self
             .queue
@@ -147,7 +145,7 @@ impl Lists {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct SampleRowArg {
-    quantile: f64,
+    quantile: u64,
     temperature: f32,
     top_p: f32,
     min_p: f32,

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use hearth_kernels::{DType, HostMatrix, RouterSpec};
 
+use super::Activations;
 use super::slots::SlotMemory;
 use super::weights::WeightLayout;
 use crate::memory::Buffer;
@@ -37,6 +38,7 @@ pub(super) struct Terms {
     pub(super) values: Buffer,
     /// Scales of FP8 activations, one per row and 128 columns.
     pub(super) scales: Option<Buffer>,
+    pub(super) activations: Activations,
     /// Rows that were split.
     pub(super) rows: usize,
     /// Columns including padding, a multiple of 128.
@@ -44,6 +46,12 @@ pub(super) struct Terms {
 }
 
 impl Terms {
+    /// Whether kernels that take activations of this precision can read them: the first of three terms is the rounded one.
+    pub(super) fn serve(&self, asked: Activations) -> bool {
+        self.activations == asked
+            || (self.activations, asked) == (Activations::F32, Activations::Bf16)
+    }
+
     pub(super) fn scales_address(&self) -> u64 {
         self.scales.as_ref().map_or(0, Buffer::address)
     }

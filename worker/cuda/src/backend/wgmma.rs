@@ -11,9 +11,8 @@ use super::linear::Product;
 use super::{Activations, CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
 
-/// Outputs and tokens per block, and its shared memory (the head of gemm_fp8_sm90.cu).
+/// Outputs and tokens per block (the head of gemm_fp8_sm90.cu).
 const TILE: usize = 128;
-const SHARED_BYTES: u32 = 6 * 2 * 128 * 128 + 1024;
 /// Maximum relative error in the trial. The tensor core keeps 14 bits of a sum of 32 products, which over the trial's
 /// columns gives an error of 3e-4 of the largest result. A wrong layout would give an error as large as the result.
 const TRIAL_ERROR: f32 = 1.0 / 1024.0;
@@ -52,7 +51,7 @@ impl CudaBackend {
 
     fn wgmma_in(&self, product: &Product<'_>, splits: usize) -> Result<(), KernelError> {
         let variant = Variant::plain("gemm_fp8_sm90");
-        let kernel = Kernel::new(&variant, "gemm_fp8_sm90").shared(SHARED_BYTES);
+        let kernel = Kernel::new(&variant, "gemm_fp8_sm90");
         let [columns, rows] = tiles(product.y);
         self.in_segments(product, splits, kernel, [columns, rows, splits])
     }
@@ -84,7 +83,7 @@ impl CudaBackend {
         let host = HostMatrix::new(codes.into(), DType::F8E4m3, cols, inner, Some(scales))?;
         let weight = self.weight(&host)?;
         let x = self.upload(rows, inner, &values)?;
-        let terms = self.terms(&x, DType::F8E4m3)?;
+        let terms = self.terms(&x, Activations::Fp8)?;
         // Elements that a variant does not write stay NaN.
         let nan = vec![f32::NAN; rows * cols];
         let product = |way: &dyn Fn(&Product<'_>) -> Result<(), KernelError>| {
@@ -92,6 +91,7 @@ impl CudaBackend {
             way(&Product {
                 y: &y,
                 terms: &terms,
+                activations: Activations::Fp8,
                 weight: &weight.0,
                 bias: 0,
             })?;

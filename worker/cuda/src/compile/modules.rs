@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
-use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 use hearth_kernels::KernelError;
 
 use super::Variant;
 use super::cache::Cache;
 use super::nvrtc::Compiler;
+use crate::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 use crate::driver::{Device, check, fault};
 
 /// An entry point, ready to launch. Modules are never unloaded while their device is open.

@@ -1,12 +1,14 @@
 //! NVRTC: from source to cubin for one architecture.
 
+mod sys;
+
 use std::ffi::{CString, c_char};
 use std::path::Path;
 use std::ptr;
 
-use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use hearth_kernels::KernelError;
 
+use self::sys::{nvrtcProgram, nvrtcResult};
 use super::Variant;
 use super::sources::{HEADERS, OPTIONS};
 use crate::driver::fault;
@@ -118,8 +120,8 @@ impl Compiler {
         let log = program.log();
         if result != nvrtcResult::NVRTC_SUCCESS {
             return Err(fault(format!(
-                "kernel {} does not compile for {} ({result:?}):\n{log}\n  this is a fault of Hearth or of the NVRTC that is installed",
-                variant.file, self.architecture
+                "kernel {} does not compile for {} (error {}):\n{log}\n  this is a fault of Hearth or of the NVRTC that is installed",
+                variant.file, self.architecture, result.0
             )));
         }
         Ok((program.cubin()?, log))
@@ -144,8 +146,8 @@ fn supported() -> Result<Vec<i32>, KernelError> {
 fn check(call: &str, result: nvrtcResult) -> Result<(), KernelError> {
     match result {
         nvrtcResult::NVRTC_SUCCESS => Ok(()),
-        other => Err(fault(format!(
-            "{call}: {other:?}\n  check the installed NVRTC"
+        nvrtcResult(code) => Err(fault(format!(
+            "{call}: error {code}\n  check the installed NVRTC"
         ))),
     }
 }

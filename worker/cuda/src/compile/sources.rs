@@ -125,6 +125,36 @@ impl Variant {
         !fp8 || !matches!(architecture, "sm_80" | "sm_86" | "sm_87")
     }
 
+    /// Most threads of a block of its entry points.
+    pub fn threads(&self) -> u32 {
+        match self.file {
+            "moe_sort" => 1024,
+            "read_bandwidth" | "sample" => 512,
+            _ => 256,
+        }
+    }
+
+    /// Bytes of dynamic shared memory of a block of this entry point.
+    pub fn shared_bytes(&self, entry_point: &str) -> u32 {
+        let value = |name| {
+            let mut defines = self.defines.iter();
+            defines.find(|(n, _)| *n == name).map_or(0, |(_, v)| *v)
+        };
+        let bytes = match entry_point {
+            "attention" => {
+                let dims = (value("K_DIM"), value("V_DIM"), value("VALUE_IN_KEY") == 1);
+                let [rows, buffers, queries] = ["ROWS", "BUFFERS", "QUERIES_SHARED"].map(value);
+                attention_bytes(dims, rows, buffers, queries)
+            }
+            "linear_tiled" | "experts_gate_up_tiled" | "experts_down_tiled" => {
+                tiled_bytes(value("WEIGHT_TYPE"), value("ACTIVATIONS"))
+            }
+            "gemm_fp8_sm90" => WGMMA_BYTES,
+            _ => 0,
+        };
+        bytes as u32
+    }
+
     /// Hash of everything that the compiled kernel depends on: text, headers, options, architecture, and this
     /// program's version of the format.
     pub(super) fn cache_key(&self, architecture: &str) -> String {
@@ -190,17 +220,38 @@ pub fn all_variants() -> Vec<Variant> {
     out
 }
 
-/// Maximum dynamic shared memory of a block on every GPU since compute capability 8.6, besides 1 KiB of static; shapes
-/// are chosen for this limit, so that all GPUs use the same ones.
-const SHARED_BYTES: i64 = 98 << 10;
+/// Maximum dynamic shared memory of a block, so that all GPUs use the same shapes: 99 KiB is what each has since compute
+/// capability 8.6, less 1 KiB of static, and 1 KiB for what tools and drivers may take.
+const SHARED_BYTES: i64 = 97 << 10;
+/// Dynamic shared memory of `gemm_fp8_sm90`: six stages of two tiles of 128 × 128, aligned to 1 KiB.
+const WGMMA_BYTES: i64 = 6 * 2 * 128 * 128 + 1024;
+
+/// Dynamic shared memory of the tiled kernels: `STAGES * STAGE_BYTES` of matmul.cuh.
+fn tiled_bytes(weight_type: i64, activations: i64) -> i64 {
+    let weight_bytes = match weight_type {
+        0 => 4,
+        FP8_WEIGHT => 1,
+        _ => 2,
+    };
+    let (term_bytes, terms) = match activations {
+        0 => (2, 3),
+        FP8_ACTIVATIONS => (1, 1),
+        _ => (2, 1),
+    };
+    let cols = match (activations, weight_type) {
+        (FP8_ACTIVATIONS, _) => 128,
+        (_, 0) => 32,
+        _ => 64,
+    };
+    let stage = 128 * cols * weight_bytes + 64 * terms * cols * term_bytes;
+    ((96 << 10) / stage).min(4) * stage
+}
 
 /// Compilation and launch parameters of attention for one shape (the head of attention.cu).
 pub(crate) struct AttentionShape {
     pub(crate) variant: Variant,
     /// Threads per block.
     pub(crate) threads: u32,
-    /// Bytes of dynamic shared memory.
-    pub(crate) shared_bytes: u32,
 }
 
 impl AttentionShape {
@@ -209,7 +260,7 @@ impl AttentionShape {
     pub(crate) fn new((k, v, in_key): (i64, i64, bool), rows: i64, terms: i64) -> Self {
         let choices = [(2, 1), (2, 0), (1, 1), (1, 0)];
         let fitting = choices.into_iter().find(|&(buffers, queries)| {
-            shared_bytes((k, v, in_key), rows, buffers, queries) <= SHARED_BYTES
+            attention_bytes((k, v, in_key), rows, buffers, queries) <= SHARED_BYTES
         });
         let (buffers, queries) = fitting.unwrap_or((1, 0));
         let defines = [
@@ -224,7 +275,6 @@ impl AttentionShape {
         Self {
             variant: Variant::with("attention", &defines),
             threads: if rows == 16 { 128 } else { 256 },
-            shared_bytes: shared_bytes((k, v, in_key), rows, buffers, queries) as u32,
         }
     }
 
@@ -232,11 +282,11 @@ impl AttentionShape {
     pub(crate) fn fits(k: usize, v: usize, in_key: bool) -> bool {
         k <= 1024
             && v <= 1024
-            && shared_bytes((k as i64, v as i64, in_key), 64, 1, 0) <= SHARED_BYTES
+            && attention_bytes((k as i64, v as i64, in_key), 64, 1, 0) <= SHARED_BYTES
     }
 }
 
-fn shared_bytes((k, v, in_key): (i64, i64, bool), rows: i64, buffers: i64, queries: i64) -> i64 {
+fn attention_bytes((k, v, in_key): (i64, i64, bool), rows: i64, buffers: i64, queries: i64) -> i64 {
     let values = if in_key { 0 } else { v + 8 };
     let query_pitch = k + if k % 32 == 0 { 8 } else { 24 };
     128 * buffers * (k + 8 + values) + 4 * rows * (72 + queries * query_pitch)
@@ -274,6 +324,14 @@ mod tests {
             count += 1;
         }
         assert!(count > 20, "{count}");
+    }
+
+    /// Consumer GPUs have 1/64 of their f32 rate in f64.
+    #[test]
+    fn no_kernel_computes_in_f64() {
+        for (name, text) in SOURCES.iter().chain(HEADERS) {
+            assert!(!text.contains("double"), "{name}");
+        }
     }
 
     #[test]

@@ -3,9 +3,9 @@
 use std::ffi::{CStr, c_char};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute as Attribute};
 use hearth_kernels::KernelError;
 
+use super::sys::{self, CUcontext, CUdevice, CUdevice_attribute as Attribute};
 use super::{check, fault, init};
 
 /// Minimum compute capability whose tensor cores support bf16 together with `cp.async` (Ampere).

@@ -5,17 +5,19 @@
 mod device;
 mod marks;
 mod stream;
+pub(crate) mod sys;
 
 use std::ffi::CStr;
 use std::sync::OnceLock;
 
-use cudarc::driver::sys::{self, CUresult};
 use hearth_kernels::KernelError;
 
+use self::sys::CUresult;
 pub(crate) use device::Device;
 pub use device::{DeviceInfo, devices};
 pub(crate) use marks::{Mark, Marks};
 pub(crate) use stream::{Event, Stream};
+pub(crate) use sys::functions;
 
 /// The oldest driver API version that has every call made here: CUDA 12.0, driver 525.
 const OLDEST_DRIVER: i32 = 12_000;
@@ -99,17 +101,21 @@ pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), KernelEr
     Err(fault(format!("{call}: {}\n  {remedy}", describe(result))))
 }
 
-/// Formats a result as `CUDA_ERROR_X: what it means`.
+/// Formats a result as `CUDA_ERROR_X (what it means)`, or as its number if the driver does not know it either.
 fn describe(result: CUresult) -> String {
-    let mut text = std::ptr::null();
-    // SAFETY: the out-pointer is valid; the driver's texts have static lifetime.
-    let meaning = unsafe {
-        match sys::cuGetErrorString(result, &raw mut text) {
-            CUresult::CUDA_SUCCESS if !text.is_null() => {
-                CStr::from_ptr(text).to_string_lossy().into_owned()
-            }
-            _ => "no text".to_owned(),
-        }
+    let (mut name, mut text) = (std::ptr::null(), std::ptr::null());
+    // SAFETY: the library is loaded, and the out-pointers are valid.
+    let known = unsafe {
+        (
+            sys::cuGetErrorName(result, &raw mut name),
+            sys::cuGetErrorString(result, &raw mut text),
+        )
     };
-    format!("{result:?} ({meaning})")
+    if known != (CUresult::CUDA_SUCCESS, CUresult::CUDA_SUCCESS) || name.is_null() || text.is_null()
+    {
+        return format!("error {}, which this driver does not name", result.0);
+    }
+    // SAFETY: the driver's texts end with a zero byte and have static lifetime.
+    let [name, text] = [name, text].map(|chars| unsafe { CStr::from_ptr(chars) }.to_string_lossy());
+    format!("{name} ({text})")
 }

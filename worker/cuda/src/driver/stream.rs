@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUevent, CUstream};
 use hearth_kernels::KernelError;
 
+use super::sys::{self, CUevent, CUstream};
 use super::{Device, check};
 
 /// A queue of work on the GPU, executed in order.

@@ -4,9 +4,9 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUdeviceptr};
 use hearth_kernels::KernelError;
 
+use crate::driver::sys::{self, CUdeviceptr};
 use crate::driver::{Device, check, fault};
 
 /// Page-locked bytes, initially zero; cached by the CPU, so reading them is as fast as any other memory.

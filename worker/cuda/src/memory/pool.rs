@@ -7,9 +7,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::sys::{self, CUdeviceptr, CUresult};
 use hearth_kernels::KernelError;
 
+use crate::driver::sys::{self, CUdeviceptr, CUresult};
 use crate::driver::{Stream, check, fault};
 
 /// Byte of the patterns around buffers.

@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use cudarc::driver::sys::{self, CUresult};
 use hearth_kernels::KernelError;
 
+use crate::driver::sys::{self, CUresult};
 use crate::driver::{Device, check};
 
 /// Size of a piece in bytes; the last one of a file is shorter.

@@ -9,11 +9,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
-use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUdeviceptr, CUmemorytype};
 use hearth_kernels::KernelError;
 
 use super::Pinned;
 use super::regions::{Reads, RegisteredFiles};
+use crate::driver::sys::{self, CUDA_MEMCPY2D, CUdeviceptr, CUmemorytype};
 use crate::driver::{Event, Stream, check};
 
 /// Buffers in the staging ring: one is filled while others are copied.

@@ -6,13 +6,13 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use cudarc::driver::sys::{
-    self, CUDA_KERNEL_NODE_PARAMS, CUDA_MEMSET_NODE_PARAMS, CUcontext, CUgraph, CUgraphExec,
-    CUgraphNode,
-};
 use hearth_kernels::KernelError;
 
 use super::{Command, Launch};
+use crate::driver::sys::{
+    self, CUDA_KERNEL_NODE_PARAMS, CUDA_MEMSET_NODE_PARAMS, CUcontext, CUgraph, CUgraphExec,
+    CUgraphNode,
+};
 use crate::driver::{Stream, check};
 
 /// Maximum number of graphs; beyond it, the least recently used one is dropped.

@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::sys::{self, CUdeviceptr};
 use hearth_kernels::KernelError;
 
 use crate::driver::{Device, Mark, Marks, Stream, check};

@@ -14,10 +14,10 @@ mod staging;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
-use cudarc::driver::sys::{self, CUdeviceptr};
 use hearth_kernels::KernelError;
 
 use crate::compile::Function;
+use crate::driver::sys::{self, CUdeviceptr};
 use crate::driver::{Mark, Marks, Stream, check, fault};
 use crate::memory::{Memory, Pinned, Pitched, Ring};
 

@@ -8,9 +8,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUdeviceptr};
 use hearth_kernels::KernelError;
 
+use crate::driver::sys::{self, CUdeviceptr};
 use crate::driver::{Event, Stream, check};
 use crate::memory::{Buffer, Memory, Pinned};
 

@@ -1,7 +1,5 @@
-//! Tokens chosen on the GPU are those that the engine's sampler chooses from the same logits.
-//!
-//! The GPU's exponential function may differ from the host's in the last bit, and sums are taken in another order, so
-//! a draw at the very edge between two tokens may fall to either; these seeds lead to no such draw.
+//! Tokens chosen on the GPU are those that the engine's sampler chooses from the same logits, whatever the seed: weights
+//! are the same bits, and their sums are exact.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -157,13 +155,102 @@ fn a_gpu_chooses_what_the_sampler_chooses() {
     let gpu = gpu();
     gpu.bind_thread().unwrap();
     let mut numbers = Numbers(7);
-    for (vocab, count) in [(1, 4), (31, 60), (513, 60), (5003, 12), (40_000, 3)] {
+    for (vocab, count) in [
+        (1, 4),
+        (31, 60),
+        (513, 60),
+        (5003, 12),
+        (40_000, 3),
+        (160_000, 2),
+    ] {
         let rows: Vec<Row> = (0..count).map(|_| Row::new(&mut numbers, vocab)).collect();
         let chosen = on_device(&gpu, &rows);
         for (row, token) in rows.iter().zip(chosen) {
             let expected = row.on_host().unwrap();
             assert_eq!(token, Ok(expected), "{vocab}: {:?}", row.params);
         }
+    }
+}
+
+/// Weights of which several bits are below the unit of mass, equal ones by the thousand, one token that has nearly all of
+/// the mass, filters that keep one token or all, and draws at both ends of the distribution.
+#[test]
+fn edges_of_the_filters_are_the_samplers() {
+    let gpu = gpu();
+    gpu.bind_thread().unwrap();
+    let vocab = 3000;
+    let mut numbers = Numbers(11);
+    let mut logits = |spread: f32, steps: f32| -> Vec<f32> {
+        let value = |numbers: &mut Numbers| (numbers.within(-1.0, 0.0) * steps).round() / steps;
+        (0..vocab).map(|_| value(&mut numbers) * spread).collect()
+    };
+    let rows_of_logits = [
+        logits(0.0, 1.0),
+        logits(1.0, 4.0),
+        logits(27.0, 1e6),
+        logits(90.0, 1e6),
+        logits(f32::MAX, 1e6),
+        (0..vocab)
+            .map(|t| if t == 1777 { 40.0 } else { 0.0 })
+            .collect(),
+    ];
+    let seeds = [3, 2 << 33];
+    let mut rows = Vec::new();
+    for logits in &rows_of_logits {
+        for (top_k, top_p, min_p) in [
+            (0, 1.0, 0.0),
+            (1, 1.0, 0.0),
+            (vocab as u32 - 1, 1.0, 0.0),
+            (vocab as u32, 0.999_999_94, 0.0),
+            (0, 0.0, 0.0),
+            (0, f32::MIN_POSITIVE, 0.0),
+            (0, 0.5, 1.0),
+            (40, 0.999, 1e-30),
+            (0, 1.0, 1e-11),
+        ] {
+            for (seed, temperature) in seeds.into_iter().zip([1.0, 1e-6]) {
+                rows.push(Row {
+                    params: SamplingParams {
+                        temperature,
+                        top_k,
+                        top_p,
+                        min_p,
+                        seed,
+                        ..SamplingParams::default()
+                    },
+                    index: rows.len(),
+                    logits: logits.clone(),
+                    prompt: Vec::new(),
+                    answer: Vec::new(),
+                    allowed: None,
+                });
+            }
+        }
+    }
+    for (row, token) in rows.iter().zip(on_device(&gpu, &rows)) {
+        assert_eq!(token, Ok(row.on_host().unwrap()), "{:?}", row.params);
+    }
+}
+
+/// The least and the greatest quantile reach the first and the last token that is kept.
+#[test]
+fn draws_reach_both_ends() {
+    let gpu = gpu();
+    gpu.bind_thread().unwrap();
+    let vocab = 20_000;
+    let logits = gpu.upload(1, vocab, &vec![0.5; vocab]).unwrap();
+    for (quantile, token) in [
+        (0, 0),
+        (u64::MAX, vocab as u32 - 1),
+        (1 << 63, vocab as u32 / 2),
+        ((1 << 63) - 1, vocab as u32 / 2 - 1),
+    ] {
+        let spec = SampleSpec {
+            quantile,
+            temperature: 1.0,
+            ..SampleSpec::default()
+        };
+        assert_eq!(gpu.sample(&logits, &[spec]).unwrap(), [Ok(token)]);
     }
 }
 

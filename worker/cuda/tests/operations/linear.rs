@@ -126,6 +126,32 @@ fn rounded_activations_are_as_near_as_their_type() {
     });
 }
 
+/// Near ties among its logits decide which expert runs.
+#[test]
+fn a_router_rounds_no_activation_and_leaves_the_products_after_it_alone() {
+    let mut rng = Rng(6);
+    let (experts, cols) = (40, 600);
+    for dtype in [DType::F32, DType::Bf16, DType::F8E4m3] {
+        let w = random_matrix(&mut rng, experts, cols, dtype);
+        for rows in [1, 30] {
+            let x = rng.normals(rows * cols);
+            let exact = linear(&gpu(Activations::F32), &x, rows, &w);
+            on_all_activations(|gpu| {
+                let what = what(gpu, &w, rows);
+                let plain = linear(gpu, &x, rows, &w);
+                let x = gpu.upload(rows, cols, &x).unwrap();
+                let w = gpu.weight(&w).unwrap();
+                let routed = gpu.router_linear(&x, &w).unwrap();
+                assert_same_bits(&gpu.download(&routed).unwrap(), &exact, &what);
+                let after = gpu.linear(&x, &w, None).unwrap();
+                assert_same_bits(&gpu.download(&after).unwrap(), &plain, &what);
+                let again = gpu.router_linear(&x, &w).unwrap();
+                assert_same_bits(&gpu.download(&again).unwrap(), &exact, &what);
+            });
+        }
+    }
+}
+
 #[test]
 fn bias_is_added_last() {
     on_all_activations(|gpu| {

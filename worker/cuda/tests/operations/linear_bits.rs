@@ -71,12 +71,18 @@ fn a_product_that_fills_the_device_gives_the_bits_of_one_that_is_cut_into_segmen
             _ => DType::Bf16,
         };
         let w = random_matrix(&mut rng, outputs, cols, dtype);
-        let x = rng.normals(cols);
-        let whole = linear(gpu, &x, 1, &w);
-        for first in [0, outputs - 128] {
-            let slice = w.row_slice(first, 128).unwrap();
-            let got = linear(gpu, &x, 1, &slice);
-            assert_same_bits(&got, &whole[first..first + 128], &what(gpu, &slice, 1));
+        // By the kernels for few rows and for many.
+        for rows in [1, 12] {
+            let x = rng.normals(rows * cols);
+            let whole = linear(gpu, &x, rows, &w);
+            for first in [0, outputs - 128] {
+                let slice = w.row_slice(first, 128).unwrap();
+                let got = linear(gpu, &x, rows, &slice);
+                for (got, whole) in got.chunks(128).zip(whole.chunks(outputs)) {
+                    let what = what(gpu, &slice, rows);
+                    assert_same_bits(got, &whole[first..first + 128], &what);
+                }
+            }
         }
     });
 }

@@ -122,7 +122,7 @@ fn sanitizer_sampling() {
     let x = gpu.upload(3, vocab, &logits).unwrap();
     let greedy = SampleSpec::default();
     let drawn = SampleSpec {
-        quantile: 0.7,
+        quantile: 0xb333_3333_3333_3333,
         temperature: 0.8,
         top_k: 200,
         top_p: 0.9,

@@ -3,6 +3,7 @@
 use std::cmp::Ordering;
 
 use super::SamplingParams;
+use super::weight::{mass, point, share, weight};
 
 /// A token that can still be chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,14 +19,12 @@ pub(super) struct Candidate {
 /// `top_p` is measured among the tokens that `top_k` kept, as in Hugging Face. Equal weights rank by lower id.
 /// `adjusted` `[vocab]` may hold negative infinities; `max` is its largest value.
 pub(super) fn candidates(params: &SamplingParams, adjusted: &[f32], max: f32) -> Vec<Candidate> {
-    // In f64: the difference of two large logits, or a small temperature, would overflow f32.
-    let temperature = f64::from(params.temperature);
     let mut kept: Vec<Candidate> = adjusted
         .iter()
         .enumerate()
         .map(|(id, l)| Candidate {
             id: id as u32,
-            weight: (((f64::from(*l) - f64::from(max)) / temperature) as f32).exp(),
+            weight: weight(*l, max, params.temperature),
         })
         .filter(|c| c.weight > 0.0)
         .collect();
@@ -35,7 +34,7 @@ pub(super) fn candidates(params: &SamplingParams, adjusted: &[f32], max: f32) ->
         kept.truncate(top_k);
     }
     if params.top_p < 1.0 {
-        kept = nucleus(kept, f64::from(params.top_p));
+        kept = nucleus(kept, params.top_p);
     }
     if params.min_p > 0.0 {
         kept.retain(|c| c.weight >= params.min_p);
@@ -49,32 +48,36 @@ fn by_rank(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
 
-/// The shortest run of likeliest tokens whose share reaches `top_p`; never empty.
-fn nucleus(mut kept: Vec<Candidate>, top_p: f64) -> Vec<Candidate> {
-    let total: f64 = kept.iter().map(|c| f64::from(c.weight)).sum();
-    // Tokens below this share hold less than `1 - top_p` together, so the run ends before them: most of a
-    // large vocabulary need not be sorted.
-    let floor = (1.0 - top_p) * total / kept.len() as f64;
-    kept.retain(|c| f64::from(c.weight) >= floor);
+/// The shortest run of likeliest tokens whose share of the mass reaches `top_p`; never empty.
+fn nucleus(mut kept: Vec<Candidate>, top_p: f32) -> Vec<Candidate> {
+    let total = total_mass(&kept);
+    let wanted = share(total, top_p);
+    // Tokens below this mass hold less than the rest together, so the run ends before them: most of a large vocabulary
+    // need not be sorted.
+    let floor = (total - wanted) / kept.len().max(1) as u64;
+    kept.retain(|c| mass(c.weight) >= floor);
     kept.sort_unstable_by(by_rank);
-    let mut sum = 0.0;
+    let mut sum = 0_u64;
     let reached = kept.iter().position(|c| {
-        sum += f64::from(c.weight);
-        sum >= top_p * total
+        sum = sum.saturating_add(mass(c.weight));
+        sum >= wanted
     });
     kept.truncate(reached.map_or(kept.len(), |last| last + 1).max(1));
     kept
 }
 
-/// The candidate at the quantile `u` in `[0, 1)` of their distribution; `None` for an empty list.
-pub(super) fn draw(kept: &[Candidate], u: f64) -> Option<u32> {
-    let total: f64 = kept.iter().map(|c| f64::from(c.weight)).sum();
-    let mut sum = 0.0;
-    kept.iter()
-        .find(|c| {
-            sum += f64::from(c.weight);
-            sum > u * total
-        })
-        .or(kept.last())
-        .map(|c| c.id)
+/// The candidate at the quantile, in units of 2^-64, of their distribution; `None` if none has a mass.
+pub(super) fn draw(kept: &[Candidate], quantile: u64) -> Option<u32> {
+    let point = point(total_mass(kept), quantile);
+    let mut sum = 0_u64;
+    let drawn = kept.iter().find(|c| {
+        sum = sum.saturating_add(mass(c.weight));
+        sum > point
+    });
+    drawn.map(|c| c.id)
+}
+
+fn total_mass(kept: &[Candidate]) -> u64 {
+    let masses = kept.iter().map(|c| mass(c.weight));
+    masses.fold(0, u64::saturating_add)
 }

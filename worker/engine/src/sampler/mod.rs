@@ -3,9 +3,8 @@
 //! Order of the adjustments: `logit_bias`, repetition penalty, frequency and presence penalties, grammar
 //! mask, temperature, `top_k`, `top_p`, `min_p`, draw. Log-probabilities are those of the raw logits.
 //!
-//! A device that chooses by itself gets the same input as a [`SampleSpec`](hearth_kernels::SampleSpec). Its
-//! exponential function may differ from the host's in the last bit, so only a draw at
-//! the very edge between two tokens may differ.
+//! A device that chooses by itself gets the same input as a [`SampleSpec`](hearth_kernels::SampleSpec), and chooses the
+//! same token from the same bits: `weight` has the arithmetic that it repeats.
 //!
 //! **Invariant**: nothing here has state, reads a clock or depends on the batch, so a stream that moves to
 //! another worker continues with the tokens it would have had.
@@ -14,6 +13,7 @@ mod filter;
 mod history;
 mod params;
 mod philox;
+mod weight;
 
 pub use history::History;
 pub use params::{MAX_TOP_LOGPROBS, SamplingError, SamplingParams};
@@ -68,10 +68,10 @@ pub fn sample(
     })
 }
 
-/// Chooses from finite logits, with the draw at `quantile`; `None` if the mask leaves no token.
+/// Chooses from finite logits, with the draw at `quantile` in units of 2^-64; `None` if the mask leaves no token.
 pub(crate) fn choose(
     params: &SamplingParams,
-    quantile: f64,
+    quantile: u64,
     logits: &[f32],
     history: &History,
     allowed: Option<&[u32]>,

@@ -23,12 +23,11 @@ pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// A number in `[0, 1)` with 53 random bits, for the answer token at `index`.
-pub fn uniform(seed: u64, index: u64) -> f64 {
+/// A number in `[0, 1)` for the answer token at `index`, in units of 2^-64.
+pub fn uniform(seed: u64, index: u64) -> u64 {
     let words = philox4x32_10(
         [index as u32, (index >> 32) as u32, 0, 0],
         [seed as u32, (seed >> 32) as u32],
     );
-    let bits = (u64::from(words[0]) << 32 | u64::from(words[1])) >> 11;
-    bits as f64 / (1u64 << 53) as f64
+    u64::from(words[0]) << 32 | u64::from(words[1])
 }

@@ -120,7 +120,7 @@ impl Moe {
         x: &B::Tensor,
     ) -> Result<B::Chosen, ModelError> {
         // logits [rows, experts]
-        let logits = pass.backend.linear(x, router.matrix("gate")?, None)?;
+        let logits = pass.backend.router_linear(x, router.matrix("gate")?)?;
         pass.show("router_logits", &logits);
         let bias = router.optional_vector("correction_bias");
         Ok(pass.backend.route(&logits, bias, self.router)?)

@@ -1,0 +1,36 @@
+//! NVRTC's functions, whose results are any number (`driver/sys.rs`).
+#![allow(non_snake_case, non_camel_case_types)] // the library's own names
+
+use std::ffi::{c_char, c_int, c_uint};
+
+pub(super) use cudarc::nvrtc::sys::{culib, is_culib_present, nvrtcProgram};
+
+use crate::driver::functions;
+
+/// What a function of NVRTC returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub(super) struct nvrtcResult(pub(super) c_uint);
+
+impl nvrtcResult {
+    pub(super) const NVRTC_SUCCESS: Self = Self(0);
+
+    /// The result of a function that the library does not have: NVRTC_ERROR_INTERNAL_ERROR.
+    const MISSING: Self = Self(11);
+}
+
+functions! { culib, nvrtcResult;
+    fn nvrtcCompileProgram(program: nvrtcProgram, count: c_int, options: *const *const c_char);
+    fn nvrtcCreateProgram(
+        program: *mut nvrtcProgram, source: *const c_char, name: *const c_char, headers: c_int, texts: *const *const c_char,
+        names: *const *const c_char,
+    );
+    fn nvrtcDestroyProgram(program: *mut nvrtcProgram);
+    fn nvrtcGetCUBIN(program: nvrtcProgram, cubin: *mut c_char);
+    fn nvrtcGetCUBINSize(program: nvrtcProgram, bytes: *mut usize);
+    fn nvrtcGetNumSupportedArchs(count: *mut c_int);
+    fn nvrtcGetProgramLog(program: nvrtcProgram, log: *mut c_char);
+    fn nvrtcGetProgramLogSize(program: nvrtcProgram, bytes: *mut usize);
+    fn nvrtcGetSupportedArchs(architectures: *mut c_int);
+    fn nvrtcVersion(major: *mut c_int, minor: *mut c_int);
+}

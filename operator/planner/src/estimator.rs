@@ -1,9 +1,11 @@
 //! Predicted costs of placing a rank.
 
-use hearth_crds::{GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning};
+use hearth_crds::{
+    GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations,
+};
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
-use crate::gpus::{GpuLack, GpuOffer, GpuSlot, GpuSlots, assign_slots};
+use crate::gpus::{GpuLack, GpuOffer, GpuSlot, GpuSlots, activations_on, assign_slots};
 use crate::host_experts::{HostChoice, HostExperts};
 use crate::link::LinkRates;
 use crate::memory::{Demand, NodeBudget};

@@ -213,6 +213,10 @@ pub struct GpuProfile {
     /// Measured time that a small operation takes on it, in microseconds; 0 if it was not measured.
     #[serde(default, skip_serializing_if = "is_unmeasured")]
     pub operation_us: f64,
+    /// Measured time to hand a row of activations and a choice of experts to a thread of the host, and a row back, in
+    /// microseconds; 0 if it was not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub exchange_us: f64,
     /// Power limit in watts.
     #[serde(default)]
     pub power_limit_watts: u32,

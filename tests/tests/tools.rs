@@ -114,6 +114,45 @@ fn a_modelled_device_takes_the_time_that_its_rates_say() {
     assert!(count(" ON") > 0 && count(" OFF") > 0, "{text}");
 }
 
+/// Experts beside a modelled device take its time: modelled with the same stretch, or real beside one that is not stretched.
+#[test]
+fn experts_beside_a_modelled_device_live_in_its_time() {
+    let modelled = |stretch: &str| {
+        let rates = "copy=1GB/s,read=1TB/s,compute=1TFLOPS";
+        format!("virtual:memory=64Mi,mode=modelled,{rates},stretch={stretch}")
+    };
+    let bench = |device: &str, more: &[&str]| {
+        let mut command = worker();
+        command
+            .args(["bench", "--prefill", "16", "--decode", "4", "--json"])
+            .args(["--residency", "host-experts", "--device", device])
+            .args(more)
+            .arg("--model")
+            .arg(demo());
+        command
+    };
+    let real = json_of(&mut bench(&modelled("1"), &[]));
+    let steps = real["decode_steps_ms"].as_array().expect("steps");
+    assert_eq!(steps.len(), 4, "{real}");
+    assert!(real["decode_host_lanes"].is_null(), "{real}");
+    let host = modelled("2");
+    let both = json_of(&mut bench(&modelled("2"), &["--host", &host, "--rates"]));
+    for (place, rate) in [("device_rates", "exchangeUs"), ("host_rates", "readGbps")] {
+        assert!(both[place][rate].as_f64() > Some(0.0), "{both}");
+    }
+    let on_host = both["decode_host_lanes"]["compute_ms"].as_f64();
+    assert!(on_host > Some(0.0), "{both}");
+    let (ten, exact) = (modelled("10"), "virtual:memory=64Mi");
+    for (device, host, says) in [
+        (ten.as_str(), "cpu", "write stretch=1"),
+        (&ten, &host, "give them the same"),
+        (exact, &host, "its experts would have no values"),
+    ] {
+        let (code, _, stderr) = run(&mut bench(device, &["--host", host]));
+        assert!(code != 0 && stderr.contains(says), "{device}: {stderr}");
+    }
+}
+
 #[test]
 fn a_virtual_device_holds_what_it_has_room_for() {
     let bench_with = |device: &str, more: &[&str]| {

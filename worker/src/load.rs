@@ -69,6 +69,8 @@ pub(crate) struct LoadedOn<B: Backend> {
     pub(crate) model: Model<B>,
     /// CPUs that compute its routed experts, if those are not on the device.
     pub(crate) host: Option<Arc<CpuBackend>>,
+    /// What models the time that its routed experts take, instead.
+    pub(crate) modelled_host: Option<Arc<VirtualBackend>>,
     /// The mapped files.
     pub(crate) checkpoint: Checkpoint,
 }
@@ -139,11 +141,8 @@ impl LoadOptions<'_> {
                 "--cache-slots has no use beside --residency-budget: copies to the device would keep the experts in memory\n  leave one of them out"
             );
         }
-        let is_modelled = |device: &DeviceArg| matches!(device, DeviceArg::Virtual(device) if device.is_modelled());
-        if is_hybrid && is_modelled(&args.compute.device) != is_modelled(&args.host) {
-            anyhow::bail!(
-                "a modelled device beside CPUs that compute, or the other way round, compares stretched times with real ones\n  give --device and --host both mode=modelled, or none of them"
-            );
+        if is_hybrid {
+            one_time(&args.compute.device, &args.host)?;
         }
         Ok(Self {
             device: args.compute.device_options(environment, is_hybrid)?,
@@ -152,6 +151,31 @@ impl LoadOptions<'_> {
             is_dual_batch: args.dual_batch,
             placing: None,
         })
+    }
+}
+
+/// Checks that a device and what computes experts beside it live in the same time.
+///
+/// # Errors
+/// An error if one's times are stretched and the other's are real, or stretched otherwise.
+fn one_time(device: &DeviceArg, host: &DeviceArg) -> anyhow::Result<()> {
+    let stretch = |device: &DeviceArg| match device {
+        DeviceArg::Virtual(device) => device.stretch(),
+        DeviceArg::Cpu | DeviceArg::Cuda(_) => None,
+    };
+    match (stretch(device), stretch(host)) {
+        (None, None) => Ok(()),
+        (Some(of_device), None) if of_device == 1.0 => Ok(()),
+        (Some(of_device), Some(of_host)) if of_device == of_host => Ok(()),
+        (Some(of_device), Some(of_host)) => anyhow::bail!(
+            "--device has stretch={of_device} and --host stretch={of_host}: times of both are compared\n  give them the same"
+        ),
+        (Some(of_device), None) => anyhow::bail!(
+            "--device has stretch={of_device}, and the CPUs beside it compute in real time\n  write stretch=1, or give --host mode=modelled, too"
+        ),
+        (None, Some(_)) => anyhow::bail!(
+            "--host is modelled and --device is not: its experts would have no values\n  leave --host out, or give --device mode=modelled, too"
+        ),
     }
 }
 
@@ -447,8 +471,10 @@ impl Files<'_> {
                 let host = Arc::new(VirtualBackend::new(options)?);
                 let experts = self.keep(&host, experts, ResidentOptions::default(), progress)?;
                 let loaded = self.model(backend, residency)?;
+                let beside = Arc::clone(&host);
                 Ok(LoadedOn {
-                    model: loaded.model.with_host_experts(host, experts, cache)?,
+                    model: loaded.model.with_host_experts(beside, experts, cache)?,
+                    modelled_host: Some(host),
                     ..loaded
                 })
             }
@@ -475,6 +501,7 @@ impl Files<'_> {
         Ok(LoadedOn {
             model,
             host: None,
+            modelled_host: None,
             checkpoint: self.checkpoint,
         })
     }

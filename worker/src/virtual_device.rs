@@ -40,6 +40,14 @@ impl VirtualArg {
         matches!(self.mode, VirtualMode::Modelled(_))
     }
 
+    /// Real seconds of a second of its time; `None` if it computes.
+    pub(crate) fn stretch(&self) -> Option<f64> {
+        match &self.mode {
+            VirtualMode::Modelled(modelled) => Some(modelled.stretch),
+            VirtualMode::Exact { .. } => None,
+        }
+    }
+
     /// Bytes of its memory.
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.memory_bytes

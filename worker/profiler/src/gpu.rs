@@ -90,6 +90,7 @@ fn profile(tree: &Tree, reading: &GpuReading) -> Option<GpuProfile> {
         copy_gbps: 0.0,
         copy_beside_reads_gbps: 0.0,
         operation_us: 0.0,
+        exchange_us: 0.0,
         power_limit_watts: power_limit_milliwatts.unwrap_or(0) / 1000,
         virtual_device: None,
         // Determined by the program that would compute on it.

@@ -108,6 +108,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
         copy_gbps,
         copy_beside_reads_gbps,
         operation_us,
+        exchange_us,
         power_limit_watts,
         virtual_device,
         obstacle,
@@ -149,6 +150,9 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     }
     if *operation_us > 0.0 {
         parts.push(format!("{operation_us:.1} µs an operation"));
+    }
+    if *exchange_us > 0.0 {
+        parts.push(format!("{exchange_us:.0} µs to the host and back"));
     }
     parts.extend(
         virtual_device

@@ -4,14 +4,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
+use hearth_crds::GpuProfile;
 use hearth_kernels::Backend;
 use serde::Serialize;
 
 use super::ahead::{self, AheadReport};
-use super::lanes::{Clock, LaneReport};
+use super::lanes::{Clock, LaneReport, LaneReports};
 use super::session::{Session, argmax};
+use super::virtual_device::measured;
 use crate::cli::{ModelArgs, ResidencyArg};
-use crate::device::{OnDevice, on_device};
+use crate::device::{DeviceOptions, HostOptions, OnDevice, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn};
 use crate::logging::print_data;
@@ -44,6 +46,9 @@ pub(crate) struct BenchArgs {
     /// Where to write what the lanes of a virtual device did, for chrome://tracing or ui.perfetto.dev
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
+    /// Measure the rates of a modelled device, and of what models the experts beside it, as a profile does (needs --json)
+    #[arg(long, requires = "json")]
+    rates: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -59,8 +64,13 @@ struct Report {
     prefill_tokens: u32,
     prefill_ms: f64,
     prefill_tokens_per_s: f64,
+    /// When the prompt and the timed steps began, in milliseconds since 1970: runs side by side are compared by it.
+    prefill_began_unix_ms: f64,
+    decode_began_unix_ms: f64,
     decode_steps: u32,
     decode_step_ms: f64,
+    /// Of each timed step, in order.
+    decode_steps_ms: Vec<f64>,
     decode_tokens_per_s: f64,
     /// Bytes of weights read by one decode step.
     weight_bytes_per_step: u64,
@@ -84,6 +94,16 @@ struct Report {
     /// Steps whose tokens the device chooses; absent where passes are not queued.
     #[serde(skip_serializing_if = "Option::is_none")]
     ahead: Option<AheadReport>,
+    /// The same of what models the experts beside it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_host_lanes: Option<LaneReport>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    decode_host_lanes: Option<LaneReport>,
+    /// Measured rates of the modelled device, and of what models the experts beside it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device_rates: Option<GpuProfile>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    host_rates: Option<GpuProfile>,
 }
 
 /// Measures and prints the results.
@@ -93,13 +113,27 @@ pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result
         Some(path) => Some((path, options.device.traced()?)),
         None => None,
     };
-    let loaded = load::open(&args.model.model, options, &mut |_| {})?;
-    let device = match &loaded {
-        OnDevice::Virtual(loaded) => Some(Arc::clone(loaded.model.backend())),
-        OnDevice::Cpu(_) | OnDevice::Gpu(_) => None,
+    let rates = match args.rates {
+        true => measured_rates(&options)?,
+        false => [None, None],
     };
-    let clock = Clock::new(device, traced.as_ref().map(|(_, trace)| Arc::clone(trace)));
+    let loaded = load::open(&args.model.model, options, &mut |_| {})?;
+    let (device, host) = match &loaded {
+        OnDevice::Virtual(loaded) => (
+            Some(Arc::clone(loaded.model.backend())),
+            loaded.modelled_host.clone(),
+        ),
+        OnDevice::Cpu(_) | OnDevice::Gpu(_) => (None, None),
+    };
+    let trace = traced.as_ref().map(|(_, trace)| Arc::clone(trace));
+    let clock = Clock::new(device, trace).beside(host);
     let report = on_device!(loaded, loaded => run_on(args, &loaded, &clock))?;
+    let [device_rates, host_rates] = rates;
+    let report = Report {
+        device_rates,
+        host_rates,
+        ..report
+    };
     if let Some((path, trace)) = &traced {
         trace_file::write(path, &report.device, &trace.take())?;
     }
@@ -108,6 +142,19 @@ pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result
     } else {
         print_data(&table(&report))
     }
+}
+
+/// Rates of a modelled device, and of what models the experts beside it.
+fn measured_rates(options: &LoadOptions<'_>) -> anyhow::Result<[Option<GpuProfile>; 2]> {
+    let device = match &options.device {
+        DeviceOptions::Virtual(device) => Some(measured(device.clone())?),
+        DeviceOptions::Cpu(_) | DeviceOptions::Gpu(_) => None,
+    };
+    let host = match &options.host {
+        HostOptions::Modelled(host) => Some(measured(host.clone())?),
+        HostOptions::Cpu(_) => None,
+    };
+    Ok([device, host])
 }
 
 fn run_on<B: Backend>(
@@ -125,11 +172,20 @@ fn run_on<B: Backend>(
 
 struct Timings {
     prefill_ms: f64,
-    step_ms: Vec<f64>,
-    bytes_per_step: u64,
-    prefill_lanes: Option<LaneReport>,
-    decode_lanes: Option<LaneReport>,
+    prefill_began_unix_ms: f64,
+    prefill_lanes: LaneReports,
+    decode: Decode,
     ahead: Option<AheadReport>,
+}
+
+/// What decoding took.
+struct Decode {
+    began_unix_ms: f64,
+    /// Milliseconds of each step after the first few.
+    step_ms: Vec<f64>,
+    lanes: LaneReports,
+    /// Bytes of weights that these steps read.
+    bytes: u64,
 }
 
 fn measure<B: Backend>(
@@ -162,29 +218,28 @@ fn measure<B: Backend>(
         next.push(argmax(&last));
     }
 
-    let (step_ms, decode_lanes, bytes) = decode(args, loaded, clock, &mut session, next.clone())?;
-    let from = (args.prefill as usize, &next[..]);
+    let from = next.clone();
+    let decode = decode(args, loaded, clock, &mut session, next)?;
+    let from = (args.prefill as usize, &from[..]);
     let steps = args.decode as usize;
     let ahead = ahead::measure(&loaded.model, clock, &mut session, from, steps)?;
     Ok(Timings {
         prefill_ms,
-        step_ms,
-        bytes_per_step: bytes / u64::from(args.decode),
+        prefill_began_unix_ms: started.unix_ms(),
         prefill_lanes,
-        decode_lanes,
+        decode,
         ahead,
     })
 }
 
-/// Decodes one token of each sequence a step, from the tokens `next`: the time of each step after the first few, what the
-/// lanes did in these, and the bytes of weights that they read.
+/// Decodes one token of each sequence a step, from the tokens `next`.
 fn decode<B: Backend>(
     args: &BenchArgs,
     loaded: &LoadedOn<B>,
     clock: &Clock,
     session: &mut Session<'_, B>,
     mut next: Vec<u32>,
-) -> anyhow::Result<(Vec<f64>, Option<LaneReport>, u64)> {
+) -> anyhow::Result<Decode> {
     let vocab = loaded.model.config().vocab_size;
     let mut step_ms = Vec::with_capacity(args.decode as usize);
     let mut before = (clock.read(), loaded.model.stats().read_bytes);
@@ -208,7 +263,12 @@ fn decode<B: Backend>(
     let (started, bytes_before) = before;
     let (_, lanes) = clock.since(&started, "decode");
     let bytes_read = loaded.model.stats().read_bytes - bytes_before;
-    Ok((step_ms, lanes, bytes_read))
+    Ok(Decode {
+        began_unix_ms: started.unix_ms(),
+        step_ms,
+        lanes,
+        bytes: bytes_read,
+    })
 }
 
 fn prefill<B: Backend>(
@@ -230,10 +290,17 @@ fn report<B: Backend>(
     timings: Timings,
     read_gbps: f64,
 ) -> Report {
-    let mut sorted = timings.step_ms;
+    let Timings {
+        prefill_lanes,
+        decode,
+        ahead,
+        ..
+    } = timings;
+    let mut sorted = decode.step_ms.clone();
     sorted.sort_by(f64::total_cmp);
     let decode_step_ms = sorted[sorted.len() / 2];
-    let effective_gbps = timings.bytes_per_step as f64 / decode_step_ms / 1e6;
+    let bytes_per_step = decode.bytes / u64::from(args.decode);
+    let effective_gbps = bytes_per_step as f64 / decode_step_ms / 1e6;
     let memory = loaded.model.backend().device_memory();
     Report {
         model: args.model.model.display().to_string(),
@@ -243,19 +310,26 @@ fn report<B: Backend>(
         prefill_tokens: args.prefill,
         prefill_ms: timings.prefill_ms,
         prefill_tokens_per_s: f64::from(args.prefill) / timings.prefill_ms * 1e3,
+        prefill_began_unix_ms: timings.prefill_began_unix_ms,
+        decode_began_unix_ms: decode.began_unix_ms,
         decode_steps: args.decode,
         decode_step_ms,
+        decode_steps_ms: decode.step_ms.clone(),
         decode_tokens_per_s: f64::from(args.batch) / decode_step_ms * 1e3,
-        weight_bytes_per_step: timings.bytes_per_step,
+        weight_bytes_per_step: bytes_per_step,
         effective_gbps,
         read_bandwidth_gbps: read_gbps,
         bandwidth_ratio: effective_gbps / read_gbps,
         peak_rss_bytes: peak_rss_bytes(),
         device_peak_bytes: memory.map(|memory| memory.peak_bytes),
         device_budget_bytes: memory.map(|memory| memory.budget_bytes),
-        prefill_lanes: timings.prefill_lanes,
-        decode_lanes: timings.decode_lanes,
-        ahead: timings.ahead,
+        prefill_lanes: prefill_lanes.device,
+        decode_lanes: decode.lanes.device,
+        prefill_host_lanes: prefill_lanes.host,
+        decode_host_lanes: decode.lanes.host,
+        ahead,
+        device_rates: None,
+        host_rates: None,
     }
 }
 
@@ -278,7 +352,9 @@ fn table(report: &Report) -> String {
     };
     let lanes: String = [
         ("prefill", &report.prefill_lanes),
+        ("prefill, host", &report.prefill_host_lanes),
         ("decode", &report.decode_lanes),
+        ("decode, host", &report.decode_host_lanes),
     ]
     .iter()
     .filter_map(|(phase, lanes)| Some(format!("lanes    {phase}: {}\n", lanes.as_ref()?)))

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use hearth_kernels::trace::{Trace, TraceEvent, TraceLane};
 use hearth_virtual::{LaneUse, VirtualBackend};
@@ -16,6 +16,8 @@ const MAX_LATE_SHARE: f64 = 0.01;
 pub(crate) struct Clock {
     began: Instant,
     device: Option<Arc<VirtualBackend>>,
+    /// What models experts beside the device.
+    host: Option<Arc<VirtualBackend>>,
     trace: Option<Arc<Trace>>,
 }
 
@@ -24,6 +26,22 @@ pub(crate) struct Clock {
 pub(crate) struct Reading {
     at_ns: u64,
     lanes: Option<LaneUse>,
+    host_lanes: Option<LaneUse>,
+    unix_ms: f64,
+}
+
+impl Reading {
+    /// Milliseconds since 1970, by the machine's clock.
+    pub(crate) fn unix_ms(&self) -> f64 {
+        self.unix_ms
+    }
+}
+
+/// What the lanes of a modelled device did in a part of a run, and those of what models experts beside it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LaneReports {
+    pub(crate) device: Option<LaneReport>,
+    pub(crate) host: Option<LaneReport>,
 }
 
 impl Clock {
@@ -32,26 +50,33 @@ impl Clock {
         Self {
             began: Instant::now(),
             device,
+            host: None,
             trace,
         }
     }
 
+    /// The same clock beside what models experts.
+    pub(crate) fn beside(self, host: Option<Arc<VirtualBackend>>) -> Self {
+        Self { host, ..self }
+    }
+
     /// Reads the clock.
     pub(crate) fn read(&self) -> Reading {
-        match &self.device {
-            Some(device) => Reading {
-                at_ns: device.elapsed_ns(),
-                lanes: device.lane_use(),
+        let lanes = |backend: &Option<Arc<VirtualBackend>>| backend.as_ref()?.lane_use();
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
+        Reading {
+            at_ns: match &self.device {
+                Some(device) => device.elapsed_ns(),
+                None => self.began.elapsed().as_nanos() as u64,
             },
-            None => Reading {
-                at_ns: self.began.elapsed().as_nanos() as u64,
-                lanes: None,
-            },
+            lanes: lanes(&self.device),
+            host_lanes: lanes(&self.host),
+            unix_ms: since_1970.map_or(0.0, |since| since.as_secs_f64() * 1e3),
         }
     }
 
     /// Milliseconds since a reading, and what the lanes did since; `name` is what took so long.
-    pub(crate) fn since(&self, begin: &Reading, name: &'static str) -> (f64, Option<LaneReport>) {
+    pub(crate) fn since(&self, begin: &Reading, name: &'static str) -> (f64, LaneReports) {
         let end = self.read();
         if let Some(trace) = &self.trace {
             trace.record(TraceEvent {
@@ -62,9 +87,14 @@ impl Clock {
             });
         }
         let wall_ms = (end.at_ns - begin.at_ns) as f64 / 1e6;
-        let lanes = end.lanes.zip(begin.lanes);
-        let report = lanes.map(|(end, begin)| LaneReport::new(&end.since(&begin), wall_ms));
-        (wall_ms, report)
+        let report = |end: Option<LaneUse>, begin: Option<LaneUse>| {
+            Some(LaneReport::new(&end?.since(&begin?), wall_ms))
+        };
+        let reports = LaneReports {
+            device: report(end.lanes, begin.lanes),
+            host: report(end.host_lanes, begin.host_lanes),
+        };
+        (wall_ms, reports)
     }
 }
 

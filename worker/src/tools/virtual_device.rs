@@ -1,13 +1,14 @@
 //! Measures a virtual device, which stands for a GPU in a profile: its memory and its rates, by timing what it does.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use hearth_crds::{GPU_RANK_THREADS, GpuProfile, VIRTUAL_UUID};
 use hearth_kernels::ops::*;
 use hearth_kernels::{CpuOptions, DType, HostMatrix, KernelError};
 use hearth_profiler::three_digits;
-use hearth_virtual::VirtualBackend;
+use hearth_virtual::{VirtualBackend, VirtualOptions, VirtualTensor};
 
 use crate::device::{DeviceArg, VirtualArg};
 
@@ -15,10 +16,10 @@ use crate::device::{DeviceArg, VirtualArg};
 const MATRIX_SHARE: u64 = 16;
 /// The largest matrix of a measurement in bytes: more than caches hold.
 const MOST_BYTES: u64 = 32 << 20;
-/// Columns of a matrix.
-const COLUMNS: usize = 512;
+/// Fewest columns of a matrix, and what their number is a multiple of.
+const COLUMNS: usize = 64;
 /// Rows of activations for a product that is bound by arithmetic.
-const PRODUCT_ROWS: usize = 256;
+const PRODUCT_ROWS: usize = 512;
 /// Shortest time of a measurement: shorter ones are repeated more often.
 const LEAST_TIME: Duration = Duration::from_millis(40);
 
@@ -84,6 +85,16 @@ impl VirtualDevice {
     }
 }
 
+/// Rates of a device that is described by `options`, without those that cannot be measured.
+///
+/// # Errors
+/// [`KernelError::Device`] if its memory is too small for any measurement.
+pub(super) fn measured(options: VirtualOptions) -> Result<GpuProfile, KernelError> {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let memory_bytes = options.memory_bytes;
+    rates(&VirtualBackend::new(options)?, memory_bytes, cpus)
+}
+
 /// Rates of a device: copies alone and beside reads of `cpus` threads, reads, products, and small operations.
 fn rates(
     backend: &VirtualBackend,
@@ -92,29 +103,57 @@ fn rates(
 ) -> Result<GpuProfile, KernelError> {
     backend.bind_thread()?;
     let bytes = (memory_bytes / MATRIX_SHARE).min(MOST_BYTES) as usize;
-    let rows = (bytes / 2 / COLUMNS).max(1);
+    // About square, so that a product does as much arithmetic as it can with what it reads and writes.
+    let columns = ((bytes / 2).isqrt() / COLUMNS).max(1) * COLUMNS;
+    let rows = (bytes / 2 / columns).max(1);
     // Not zeros, which the system would not give memory.
-    let data = vec![1_u8; rows * COLUMNS * 2];
-    let matrix = HostMatrix::new(data.into(), DType::Bf16, rows, COLUMNS, None)?;
+    let data = vec![1_u8; rows * columns * 2];
+    let matrix = HostMatrix::new(data.into(), DType::Bf16, rows, columns, None)?;
     let size = matrix.size_bytes() as f64;
     let copy_gbps = size / copy_seconds(backend, &matrix)? / 1e9;
     let copy_beside_reads_gbps = size / beside_reads(backend, &matrix, cpus)? / 1e9;
     let weight = backend.weight(&matrix)?;
-    let one = backend.zeros(1, COLUMNS)?;
+    let one = backend.zeros(1, columns)?;
+    let mut sum = backend.zeros(1, columns)?;
+    let operation_seconds = seconds(backend, || backend.add_assign(&mut sum, &one))?;
+    // Without what any operation takes, but for what is lost in the noise of the measurement.
+    let alone = |measured: f64| (measured - operation_seconds).max(measured / 10.0);
     let read_seconds = seconds(backend, || backend.linear(&one, &weight, None).map(drop))?;
-    let many = backend.zeros(PRODUCT_ROWS.min(rows.max(1)), COLUMNS)?;
+    let many = backend.zeros(PRODUCT_ROWS.min(rows.max(1)), columns)?;
     let (product_rows, _) = backend.shape(&many);
     let product_seconds = seconds(backend, || backend.linear(&many, &weight, None).map(drop))?;
-    let flops = 2.0 * product_rows as f64 * rows as f64 * COLUMNS as f64;
-    let mut sum = backend.zeros(1, COLUMNS)?;
-    let operation_seconds = seconds(backend, || backend.add_assign(&mut sum, &one))?;
+    let flops = 2.0 * product_rows as f64 * rows as f64 * columns as f64;
     Ok(GpuProfile {
         copy_gbps: three_digits(copy_gbps),
         copy_beside_reads_gbps: three_digits(copy_beside_reads_gbps),
-        read_gbps: three_digits(size / read_seconds / 1e9),
-        bf16_gflops: three_digits(flops / product_seconds / 1e9),
+        read_gbps: three_digits(size / alone(read_seconds) / 1e9),
+        bf16_gflops: three_digits(flops / alone(product_seconds) / 1e9),
         operation_us: three_digits(operation_seconds * 1e6),
+        exchange_us: three_digits(exchange_seconds(backend, &one)? * 1e6),
         ..GpuProfile::default()
+    })
+}
+
+/// Seconds to hand a row to a thread of the host and back, as a layer whose experts are there does: the row and the choice
+/// come from the device, a row goes back.
+fn exchange_seconds(backend: &VirtualBackend, row: &VirtualTensor) -> Result<f64, KernelError> {
+    let columns = backend.shape(row).1;
+    let (job, jobs) = channel::<Vec<f32>>();
+    let (reply, replies) = channel();
+    std::thread::scope(|scope| {
+        // It ends when nobody can send it any more.
+        scope.spawn(move || jobs.into_iter().all(|row| reply.send(row).is_ok()));
+        let measured = seconds(backend, || {
+            backend.download(row)?;
+            let values = backend.download(row)?;
+            let values = match job.send(values).ok().and_then(|()| replies.recv().ok()) {
+                Some(values) => values,
+                None => vec![0.0; columns],
+            };
+            backend.upload(1, columns, &values).map(drop)
+        });
+        drop(job);
+        measured
     })
 }
 
@@ -128,8 +167,9 @@ fn copy_seconds(backend: &VirtualBackend, matrix: &HostMatrix) -> Result<f64, Ke
         };
         backend.reuse(slot, Some(&backend.computed()?))?;
         backend.load(matrix, slot, 0)?;
-        // Operations wait for the copy, and the measurement for the operations.
-        backend.after(&backend.copied()?)
+        // An operation waits for the copy, and the measurement for the operation.
+        backend.after(&backend.copied()?)?;
+        backend.zeros(1, 1).map(drop)
     })
 }
 
@@ -198,6 +238,7 @@ mod tests {
             profile.read_gbps,
             profile.bf16_gflops,
             profile.operation_us,
+            profile.exchange_us,
         ] {
             assert!(rate > 0.0 && rate.is_finite(), "{profile:?}");
         }

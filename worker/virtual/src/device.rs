@@ -1,6 +1,7 @@
 //! The device itself.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use hearth_kernels::ops::{DeviceMemory, DeviceOps};
 use hearth_kernels::{CpuBackend, KernelError};
@@ -17,6 +18,8 @@ pub struct VirtualBackend {
     pub(crate) memory: Arc<Memory>,
     pub(crate) lanes: Lanes,
     pub(crate) routings: Routings,
+    /// Weights that were taken, without those in slots.
+    pub(crate) weights: AtomicU64,
 }
 
 /// What stands behind the operations.
@@ -60,6 +63,7 @@ impl VirtualBackend {
             memory: Memory::new(options.memory_bytes),
             lanes: Lanes::new(stretch, options.trace),
             routings: Routings::default(),
+            weights: AtomicU64::new(0),
         })
     }
 

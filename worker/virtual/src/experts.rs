@@ -11,7 +11,7 @@ use hearth_kernels::{
 
 use crate::device::Computer;
 use crate::memory::Held;
-use crate::tensor::no_values;
+use crate::tensor::{WeightId, no_values};
 use crate::work::Work;
 use crate::{VirtualBackend, VirtualTensor, VirtualVector, VirtualWeight};
 
@@ -46,7 +46,9 @@ impl RouterOps for VirtualBackend {
         match (chosen, &self.computer) {
             (Some(chosen), _) => Ok(chosen),
             (None, Computer::Modelled(modelled)) => {
-                Ok(self.routings.choose(modelled, tokens, experts, spec))
+                let layer = logits.product_of.map_or(0, |WeightId(id)| id);
+                let shape = (tokens, experts);
+                Ok(self.routings.choose(modelled, layer, shape, spec.top_k))
             }
             (None, Computer::Exact { .. }) => Err(no_values()),
         }
@@ -132,6 +134,7 @@ impl ExpertOps for VirtualBackend {
         Ok(VirtualTensor {
             shape: sum.shape,
             values,
+            product_of: None,
             _held: sum.total,
         })
     }

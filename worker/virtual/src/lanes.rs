@@ -244,6 +244,14 @@ impl Lanes {
         }
     }
 
+    /// Sleeps until a moment, real ns since the device was opened, or as much later as the system wakes the thread.
+    pub(crate) fn sleep_until(&self, due_ns: u64) {
+        let left = Duration::from_nanos(due_ns.saturating_sub(self.now_ns()));
+        if !left.is_zero() {
+            std::thread::sleep(left);
+        }
+    }
+
     /// Records an event, if somebody wants it; times are real ns.
     pub(crate) fn trace(&self, lane: Lane, times: Times, name: impl FnOnce() -> Cow<'static, str>) {
         let Some(trace) = &self.trace else { return };

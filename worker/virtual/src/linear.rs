@@ -18,8 +18,12 @@ impl LinearOps for VirtualBackend {
         let shape = (x.shape.0, w.rows);
         let touched = x.elements() + shape.0 * shape.1;
         let work = Work::new("linear", touched).product(x.shape.0, w);
-        self.output(&work, shape, |cpu| {
+        let product = self.output(&work, shape, |cpu| {
             cpu.linear(x.values()?, &w.matrix()?, bias)
+        })?;
+        Ok(VirtualTensor {
+            product_of: w.id(),
+            ..product
         })
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hearth_kernels::{RouterSpec, Routing};
+use hearth_kernels::Routing;
 
 use crate::options::{Modelled, RoutingModel};
 
@@ -14,18 +14,17 @@ const DRAWS: usize = 64;
 pub(crate) struct Routings(AtomicU64);
 
 impl Routings {
-    /// Chooses experts for `tokens` tokens: a function of the seed, the number of earlier calls, and the token's row.
-    /// Weights are equal. Groups of experts are ignored.
+    /// Chooses `top_k` of `experts` for each of `tokens` tokens: a function of the seed, the layer, the number of earlier
+    /// calls, and the token's row. Weights are equal. Groups of experts are ignored.
     pub(crate) fn choose(
         &self,
         modelled: &Modelled,
-        tokens: usize,
-        experts: usize,
-        spec: RouterSpec,
+        layer: u64,
+        (tokens, experts): (usize, usize),
+        top_k: usize,
     ) -> Routing {
         let call = self.0.fetch_add(1, Ordering::Relaxed);
-        let sampler = Sampler::new(modelled.routing, experts, modelled.seed ^ mixed(call));
-        let top_k = spec.top_k;
+        let sampler = Sampler::new(modelled.routing, experts, modelled.seed ^ mixed(layer));
         let mut chosen = Vec::with_capacity(tokens * top_k);
         let mut is_chosen = vec![false; experts];
         for row in 0..tokens {

@@ -1,5 +1,6 @@
 //! What lives in the device's memory: activations, weights, vectors and the KV cache.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use hearth_kernels::ops::{LoadOps, MemoryOps};
@@ -16,8 +17,14 @@ pub struct VirtualTensor {
     pub(crate) shape: (usize, usize),
     /// `None` if they were modelled.
     pub(crate) values: Option<CpuTensor>,
+    /// The weight that it is a product with, if it is one: a router's logits tell their layer by it.
+    pub(crate) product_of: Option<WeightId>,
     pub(crate) _held: Held,
 }
+
+/// Tells the device's own weights apart: the number of those that were taken before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WeightId(pub(crate) u64);
 
 impl VirtualTensor {
     pub(crate) fn values(&self) -> Result<&CpuTensor, KernelError> {
@@ -53,6 +60,7 @@ pub struct VirtualWeight {
 pub(crate) enum Storage {
     /// Of its own.
     Own {
+        id: WeightId,
         matrix: Option<HostMatrix>,
         _held: Arc<Held>,
     },
@@ -75,6 +83,14 @@ impl VirtualWeight {
 
     pub(crate) fn shape(&self) -> (usize, usize) {
         (self.rows, self.cols)
+    }
+
+    /// Which of the device's own weights it is; `None` for one in a slot.
+    pub(crate) fn id(&self) -> Option<WeightId> {
+        match &self.storage {
+            Storage::Own { id, .. } => Some(*id),
+            Storage::Slot { .. } => None,
+        }
     }
 
     /// The matrix, for the CPU's kernels; it shares the weight's bytes.
@@ -159,6 +175,7 @@ impl MemoryOps for VirtualBackend {
             Computer::Modelled(_) => None,
         };
         let storage = Storage::Own {
+            id: WeightId(self.weights.fetch_add(1, Ordering::Relaxed)),
             matrix: own,
             _held: held,
         };

@@ -127,6 +127,7 @@ impl VirtualBackend {
         Ok(VirtualTensor {
             shape,
             values: self.run(work, compute)?,
+            product_of: None,
             _held: held,
         })
     }

@@ -10,7 +10,7 @@ use hearth_kernels::{
     CpuOptions, DType, ExpertCall, HostMatrix, KernelError, RouterScore, RouterSpec, Routing,
 };
 use hearth_virtual::{
-    CopyModel, Modelled, RoutingModel, VirtualBackend, VirtualMode, VirtualOptions,
+    CopyModel, Modelled, RoutingModel, VirtualBackend, VirtualMode, VirtualOptions, VirtualTensor,
 };
 
 const HIDDEN: usize = 64;
@@ -279,16 +279,26 @@ fn a_real_copy_keeps_the_pace_of_the_link() {
         modelled.copies = CopyModel::Real;
     });
     let matrix = matrix(512, 512);
-    let slots = device.slots(device.slot_bytes(&matrix), 1).unwrap();
+    let slots = device.slots(device.slot_bytes(&matrix), 2).unwrap();
     let before_ns = device.elapsed_ns();
-    device.reuse(&slots[0], None).unwrap();
-    device.load(&matrix, &slots[0], 0).unwrap();
+    for slot in &slots {
+        device.reuse(slot, None).unwrap();
+        device.load(&matrix, slot, 0).unwrap();
+    }
+    // The last quarter of the second one is copied when the link begins with it.
     let took_ms = (device.elapsed_ns() - before_ns) as f64 / 1e6;
-    assert!(took_ms >= 20.0, "1 MiB took {took_ms} ms at 50 MB/s");
+    assert!(took_ms >= 36.0, "2 MiB took {took_ms} ms at 50 MB/s");
+    let copied = device.copied().unwrap();
+    device.wait(&copied).unwrap();
+    let took_ms = (device.elapsed_ns() - before_ns) as f64 / 1e6;
+    assert!(took_ms >= 41.9, "they were there after {took_ms} ms");
 }
 
 fn choices(device: &VirtualBackend, tokens: usize, experts: usize) -> Routing {
-    let logits = device.zeros(tokens, experts).unwrap();
+    choices_by(device, &device.zeros(tokens, experts).unwrap())
+}
+
+fn choices_by(device: &VirtualBackend, logits: &VirtualTensor) -> Routing {
     let spec = RouterSpec {
         score: RouterScore::Softmax,
         top_k: 4,
@@ -297,7 +307,28 @@ fn choices(device: &VirtualBackend, tokens: usize, experts: usize) -> Routing {
         normalize: true,
         scaling: 1.0,
     };
-    device.route(&logits, None, spec).unwrap()
+    device.route(logits, None, spec).unwrap()
+}
+
+#[test]
+fn a_layer_keeps_the_experts_that_its_tokens_like() {
+    let zipf = RoutingModel::Zipf { exponent: 1.5 };
+    let device = modelled(|m| m.routing = zipf);
+    let routers = [(); 2].map(|()| device.weight(&matrix(32, HIDDEN)).unwrap());
+    let x = device.zeros(500, HIDDEN).unwrap();
+    let favourites = |router| {
+        let logits = device.linear(&x, router, None).unwrap();
+        let mut counts = vec![0; 32];
+        let chosen = choices_by(&device, &logits);
+        chosen.experts.iter().for_each(|&e| counts[e as usize] += 1);
+        let mut by_use: Vec<usize> = (0..32).collect();
+        by_use.sort_by_key(|expert| std::cmp::Reverse(counts[*expert]));
+        by_use.truncate(2);
+        by_use
+    };
+    let first = favourites(&routers[0]);
+    assert_eq!(favourites(&routers[0]), first, "in the next step, too");
+    assert_ne!(favourites(&routers[1]), first, "of another layer");
 }
 
 #[test]
@@ -310,7 +341,7 @@ fn routing_is_a_function_of_seed_call_and_row() {
         assert_eq!(first, choices(&b, 500, 32));
         assert_ne!(first, choices(&other, 500, 32));
         let second = choices(&a, 500, 32);
-        assert_ne!(first, second, "another layer");
+        assert_ne!(first, second, "another step");
         // A row's choice does not depend on how many others there are.
         assert_eq!(choices(&b, 100, 32).experts[..], second.experts[..400]);
         for token in first.experts.chunks(4) {

@@ -159,8 +159,9 @@ pub struct PrefillSpec {
     #[serde(default)]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_DISTRIBUTED_STREAMING).message(rules::NO_DISTRIBUTED_STREAMING_SAYS)))]
     pub mode: PrefillMode,
-    /// Tokens of a prompt below which decode workers read it, in chunks between their steps. By default the length from
-    /// which a prefill worker is predicted to be faster.
+    /// Tokens of a prompt below which decode workers read it, in chunks between their steps. By default, where prefill
+    /// workers stream experts, the length from which they are predicted to be faster; else a length below which handing
+    /// over the KV cache costs more than it saves: one chunk where both kinds of workers are on GPUs, 32 tokens elsewhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",

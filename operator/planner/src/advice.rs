@@ -1,8 +1,7 @@
 //! Changes that would fit instead; each is tried before it is suggested.
 
 use hearth_crds::{
-    DualBatch, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, PrefillMode,
-    format_bytes,
+    InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, PrefillMode, format_bytes,
 };
 
 use crate::cpus::{CpuLack, CpuRoom, core_count};
@@ -357,20 +356,8 @@ impl Trial<'_> {
         advice
     }
 
-    /// Advice to run on CPUs, or to let the planner choose, if that fits.
+    /// Advice to run on CPUs, or to let the planner choose, in all fields that ask for a GPU, if that fits.
     fn on_cpus(&self, demand: &Demand<'_>, asked_by: AskedBy) -> Option<Advice> {
-        let asked = [
-            self.spec
-                .prefill
-                .gpus_per_worker
-                .is_some_and(|gpus| gpus > 0),
-            self.spec.prefill.mode == PrefillMode::StreamLoading,
-            self.spec.decode.dual_batch == DualBatch::On,
-        ];
-        // One change would leave the other.
-        if asked.iter().filter(|is_asked| **is_asked).count() > 1 {
-            return None;
-        }
         let mut spec = self.spec.clone();
         spec.prefill.gpus_per_worker = Some(0);
         let estimator = self.estimator.with_spec(&spec).with_demand(demand);

@@ -44,6 +44,15 @@ impl Asked {
             knows_experts: facts.expert_layers > 0,
         };
         let mut errors = Vec::new();
+        if spec.prefill.mode == PrefillMode::Chunked && spec.prefill.chunked_below_tokens.is_some()
+        {
+            let remedy = "spec.prefill.mode is Chunked, so that decode workers read every prompt: remove chunkedBelowTokens, or write mode: Auto";
+            errors.push((
+                "spec.prefill.chunkedBelowTokens",
+                "has no effect",
+                remedy.to_owned(),
+            ));
+        }
         if !asked.has_experts {
             let none = format!("{} has no routed experts", facts.architecture);
             if asked.streams {
@@ -80,7 +89,7 @@ impl Asked {
     /// Candidates, best first: a GPU that holds the model, as prefill is compute-bound; then one that holds all but the
     /// routed experts; then CPUs. `has_gpus`: any node has a GPU that this engine can use.
     pub(crate) fn candidates(self, has_gpus: bool) -> Vec<Devices> {
-        let is_gpu_asked = self.gpus_per_worker.is_some_and(|gpus| gpus > 0) && self.has_prefill;
+        let is_gpu_asked = self.is_gpu_asked();
         let is_asked = is_gpu_asked || self.streams || self.halves;
         let may_use = match self.gpus_per_worker {
             Some(0) => false,
@@ -114,6 +123,11 @@ impl Asked {
         candidates
     }
 
+    /// Whether `prefill.gpusPerWorker` asks for GPUs.
+    fn is_gpu_asked(self) -> bool {
+        self.gpus_per_worker.is_some_and(|gpus| gpus > 0) && self.has_prefill
+    }
+
     /// Whether what was asked for is obeyed.
     fn allows(self, devices: Devices, is_gpu_asked: bool) -> bool {
         let Devices { prefill, decode } = devices;
@@ -135,12 +149,12 @@ impl Asked {
             && (prefill != Device::Gpu || decode != Device::GpuAndCpus || self.halves)
     }
 
-    /// The field that asked for a GPU, with its value, and what to write to let the planner choose.
+    /// The fields that ask for a GPU.
     pub(crate) fn asked_by(self) -> AskedBy {
-        match self {
-            Self { streams: true, .. } => AskedBy::StreamLoading,
-            Self { halves: true, .. } => AskedBy::DualBatch,
-            Self { .. } => AskedBy::GpusPerWorker,
+        AskedBy {
+            gpus_per_worker: self.is_gpu_asked(),
+            stream_loading: self.streams,
+            dual_batch: self.halves,
         }
     }
 }

@@ -23,7 +23,7 @@ pub enum Advice {
     Chunked,
     /// Write `spec.placement.pinning: Shared`.
     Share,
-    /// Write `spec.prefill.gpusPerWorker: 0`, or Auto in the field that asks for a GPU.
+    /// Write `spec.prefill.gpusPerWorker: 0`, or Auto, in each field that asks for a GPU.
     RunOnCpus(AskedBy),
     /// Nothing in the spec helps: this many more bytes of the GPU must be free, or the model is too large for it.
     FreeGpuMemory(u64),
@@ -51,7 +51,7 @@ impl fmt::Display for Advice {
                 f.write_str("write spec.prefill.mode: Chunked without prefill replicas")
             }
             Self::Share => f.write_str("write spec.placement.pinning: Shared"),
-            Self::RunOnCpus(asked_by) => f.write_str(asked_by.remedy()),
+            Self::RunOnCpus(asked_by) => f.write_str(&asked_by.remedy()),
             Self::FreeGpuMemory(bytes) => write!(
                 f,
                 "free {} of the GPU, use a larger one, or a smaller model",
@@ -73,35 +73,57 @@ impl fmt::Display for Advice {
     }
 }
 
-/// The field of a spec that asks for a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AskedBy {
-    /// `spec.prefill.gpusPerWorker`, or the planner's own choice.
-    GpusPerWorker,
+/// The fields of a spec that ask for a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AskedBy {
+    /// `spec.prefill.gpusPerWorker`.
+    pub gpus_per_worker: bool,
     /// `spec.prefill.mode: StreamLoading`.
-    StreamLoading,
+    pub stream_loading: bool,
     /// `spec.decode.dualBatch: On`.
-    DualBatch,
+    pub dual_batch: bool,
 }
 
 impl AskedBy {
-    /// What to write to do without a GPU.
-    fn remedy(self) -> &'static str {
-        match self {
-            Self::GpusPerWorker => "write spec.prefill.gpusPerWorker: 0 to run on CPUs",
-            Self::StreamLoading => "write spec.prefill.mode: Auto to run on CPUs",
-            Self::DualBatch => "write spec.decode.dualBatch: Auto to run on CPUs",
+    /// Each field as it is, with what to write instead; `gpusPerWorker` if no field asks.
+    fn fields(self) -> Vec<(&'static str, &'static str)> {
+        let prefill = (
+            "spec.prefill.gpusPerWorker",
+            "spec.prefill.gpusPerWorker: 0",
+        );
+        let all = [
+            (self.gpus_per_worker, prefill),
+            (
+                self.stream_loading,
+                (
+                    "spec.prefill.mode is StreamLoading",
+                    "spec.prefill.mode: Auto",
+                ),
+            ),
+            (
+                self.dual_batch,
+                ("spec.decode.dualBatch is On", "spec.decode.dualBatch: Auto"),
+            ),
+        ];
+        let asking = all.into_iter().filter(|(is_asking, _)| *is_asking);
+        let fields: Vec<_> = asking.map(|(_, field)| field).collect();
+        match fields.is_empty() {
+            true => vec![prefill],
+            false => fields,
         }
+    }
+
+    /// What to write to do without a GPU.
+    fn remedy(self) -> String {
+        let writes: Vec<&str> = self.fields().into_iter().map(|(_, write)| write).collect();
+        format!("write {} to run on CPUs", writes.join(" and "))
     }
 }
 
 impl fmt::Display for AskedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::GpusPerWorker => "spec.prefill.gpusPerWorker",
-            Self::StreamLoading => "spec.prefill.mode is StreamLoading",
-            Self::DualBatch => "spec.decode.dualBatch is On",
-        })
+        let fields: Vec<&str> = self.fields().into_iter().map(|(is, _)| is).collect();
+        f.write_str(&fields.join(" and "))
     }
 }
 
@@ -241,7 +263,7 @@ pub enum PlanError {
     #[error(
         "{what} needs {needs} GPU{} on one node ({asked_by}), node {node} has {free} free\n  \
          {}add a GPU node with its device plugin, or {}", if *.needs == 1 { "" } else { "s" },
-        if *.asked_by == AskedBy::GpusPerWorker { "lower spec.prefill.gpusPerWorker, " } else { "" }, .asked_by.remedy()
+        if .asked_by.gpus_per_worker { "lower spec.prefill.gpusPerWorker, " } else { "" }, .asked_by.remedy()
     )]
     TooFewGpus {
         /// The rank that was to be placed, such as `prefill-0`.

@@ -312,7 +312,7 @@ pub(crate) fn assign_slots<'a>(
 }
 
 /// Reserves the minimum that a rank needs on the GPU with the most memory left (the first if equal), among those with room
-/// the one with the fastest link where experts come over it; returns its index.
+/// the one with the fastest link where experts come over it, and then the one beside the most memory; returns its index.
 fn take(
     node: &NodeProfileStatus,
     rooms: &mut [GpuRoom<'_>],
@@ -326,12 +326,25 @@ fn take(
         link.map_or(0, |link| (link.alone_gbps * 1e3) as u64)
     };
     let has_room = |n: usize| rooms[n].left_bytes >= need.least_bytes();
+    let near_bytes = |n: usize| {
+        let mut numa = node.numa_nodes.iter();
+        let near = numa.find(|numa| Some(numa.id) == rooms[n].gpu.numa_node);
+        near.filter(|_| device.has_host_experts())
+            .map_or(0, |numa| numa.free_bytes)
+    };
     let is_linked = |n: usize| !device.has_host_experts() || link_mbps(n) > 0;
     let most = (0..rooms.len())
         .filter(|n| !used.contains(n) && is_linked(*n))
         .min_by_key(|n| {
             let link_mbps = if has_room(*n) { link_mbps(*n) } else { 0 };
-            (Reverse(link_mbps), Reverse(rooms[*n].left_bytes), *n)
+            let near_bytes = if has_room(*n) { near_bytes(*n) } else { 0 };
+            let left_bytes = rooms[*n].left_bytes;
+            (
+                Reverse(link_mbps),
+                Reverse(near_bytes),
+                Reverse(left_bytes),
+                *n,
+            )
         });
     let Some(n) = most else {
         if let Some(room) = rooms.iter().find(|room| LinkRates::of(room.gpu).is_none()) {

@@ -49,12 +49,7 @@ impl HostExperts {
         let cached_ms = cached.decode_ms(1, context);
         let pays = cached_ms <= uncached_ms * (1.0 - LEAST_GAIN);
         let chosen = if pays { &cached } else { plain };
-        let positions = f64::from(self.max_batch) * f64::from(context);
-        let whole = chosen.hybrid(Step {
-            tokens: self.max_batch,
-            cache_positions: positions,
-            attended_positions: positions,
-        });
+        let whole = chosen.hybrid(Step::of_streams(self.max_batch, context));
         let whole_ms = whole.total_ms();
         let halves_ms = match self.max_batch {
             0 | 1 => f64::INFINITY,

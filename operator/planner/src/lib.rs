@@ -18,11 +18,15 @@ mod error;
 mod estimator;
 mod gpus;
 mod host_experts;
+mod hybrid;
 mod input;
 mod link;
+#[cfg(test)]
+mod measured;
 mod memory;
 mod node_ranks;
 mod numerics;
+mod operations;
 mod place;
 mod plan;
 mod predict;

@@ -117,11 +117,15 @@ impl Planning<'_> {
     }
 
     fn on(&self, devices: Devices, refused: Vec<Refused>) -> Result<InferencePlanSpec, NoRoom> {
+        Ok(self.draft(devices, refused)?.to_plan())
+    }
+
+    fn draft(&self, devices: Devices, refused: Vec<Refused>) -> Result<Draft<'_>, NoRoom> {
         let (demand, estimator) = (&self.demand, self.estimator);
         let wanted = self.wanted(devices);
         let free = place(estimator.nodes(), demand, wanted, estimator)?;
         let placement = alike(estimator, demand, wanted, &free).unwrap_or(free);
-        let draft = Draft {
+        Ok(Draft {
             input: self.input,
             nodes: estimator.nodes(),
             demand: *demand,
@@ -130,8 +134,7 @@ impl Planning<'_> {
             estimator,
             key_type: self.key_type,
             value_type: self.value_type,
-        };
-        Ok(draft.to_plan())
+        })
     }
 
     /// Why a plan whose experts stay in the node's memory is not faster than one that may be chosen instead; `None` if it
@@ -142,14 +145,11 @@ impl Planning<'_> {
         plan: &InferencePlanSpec,
         candidates: &[Devices],
     ) -> Option<String> {
-        let context = plan.model.context_length;
         if devices.prefill == Device::StreamingGpu
             && candidates.contains(&Devices::CPUS)
-            && plan.routing.chunked_below_tokens > context
+            && let Some(why) = self.streams_in_vain(devices, plan)
         {
-            return Some(format!(
-                "no prompt of up to {context} tokens would get its first token sooner than from a decode rank that reads it in chunks"
-            ));
+            return Some(why);
         }
         let on_cpus = Devices {
             decode: Device::Cpus,
@@ -164,6 +164,36 @@ impl Planning<'_> {
                 "TPOT {:.1} ms, and {tpot_ms:.1} ms on the CPUs alone",
                 plan.predicted.tpot_ms
             )
+        })
+    }
+
+    /// Why no prompt is worth streaming, whatever the spec says about which ones are: each would get its first token as
+    /// soon from a decode rank of the plan, or from the prefill ranks on CPUs that there would be instead.
+    fn streams_in_vain(&self, devices: Devices, plan: &InferencePlanSpec) -> Option<String> {
+        let context = plan.model.context_length;
+        let draft = self.draft(devices, Vec::new()).ok()?;
+        let Some(least) = draft.crossover_tokens(&plan.ranks) else {
+            return Some(format!(
+                "no prompt of up to {context} tokens would get its first token sooner than from a decode rank that reads it in chunks"
+            ));
+        };
+        let on_cpus = Devices {
+            prefill: Device::Cpus,
+            ..devices
+        };
+        let instead = self.draft(on_cpus, Vec::new()).ok()?;
+        let ranks = instead.to_plan().ranks;
+        let is_sooner = |tokens: u32| {
+            let streamed = draft.slowest_prefill_ms(&plan.ranks, tokens);
+            let on_cpus = instead.slowest_prefill_ms(&ranks, tokens);
+            matches!((streamed, on_cpus), (Some(streamed), Some(on_cpus)) if streamed < on_cpus)
+        };
+        let doubled = (0..31).map(|n| least.saturating_mul(1 << n));
+        let mut lengths = doubled
+            .take_while(|tokens| *tokens < context)
+            .chain([context]);
+        (!lengths.any(is_sooner)).then(|| {
+            format!("no prompt of up to {context} tokens would get its first token sooner than from a prefill rank on the CPUs")
         })
     }
 }

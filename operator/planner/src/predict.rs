@@ -6,8 +6,8 @@
 use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus, PlanActivations};
 
 use crate::cpus::CpuSet;
+use crate::operations::Operations;
 use crate::ring::RingLengths;
-use crate::stream_loading::{StreamedPrompt, StreamedTime};
 
 /// Share of the measured read bandwidth that the weights' kernels reach from a mapped file.
 pub const READ_EFFICIENCY: f64 = 0.87;
@@ -31,12 +31,8 @@ pub(crate) const MAP_THREAD_MS_PER_GB: f64 = 14.0;
 pub(crate) const UNMAP_MS_PER_GB: f64 = 8.5;
 /// Milliseconds that a layer adds to a step on a GPU besides its weights: a dozen kernel launches and completions.
 pub const GPU_LAYER_OVERHEAD_MS: f64 = 0.05;
-/// Operations of a layer on a device whose time for a small operation was measured.
-const LAYER_OPERATIONS: f64 = 20.0;
-/// Milliseconds of a layer to hand activations to the CPUs and their sum back: two copies and two waits.
+/// Milliseconds of a layer to hand activations to the CPUs and their sum back, where that was not measured.
 const EXCHANGE_MS: f64 = 0.04;
-/// Most rows of a step that uses experts cached on the device; the worker's limit (`worker/model/src/experts/hot.rs`).
-const CACHED_STEP_ROWS: u32 = 32;
 /// Bandwidth of KV transfer between two processes of one node, over loopback, in GB/s.
 pub(crate) const LOOPBACK_GBPS: f64 = 1.0;
 
@@ -47,8 +43,12 @@ pub(crate) struct Rates {
     pub read_gbps: f64,
     /// Dot-product rate, in GFLOP/s.
     pub gflops: f64,
-    /// Milliseconds that a layer adds to a step besides its weights.
+    /// Milliseconds that a layer adds to a step besides its weights, where `operation_ms` is not known.
     pub layer_overhead_ms: f64,
+    /// Measured milliseconds of an operation besides its bytes and products; 0 if unknown.
+    pub operation_ms: f64,
+    /// Milliseconds to hand a layer's activations to CPUs and their sum back, besides their bytes.
+    pub exchange_ms: f64,
     /// Read bandwidth of the disk that holds the weights, in GB/s; 0 if unknown.
     pub disk_gbps: f64,
     /// Time to map weights that are in the page cache, and to unmap others for them, in milliseconds per GB.
@@ -96,6 +96,8 @@ impl Rates {
             read_gbps: read_gbps * READ_EFFICIENCY,
             gflops: (one * threads).min(all.max(one)) * COMPUTE_EFFICIENCY,
             layer_overhead_ms: LAYER_OVERHEAD_MS,
+            operation_ms: 0.0,
+            exchange_ms: 0.0,
             disk_gbps,
             map_ms_per_gb: MAP_THREAD_MS_PER_GB / threads.max(1.0) + UNMAP_MS_PER_GB,
         }
@@ -112,9 +114,11 @@ impl Rates {
         Self {
             read_gbps: gpu.read_gbps * read,
             gflops: gpu.bf16_gflops * compute,
-            layer_overhead_ms: match gpu.operation_us {
-                us if us > 0.0 => us * LAYER_OPERATIONS / 1e3,
-                _ => GPU_LAYER_OVERHEAD_MS,
+            layer_overhead_ms: GPU_LAYER_OVERHEAD_MS,
+            operation_ms: gpu.operation_us / 1e3,
+            exchange_ms: match gpu.exchange_us {
+                us if us > 0.0 => us / 1e3,
+                _ => EXCHANGE_MS,
             },
             disk_gbps: 0.0,
             map_ms_per_gb: 0.0,
@@ -122,9 +126,26 @@ impl Rates {
     }
 
     /// Milliseconds to read `bytes` and compute `flops` meanwhile.
-    fn ms(&self, bytes: f64, flops: f64) -> f64 {
+    pub(crate) fn ms(&self, bytes: f64, flops: f64) -> f64 {
         let read_ms = bytes / 1e9 / self.read_gbps * 1e3;
         read_ms.max(flops / 1e9 / self.gflops * 1e3)
+    }
+
+    /// Milliseconds that `operations` in all layers add to a step besides their bytes and products.
+    pub(crate) fn overhead_ms(&self, facts: &ModelFacts, operations: f64) -> f64 {
+        match self.operation_ms > 0.0 {
+            true => self.operation_ms * operations,
+            false => self.layer_overhead_ms * f64::from(facts.layers),
+        }
+    }
+
+    /// Milliseconds that a layer's experts add on CPUs besides their weights.
+    pub(crate) fn overhead_of_layer_ms(&self) -> f64 {
+        match self.operation_ms > 0.0 {
+            // Each expert's own was counted.
+            true => 0.0,
+            false => self.layer_overhead_ms,
+        }
     }
 
     /// The same rates with an n-th of the bandwidth and compute.
@@ -133,9 +154,9 @@ impl Rates {
         Self {
             read_gbps: self.read_gbps / n,
             gflops: self.gflops / n,
-            layer_overhead_ms: self.layer_overhead_ms,
             disk_gbps: self.disk_gbps / n,
             map_ms_per_gb: self.map_ms_per_gb * n,
+            ..self
         }
     }
 }
@@ -162,10 +183,25 @@ pub(crate) enum ExpertsAt {
 pub(crate) struct Step {
     /// Tokens that pass through the layers.
     pub tokens: u32,
+    /// Those of them that have logits.
+    pub logit_rows: u32,
     /// Positions that attention reads, summed over the streams (each stream's cache once).
     pub cache_positions: f64,
     /// Query–position pairs of attention, summed over the tokens.
     pub attended_positions: f64,
+}
+
+impl Step {
+    /// One token of each of `batch` streams of `context` tokens.
+    pub(crate) fn of_streams(batch: u32, context: u32) -> Self {
+        let positions = f64::from(batch) * f64::from(context);
+        Self {
+            tokens: batch,
+            logit_rows: batch,
+            cache_positions: positions,
+            attended_positions: positions,
+        }
+    }
 }
 
 /// Predictor of one model on one rank.
@@ -216,7 +252,12 @@ impl Predictor<'_> {
         // Mapped by the computing threads, while the disk keeps reading.
         let unmapped = self.facts.absent_step_bytes(step.tokens, self.mapped_bytes);
         let map_ms = unmapped / 1e9 * self.rates.map_ms_per_gb;
-        let overhead_ms = self.rates.layer_overhead_ms * f64::from(self.facts.layers);
+        let experts = self.facts.expected_distinct_experts(step.tokens);
+        let operations = Operations::of(self.facts);
+        let overhead_ms = self.rates.overhead_ms(
+            self.facts,
+            operations.total(1.0) + operations.local_experts(experts),
+        );
         (read_ms.max(compute_ms) + map_ms).max(disk_ms) + overhead_ms
     }
 
@@ -231,12 +272,7 @@ impl Predictor<'_> {
         {
             return self.halves_ms(batch, context);
         }
-        let positions = f64::from(batch) * f64::from(context);
-        self.step_ms(Step {
-            tokens: batch,
-            cache_positions: positions,
-            attended_positions: positions,
-        })
+        self.step_ms(Step::of_streams(batch, context))
     }
 
     /// Milliseconds to prefill a prompt in chunks; with a ring the whole prompt is one.
@@ -252,6 +288,7 @@ impl Predictor<'_> {
             let middle = f64::from(done) + f64::from(tokens) / 2.0;
             total_ms += self.step_ms(Step {
                 tokens,
+                logit_rows: 1,
                 cache_positions: f64::from(done),
                 attended_positions: f64::from(tokens) * middle,
             });
@@ -260,35 +297,6 @@ impl Predictor<'_> {
         total_ms
     }
 
-    /// Milliseconds that a decode rank still waits for KV after the last layer of a prompt: layers are sent as they
-    /// finish, so one layer's share remains.
-    pub(crate) fn hand_over_ms(&self, prompt_tokens: u32, link_gbps: f64) -> f64 {
-        let bytes = self.kv_bytes_per_token as f64 * f64::from(prompt_tokens);
-        bytes / f64::from(self.facts.layers.max(1)) / 1e9 / link_gbps * 1e3
-    }
-}
-
-/// Milliseconds of a step by what computes it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct HybridStep {
-    /// Attention, dense layers, routers and head, on the device.
-    pub device_ms: f64,
-    /// Shared experts and those in the device's cache, computed while the CPUs compute the others.
-    pub beside_ms: f64,
-    /// Routed experts on the CPUs.
-    pub host_ms: f64,
-    /// Activations to the CPUs and sums back.
-    pub exchange_ms: f64,
-}
-
-impl HybridStep {
-    /// Duration of the step in milliseconds.
-    pub(crate) fn total_ms(self) -> f64 {
-        self.device_ms + self.exchange_ms + self.host_ms.max(self.beside_ms)
-    }
-}
-
-impl<'a> Predictor<'a> {
     /// The same rank where it has an n-th of its device, of its link and of its CPUs.
     pub(crate) fn shared_by(self, ranks: u32) -> Self {
         let n = f64::from(ranks.max(1));
@@ -317,124 +325,11 @@ impl<'a> Predictor<'a> {
         }
     }
 
-    /// Duration of one pass over a ring of `slots`.
-    pub(crate) fn streamed(&self, step: Step, slots: u32, copy_gbps: f64) -> StreamedTime {
-        let facts = self.facts;
-        let experts = facts.expected_distinct_experts(step.tokens).round();
-        let layers = f64::from(facts.layers.max(1));
-        let chosen = f64::from(step.tokens) * f64::from(facts.experts_per_token);
-        StreamedPrompt {
-            dense_layers: facts.layers.saturating_sub(facts.routed_layers()),
-            expert_layers: facts.routed_layers(),
-            experts: experts as u32,
-            slots,
-            copy_ms: self.expert_copy_ms(copy_gbps),
-            expert_ms: self.expert_ms(step.tokens),
-            dense_ms: self.dense_ms(step, 1) / layers + self.rates.layer_overhead_ms,
-            is_ahead: chosen >= f64::from(facts.experts),
-        }
-        .simulate()
-    }
-
-    /// Milliseconds that one routed expert computes in a step of `tokens`.
-    fn expert_ms(&self, tokens: u32) -> f64 {
-        let facts = self.facts;
-        let experts = facts.expected_distinct_experts(tokens).round().max(1.0);
-        let chosen = f64::from(tokens) * f64::from(facts.experts_per_token);
-        self.rates.ms(
-            facts.expert_bytes() as f64,
-            chosen / experts * facts.expert_flops(),
-        )
-    }
-
-    fn expert_copy_ms(&self, copy_gbps: f64) -> f64 {
-        self.facts.expert_bytes() as f64 / 1e9 / copy_gbps * 1e3
-    }
-
-    /// Tokens of the longest prompt, at most `context`, whose experts compute for less time than their copies take. Behind
-    /// this turning point a ring of 2 slots hides all copies, as one expert computes while the next is copied (hybrid MoE
-    /// paper, section 3.1).
-    pub(crate) fn turning_point_tokens(&self, copy_gbps: f64, context: u32) -> u32 {
-        let copy_ms = self.expert_copy_ms(copy_gbps);
-        let (mut below, mut beyond) = (0, context.saturating_add(1));
-        while beyond - below > 1 {
-            let middle = below + (beyond - below) / 2;
-            match self.expert_ms(middle) < copy_ms {
-                true => below = middle,
-                false => beyond = middle,
-            }
-        }
-        below
-    }
-
-    /// Milliseconds of everything in a step but routed experts and the layers' overhead; `head_rows` tokens have logits.
-    fn dense_ms(&self, step: Step, head_rows: u32) -> f64 {
-        let facts = self.facts;
-        let no_logits = f64::from(step.tokens.saturating_sub(head_rows));
-        let bytes = facts.step_bytes(0) + step.cache_positions * self.kv_bytes_per_token as f64;
-        let flops = facts.dense_flops() * f64::from(step.tokens)
-            + facts.attention_flops_per_position() * step.attended_positions
-            - facts.flops_of(facts.bytes.head as f64) * no_logits;
-        self.rates.ms(bytes, flops.max(0.0))
-    }
-
-    /// Parts of a step whose routed experts are computed by CPUs. On a rank without such, the CPUs' part is 0.
-    pub(crate) fn hybrid(&self, step: Step) -> HybridStep {
-        let ExpertsAt::Host {
-            rates: host,
-            copy_gbps,
-            cached_share,
-            dual_batch: _,
-        } = self.experts_at
-        else {
-            return HybridStep {
-                device_ms: self.whole_step_ms(step),
-                beside_ms: 0.0,
-                host_ms: 0.0,
-                exchange_ms: 0.0,
-            };
-        };
-        let facts = self.facts;
-        let tokens = f64::from(step.tokens);
-        let layers = f64::from(facts.routed_layers());
-        let expert_bytes = facts.step_bytes(step.tokens) - facts.step_bytes(0);
-        let expert_flops =
-            facts.expert_flops() * f64::from(facts.experts_per_token) * layers * tokens;
-        let shared_bytes = facts.bytes.shared_expert as f64;
-        let shared_flops = facts.flops_of(shared_bytes) * tokens;
-        let shared_ms = self.rates.ms(shared_bytes, shared_flops);
-        // Workers use their cache in steps of few rows alone.
-        let cached_share = match step.tokens <= CACHED_STEP_ROWS {
-            true => cached_share,
-            false => 0.0,
-        };
-        let missed = 1.0 - cached_share;
-        let exchanged = tokens * f64::from(facts.hidden) * 4.0 * 2.0 * layers;
-        HybridStep {
-            device_ms: (self.dense_ms(step, step.tokens) - shared_ms).max(0.0)
-                + self.rates.layer_overhead_ms * f64::from(facts.layers),
-            beside_ms: shared_ms
-                + self
-                    .rates
-                    .ms(expert_bytes * cached_share, expert_flops * cached_share),
-            host_ms: host.ms(expert_bytes * missed, expert_flops * missed)
-                + host.layer_overhead_ms * layers,
-            exchange_ms: exchanged / 1e9 / copy_gbps * 1e3 + EXCHANGE_MS * layers,
-        }
-    }
-
-    /// Milliseconds of a decode step in two half batches: while one is on the device, the other is on the CPUs (hybrid
-    /// MoE paper, section 3.3.1).
-    pub(crate) fn halves_ms(&self, batch: u32, context: u32) -> f64 {
-        let larger = batch.div_ceil(2);
-        let positions = f64::from(larger) * f64::from(context);
-        let half = self.hybrid(Step {
-            tokens: larger,
-            cache_positions: positions,
-            attended_positions: positions,
-        });
-        let on_device = half.device_ms + half.beside_ms + half.exchange_ms;
-        2.0 * on_device.max(half.host_ms)
+    /// Milliseconds that a decode rank still waits for KV after the last layer of a prompt: layers are sent as they
+    /// finish, so one layer's share remains.
+    pub(crate) fn hand_over_ms(&self, prompt_tokens: u32, link_gbps: f64) -> f64 {
+        let bytes = self.kv_bytes_per_token as f64 * f64::from(prompt_tokens);
+        bytes / f64::from(self.facts.layers.max(1)) / 1e9 / link_gbps * 1e3
     }
 }
 

@@ -56,13 +56,18 @@ impl Draft<'_> {
         CHUNKED_BELOW_TOKENS
     }
 
+    /// Milliseconds to the first token of a prompt of `tokens` through the slowest prefill rank; `None` without one.
+    pub(crate) fn slowest_prefill_ms(&self, ranks: &[PlanRank], tokens: u32) -> Option<f64> {
+        ranks_of(ranks, PlanRole::Prefill)
+            .filter_map(|rank| self.prefill_ttft_ms(rank, tokens))
+            .reduce(f64::max)
+    }
+
     /// The shortest prompt, in tokens, whose first token comes sooner through the slowest prefill rank than through the
     /// fastest decode rank that reads it in chunks; `None` if that is so for no prompt within the context.
     pub(crate) fn crossover_tokens(&self, ranks: &[PlanRank]) -> Option<u32> {
         let is_sooner = |tokens: u32| {
-            let streamed = ranks_of(ranks, PlanRole::Prefill)
-                .filter_map(|rank| self.prefill_ttft_ms(rank, tokens))
-                .reduce(f64::max);
+            let streamed = self.slowest_prefill_ms(ranks, tokens);
             let chunked = ranks_of(ranks, PlanRole::Decode)
                 .filter_map(|rank| self.chunked_ttft_ms(rank, tokens))
                 .reduce(f64::min);

@@ -130,6 +130,37 @@ fn decode_stays_on_cpus_that_are_faster_without_the_gpu() {
 }
 
 #[test]
+fn prompts_are_not_streamed_where_a_prefill_rank_on_the_cpus_is_sooner() {
+    // A link so slow that no prompt of the context is worth its copies, where CPUs read prompts; a decode rank of one
+    // thread is slower still.
+    let with_link = |pcie_gbps: f64| {
+        let mut machine = laptop(40 * GIB);
+        machine.gpus[0].pcie_gbps = pcie_gbps;
+        planned(SHORT, machine).unwrap()
+    };
+    let streamed_ms = |plan: &InferencePlanSpec| {
+        let prefill = rank(plan, "prefill-0");
+        (policy(prefill) == ResidencyPolicy::StreamLoading).then_some(plan.predicted.ttft_ms)
+    };
+    let mut instead = laptop(40 * GIB);
+    instead.gpus[0].pcie_gbps = 0.01;
+    let on_cpus = planned(SHORT, instead).unwrap();
+    assert_eq!(streamed_ms(&on_cpus), None, "{:#?}", on_cpus.not_chosen);
+    assert_line(
+        &on_cpus.not_chosen,
+        "experts of prefill streamed",
+        "no prompt of up to 2048 tokens",
+    );
+    let mut chosen = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0].map(with_link);
+    let first = chosen.iter().position(|plan| streamed_ms(plan).is_some());
+    let first = first.expect("a link that is fast enough");
+    // Whatever is faster than a link that pays, pays.
+    for plan in &mut chosen[first..] {
+        assert!(streamed_ms(plan).is_some(), "{:#?}", plan.not_chosen);
+    }
+}
+
+#[test]
 fn the_ring_shrinks_as_prompts_need_its_memory_and_to_two_slots_past_the_turning_point() {
     let of = |context: u32| {
         let yaml = format!(
@@ -243,6 +274,23 @@ fn constants_of_the_routing_policy_are_the_specs() {
     assert_line(&plan.why, "prompts below 777", "chunkedBelowTokens says so");
     let on_cpus = planned("prefill: {chunkedBelowTokens: 100}\n", server()).unwrap();
     assert_eq!(on_cpus.routing.chunked_below_tokens, 100);
+    // They say which prompts are streamed, not whether that pays.
+    let default = planned(SHORT, laptop(40 * GIB)).unwrap();
+    for tokens in [0, 16_777_216] {
+        let yaml = format!("{SHORT}prefill: {{chunkedBelowTokens: {tokens}}}\n");
+        let plan = planned(&yaml, laptop(40 * GIB)).unwrap();
+        let devices = |plan: &InferencePlanSpec| {
+            let ranks = plan.ranks.iter().map(|rank| rank.device_name.clone());
+            ranks.collect::<Vec<_>>()
+        };
+        assert_eq!(devices(&plan), devices(&default), "{tokens}");
+    }
+    let chunked = "prefill: {mode: Chunked, chunkedBelowTokens: 100}\n";
+    let error = planned(chunked, server()).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    spec.prefill.chunkedBelowTokens has no effect
+      spec.prefill.mode is Chunked, so that decode workers read every prompt: remove chunkedBelowTokens, or write mode: Auto
+    ");
 }
 
 #[test]
@@ -265,6 +313,9 @@ fn modes_that_cannot_be_are_refused_with_numbers_and_a_remedy() {
     assert!(error.contains("spec.prefill.mode: Auto"), "{error}");
     let error = tiny("decode: {dualBatch: \"On\"}\n").to_string();
     assert!(error.contains("spec.decode.dualBatch: Auto"), "{error}");
+    let error = tiny("prefill: {mode: StreamLoading}\ndecode: {dualBatch: \"On\"}\n").to_string();
+    let both = "write spec.prefill.mode: Auto and spec.decode.dualBatch: Auto to run on CPUs";
+    assert!(error.contains(both), "{error}");
     let error = tiny("prefill: {gpusPerWorker: 0}\ndecode: {dualBatch: \"On\"}\n");
     insta::assert_snapshot!(error, @r#"
     spec.decode.dualBatch is "On"

@@ -322,11 +322,22 @@ fn follow(
                 assert!(*cores > 0, "{error}");
                 continue;
             }
-            Advice::RunOnCpus(AskedBy::GpusPerWorker) => {
-                changed.prefill.gpus_per_worker = Some(0);
+            Advice::RunOnCpus(asked_by) => {
+                let AskedBy {
+                    gpus_per_worker,
+                    stream_loading,
+                    dual_batch,
+                } = *asked_by;
+                if gpus_per_worker || !(stream_loading || dual_batch) {
+                    changed.prefill.gpus_per_worker = Some(0);
+                }
+                if stream_loading {
+                    changed.prefill.mode = PrefillMode::Auto;
+                }
+                if dual_batch {
+                    changed.decode.dual_batch = DualBatch::Auto;
+                }
             }
-            Advice::RunOnCpus(AskedBy::StreamLoading) => changed.prefill.mode = PrefillMode::Auto,
-            Advice::RunOnCpus(AskedBy::DualBatch) => changed.decode.dual_batch = DualBatch::Auto,
             Advice::FreeGpuMemory(bytes) => {
                 for gpu in machines.iter_mut().flat_map(|machine| &mut machine.gpus) {
                     gpu.free_bytes += bytes;

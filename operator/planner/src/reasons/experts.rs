@@ -2,6 +2,7 @@
 
 use hearth_crds::{DualBatch, PlanRank, PlanRole, PlanRouting, ResidencyPolicy, format_bytes};
 
+use crate::cpus::format_cpu_list;
 use crate::draft::{Draft, ranks_of};
 use crate::link::LinkRates;
 use crate::predict::{ExpertsAt, Step};
@@ -18,6 +19,7 @@ pub(super) fn used(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>)
         if has_policy(rank, ResidencyPolicy::StreamLoading) {
             why.extend(streamed(draft, rank));
             why.extend(turning_point(draft, rank));
+            why.extend(far_from_gpu(draft, ranks, rank));
         }
         if has_policy(rank, ResidencyPolicy::HostExperts) {
             why.extend(on_host(draft, rank));
@@ -40,6 +42,7 @@ fn streamed(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     let positions = f64::from(tokens);
     let step = Step {
         tokens,
+        logit_rows: 1,
         cache_positions: 0.0,
         attended_positions: positions * positions / 2.0,
     };
@@ -58,6 +61,26 @@ fn streamed(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
         ms(time.total_ms),
         ms(time.copy_ms),
         ms(time.compute_ms),
+    ))
+}
+
+/// Says where the experts that a rank streams are not in the memory next to its GPU: they come from where the ranks beside
+/// it have them, which compute with them, in the same copy.
+fn far_from_gpu(draft: &Draft<'_>, ranks: &[PlanRank], rank: &PlanRank) -> Option<String> {
+    let (_, node) = draft.node_of(rank)?;
+    let gpu = draft.slot_of(rank)?.gpu;
+    let near = gpu.numa_node.filter(|_| node.numa_nodes.len() > 1)?;
+    let mut beside = ranks_of(ranks, PlanRole::Decode).filter(|other| other.node == rank.node);
+    let holder = beside.find(|other| !other.numa_nodes.is_empty());
+    let at = &holder.unwrap_or(rank).numa_nodes;
+    if *at == [near] || at.is_empty() {
+        return None;
+    }
+    Some(format!(
+        "experts of {} lie in the memory of NUMA node {} and {} is attached to NUMA node {near}: copies from the others cross the link between them, and may be slower",
+        rank.name,
+        format_cpu_list(at),
+        gpu.name
     ))
 }
 
@@ -101,16 +124,20 @@ fn turning_point(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
 fn on_host(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     let predictor = draft.predictor_of(rank)?;
     let context = draft.estimator.stream_tokens();
-    let parts = predictor.hybrid(Step {
-        tokens: 1,
-        cache_positions: f64::from(context),
-        attended_positions: f64::from(context),
-    });
+    let parts = predictor.hybrid(Step::of_streams(1, context));
     let ExpertsAt::Host { rates, .. } = predictor.experts_at else {
         return None;
     };
+    let gpu = draft.slot_of(rank)?.gpu;
+    let origin = match gpu.exchange_us {
+        us if us > 0.0 => format!(
+            "measured: {us:.0} µs a layer, and {:.1} µs an operation",
+            gpu.operation_us
+        ),
+        _ => "estimated".to_owned(),
+    };
     Some(format!(
-        "experts of {}: {} stay in the memory of {}, whose CPUs read them at {:.1} GB/s: of a token's {}, {} are theirs, {} the GPU's and {} the way between",
+        "experts of {}: {} stay in the memory of {}, whose CPUs read them at {:.1} GB/s: of a token's {}, {} are theirs, {} the GPU's and {} the way between ({origin})",
         rank.name,
         format_bytes(draft.demand.facts.bytes.routed_experts),
         rank.node,

@@ -1,0 +1,225 @@
+//! Duration of steps whose routed experts are not all on the device: a ring of slots, or CPUs (hybrid MoE paper, sections
+//! 3.1 and 3.3).
+
+use crate::operations::Operations;
+use crate::predict::{ExpertsAt, Predictor, Rates, Step};
+use crate::stream_loading::{StreamedPrompt, StreamedTime};
+
+/// Most rows of a step that uses experts cached on the device; the worker's limit (`worker/model/src/experts/hot.rs`).
+const CACHED_STEP_ROWS: u32 = 32;
+/// Operations of a layer that splits its choices between a cache and the CPUs: rows for experts, products in their places,
+/// and their sum.
+const SPLIT_OPERATIONS: f64 = 6.0;
+/// Rows of a tile of attention where experts are streamed; the worker's (`worker/src/load.rs`).
+const TILE_ROWS: f64 = 512.0;
+
+/// Milliseconds of a step by what computes it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct HybridStep {
+    /// Attention, dense layers, routers and head, on the device.
+    pub device_ms: f64,
+    /// The head's part of it, and what else is before the first layer and behind the last.
+    pub ends_ms: f64,
+    /// Shared experts and those in the device's cache, computed while the CPUs compute the others.
+    pub beside_ms: f64,
+    /// Routed experts on the CPUs.
+    pub host_ms: f64,
+    /// Activations to the CPUs and sums back.
+    pub exchange_ms: f64,
+}
+
+impl HybridStep {
+    /// Duration of the step in milliseconds.
+    pub(crate) fn total_ms(self) -> f64 {
+        self.device_ms + self.exchange_ms + self.host_ms.max(self.beside_ms)
+    }
+}
+
+/// Where the experts of a hybrid step are.
+#[derive(Clone, Copy)]
+struct OnHost {
+    rates: Rates,
+    copy_gbps: f64,
+    cached_share: f64,
+}
+
+impl Predictor<'_> {
+    /// Duration of one pass over a ring of `slots`.
+    pub(crate) fn streamed(&self, step: Step, slots: u32, copy_gbps: f64) -> StreamedTime {
+        let facts = self.facts;
+        let experts = facts.expected_distinct_experts(step.tokens).round();
+        let layers = f64::from(facts.layers.max(1));
+        let chosen = f64::from(step.tokens) * f64::from(facts.experts_per_token);
+        let rates = self.rates;
+        let tiles = (f64::from(step.tokens) / TILE_ROWS).ceil();
+        let operations = Operations::of(facts);
+        let beside = operations.total(tiles) + operations.local_experts(0.0);
+        StreamedPrompt {
+            dense_layers: facts.layers.saturating_sub(facts.routed_layers()),
+            expert_layers: facts.routed_layers(),
+            experts: experts as u32,
+            slots,
+            copy_ms: self.expert_copy_ms(copy_gbps),
+            expert_ms: self.expert_ms(step.tokens),
+            dense_ms: (self.dense_ms(step) + rates.overhead_ms(facts, beside)) / layers,
+            is_ahead: chosen >= f64::from(facts.experts),
+        }
+        .simulate()
+    }
+
+    /// Milliseconds that one routed expert computes in a step of `tokens`.
+    fn expert_ms(&self, tokens: u32) -> f64 {
+        let facts = self.facts;
+        let experts = facts.expected_distinct_experts(tokens).round().max(1.0);
+        let chosen = f64::from(tokens) * f64::from(facts.experts_per_token);
+        let products_ms = self.rates.ms(
+            facts.expert_bytes() as f64,
+            chosen / experts * facts.expert_flops(),
+        );
+        products_ms + self.rates.operation_ms
+    }
+
+    fn expert_copy_ms(&self, copy_gbps: f64) -> f64 {
+        self.facts.expert_bytes() as f64 / 1e9 / copy_gbps * 1e3
+    }
+
+    /// Tokens of the longest prompt, at most `context`, whose experts compute for less time than their copies take. Behind
+    /// this turning point a ring of 2 slots hides all copies, as one expert computes while the next is copied (hybrid MoE
+    /// paper, section 3.1).
+    pub(crate) fn turning_point_tokens(&self, copy_gbps: f64, context: u32) -> u32 {
+        let copy_ms = self.expert_copy_ms(copy_gbps);
+        let (mut below, mut beyond) = (0, context.saturating_add(1));
+        while beyond - below > 1 {
+            let middle = below + (beyond - below) / 2;
+            match self.expert_ms(middle) < copy_ms {
+                true => below = middle,
+                false => beyond = middle,
+            }
+        }
+        below
+    }
+
+    /// Milliseconds of everything in a step but routed experts and what operations add.
+    fn dense_ms(&self, step: Step) -> f64 {
+        let facts = self.facts;
+        let no_logits = f64::from(step.tokens.saturating_sub(step.logit_rows));
+        let flops = facts.dense_flops() * f64::from(step.tokens)
+            - facts.flops_of(facts.bytes.head as f64) * no_logits;
+        let products_ms = self.rates.ms(facts.step_bytes(0), flops.max(0.0));
+        let attention_ms = self.rates.ms(
+            step.cache_positions * self.kv_bytes_per_token as f64,
+            facts.attention_flops_per_position() * step.attended_positions,
+        );
+        products_ms + attention_ms
+    }
+
+    /// Parts of a step whose routed experts are computed by CPUs. On a rank without such, the CPUs' part is 0.
+    pub(crate) fn hybrid(&self, step: Step) -> HybridStep {
+        let ExpertsAt::Host {
+            rates,
+            copy_gbps,
+            cached_share,
+            dual_batch: _,
+        } = self.experts_at
+        else {
+            return HybridStep {
+                device_ms: self.step_ms(step),
+                ends_ms: 0.0,
+                beside_ms: 0.0,
+                host_ms: 0.0,
+                exchange_ms: 0.0,
+            };
+        };
+        // Workers use their cache in steps of few rows alone.
+        let cached_share = match step.tokens <= CACHED_STEP_ROWS {
+            true => cached_share,
+            false => 0.0,
+        };
+        self.beside_host(
+            step,
+            OnHost {
+                rates,
+                copy_gbps,
+                cached_share,
+            },
+        )
+    }
+
+    fn beside_host(&self, step: Step, on_host: OnHost) -> HybridStep {
+        let (facts, rates) = (self.facts, self.rates);
+        let tokens = f64::from(step.tokens);
+        let layers = f64::from(facts.routed_layers());
+        let shared_bytes = facts.bytes.shared_expert as f64;
+        let shared_ms = rates.ms(shared_bytes, facts.flops_of(shared_bytes) * tokens);
+        let head_bytes = facts.bytes.head as f64;
+        let head_flops = facts.flops_of(head_bytes) * f64::from(step.logit_rows);
+        let split = match on_host.cached_share > 0.0 {
+            true => SPLIT_OPERATIONS * layers,
+            false => 0.0,
+        };
+        let operations = Operations::of(facts).total(1.0) + split;
+        let exchanged = tokens * f64::from(facts.hidden) * 4.0 * 2.0 * layers;
+        let (host_ms, cached_ms) = self.experts_ms(step, on_host);
+        HybridStep {
+            device_ms: (self.dense_ms(step) - shared_ms).max(0.0)
+                + rates.overhead_ms(facts, operations),
+            ends_ms: rates.ms(head_bytes, head_flops),
+            beside_ms: shared_ms + cached_ms,
+            host_ms,
+            exchange_ms: exchanged / 1e9 / on_host.copy_gbps * 1e3 + rates.exchange_ms * layers,
+        }
+    }
+
+    /// Milliseconds of routed experts in all layers: on the CPUs, and on the device that caches some of them. Of a layer's
+    /// misses as many are copied to the device as end it soonest, as workers do.
+    fn experts_ms(&self, step: Step, on_host: OnHost) -> (f64, f64) {
+        let (facts, host) = (self.facts, on_host.rates);
+        let layers = f64::from(facts.routed_layers());
+        let distinct = facts.expected_distinct_experts(step.tokens);
+        let chosen = f64::from(step.tokens) * f64::from(facts.experts_per_token);
+        let bytes = facts.expert_bytes() as f64;
+        let flops = chosen / distinct.max(1.0) * facts.expert_flops();
+        let on_host_ms = host.ms(bytes, flops) + host.operation_ms;
+        let on_device_ms = self.rates.ms(bytes, flops) + self.rates.operation_ms;
+        let missed = distinct * (1.0 - on_host.cached_share);
+        let copy_ms = bytes / 1e9 / on_host.copy_gbps * 1e3;
+        let misses_ms = |copies: f64| {
+            let link_ms = copies * copy_ms + copies.min(1.0) * on_device_ms;
+            link_ms.max((missed - copies) * on_host_ms)
+        };
+        let most = match on_host.cached_share > 0.0 {
+            true => missed as u32,
+            false => 0,
+        };
+        let soonest = (0..=most).map(|copies| misses_ms(f64::from(copies)));
+        let missed_ms = soonest.fold(f64::INFINITY, f64::min);
+        let cached_ms = distinct * on_host.cached_share * on_device_ms;
+        (
+            (missed_ms + host.overhead_of_layer_ms()) * layers,
+            cached_ms * layers,
+        )
+    }
+
+    /// Milliseconds of a decode step in two half batches: while one is on the device, the other is on the CPUs (hybrid
+    /// MoE paper, section 3.3.1). In each layer the busier of the two is never idle, unless a half has to wait for its own
+    /// experts; before the first layer's experts and behind the last layer's there is nothing to overlap.
+    pub(crate) fn halves_ms(&self, batch: u32, context: u32) -> f64 {
+        let halves = [batch.div_ceil(2), batch / 2];
+        let [first, second] = halves.map(|half| self.hybrid(Step::of_streams(half, context)));
+        let on_device = |half: HybridStep| half.device_ms - half.ends_ms + half.exchange_ms;
+        let devices_ms = on_device(first) + first.beside_ms + on_device(second) + second.beside_ms;
+        let hosts_ms = first.host_ms + second.host_ms;
+        let chain = |half: HybridStep| on_device(half) + half.host_ms.max(half.beside_ms);
+        let busier_ms = devices_ms
+            .max(hosts_ms)
+            .max(chain(first))
+            .max(chain(second));
+        let layers = f64::from(self.facts.routed_layers().max(1));
+        let fill_ms = match devices_ms < hosts_ms {
+            true => on_device(first) / layers,
+            false => second.host_ms / layers,
+        };
+        let ends = self.hybrid(Step::of_streams(batch, context)).ends_ms;
+        busier_ms + fill_ms + ends
+    }
+}

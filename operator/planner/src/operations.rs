@@ -1,0 +1,57 @@
+//! Operations of a pass on a device, each of which takes some time besides its bytes and products.
+
+use hearth_crds::{KvShape, ModelFacts};
+
+/// Attention over keys and values: norm, three projections, two norms of heads, two rotations, append, scores, output.
+const HEADS_OPERATIONS: f64 = 11.0;
+/// Latent attention, absorbed: norm, six operations for the latent and eight for the queries, append, scores, expansion, output.
+const LATENT_OPERATIONS: f64 = 19.0;
+/// A dense block: norm, two projections, their product, output.
+const DENSE_OPERATIONS: f64 = 5.0;
+/// The way to a choice of experts: norm, logits, choice.
+const ROUTER_OPERATIONS: f64 = 3.0;
+/// Shared experts: those of a dense block without its norm, and the addition to the routed ones.
+const SHARED_OPERATIONS: f64 = 5.0;
+/// Experts on the device beside one operation each: the choice for the host, and their sum.
+const LOCAL_OPERATIONS: f64 = 2.0;
+/// Embedding, the last rows, norm, head, and the logits for the host.
+const ENDS_OPERATIONS: f64 = 6.0;
+
+/// Operations of all layers, but for routed experts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operations {
+    attention: f64,
+    feed_forward: f64,
+    expert_layers: f64,
+}
+
+impl Operations {
+    pub(crate) fn of(facts: &ModelFacts) -> Self {
+        let layers = f64::from(facts.layers);
+        let expert_layers = f64::from(facts.routed_layers());
+        let shared = match facts.bytes.shared_expert {
+            0 => 0.0,
+            _ => SHARED_OPERATIONS,
+        };
+        Self {
+            attention: layers
+                * match facts.kv {
+                    KvShape::Heads { .. } => HEADS_OPERATIONS,
+                    KvShape::Latent { .. } => LATENT_OPERATIONS,
+                },
+            feed_forward: (layers - expert_layers) * DENSE_OPERATIONS
+                + expert_layers * (ROUTER_OPERATIONS + shared),
+            expert_layers,
+        }
+    }
+
+    /// All of a pass whose attention runs in `tiles` of rows.
+    pub(crate) fn total(self, tiles: f64) -> f64 {
+        self.attention * tiles + self.feed_forward + ENDS_OPERATIONS
+    }
+
+    /// Those of `experts` routed experts in each of their layers, where the device has them.
+    pub(crate) fn local_experts(self, experts: f64) -> f64 {
+        self.expert_layers * (experts + LOCAL_OPERATIONS)
+    }
+}

@@ -6,6 +6,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use hearth_crds::DEVICE_LOST_EXIT_CODE;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
@@ -87,6 +88,8 @@ pub(crate) enum ProcessEventKind {
         was_ready: bool,
         /// Whether it rejected its arguments, and so will again.
         is_refused: bool,
+        /// Whether its device no longer answers.
+        is_lost: bool,
     },
     /// Number of answers that were unfinished when the grace period ended.
     CutOff(u64),
@@ -124,7 +127,7 @@ pub(crate) async fn keep(
         let End {
             how,
             was_ready,
-            is_refused,
+            code,
         } = match spawn(&spec) {
             Ok(child) => {
                 tell(ProcessEventKind::Started(child.id().unwrap_or_default()));
@@ -133,7 +136,7 @@ pub(crate) async fn keep(
             Err(error) => End {
                 how: format!("not started: {error:#}"),
                 was_ready: false,
-                is_refused: false,
+                code: None,
             },
         };
         if *wanted.borrow() != Wanted::Running {
@@ -148,7 +151,8 @@ pub(crate) async fn keep(
             why: last_error(&spec.log, log_start),
             pause,
             was_ready,
-            is_refused,
+            is_refused: code == Some(USAGE),
+            is_lost: code == Some(DEVICE_LOST_EXIT_CODE.into()),
         });
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -189,8 +193,8 @@ struct End {
     how: String,
     /// Whether it had been ready.
     was_ready: bool,
-    /// See [`ProcessEventKind::Died`].
-    is_refused: bool,
+    /// Its exit code; `None` if it has none.
+    code: Option<i32>,
 }
 
 /// Follows a process until it ends.
@@ -220,8 +224,8 @@ async fn follow(
                 if let Some(lines) = lines {
                     let _ = tokio::time::timeout(LAST_WORDS, last_words(lines, tell)).await;
                 }
-                let is_refused = status.is_ok_and(|status| status.code() == Some(USAGE));
-                return End { how, was_ready, is_refused };
+                let code = status.ok().and_then(|status| status.code());
+                return End { how, was_ready, code };
             }
             () = tokio::time::sleep_until(heard + HUNG_AFTER), if was_ready && !is_silent => {
                 is_silent = true;

@@ -71,6 +71,10 @@ pub(crate) trait Forward: Send {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), String>;
+    /// Why the device is lost; `None` while it answers.
+    fn device_lost(&self) -> Option<String> {
+        None
+    }
     /// Returns counters since the start.
     fn weights(&self) -> WeightStats;
     /// Progress of the running pass.
@@ -85,6 +89,7 @@ pub(crate) struct ModelForward<B: Backend> {
     backend: Arc<B>,
     kv: B::Kv,
     progress: Progress,
+    device_lost: Option<String>,
 }
 
 impl<B: Backend> ModelForward<B> {
@@ -94,7 +99,17 @@ impl<B: Backend> ModelForward<B> {
             model,
             kv,
             progress: Progress::default(),
+            device_lost: None,
         }
+    }
+
+    /// The text of an error, remembered if it means that the device is lost.
+    fn noted(&mut self, error: &ModelError) -> String {
+        let text = error.to_string();
+        if error.is_device_lost() {
+            self.device_lost = Some(text.clone());
+        }
+        text
     }
 
     /// Chooses tokens where the logits are, and copies only the other rows to the host.
@@ -146,8 +161,9 @@ impl<B: Backend> Forward for ModelForward<B> {
         choices: &[SampleSpec],
         watch: &mut dyn Watch,
     ) -> Result<Option<Output>, String> {
+        let backend = Arc::clone(&self.backend);
         let mut observing = Observing {
-            backend: &*self.backend,
+            backend: &*backend,
             watch,
             pass: self.progress.begin(),
         };
@@ -156,9 +172,12 @@ impl<B: Backend> Forward for ModelForward<B> {
             .forward_logits(batch, &mut self.kv, &mut observing);
         let output = match logits {
             Err(ModelError::GivenUp) => return Ok(None),
-            Err(error) => return Err(error.to_string()),
+            Err(error) => return Err(self.noted(&error)),
             Ok(None) => Output::default(),
-            Ok(Some(logits)) => self.output(&logits, choices).map_err(|e| e.to_string())?,
+            Ok(Some(logits)) => match self.output(&logits, choices) {
+                Ok(output) => output,
+                Err(error) => return Err(self.noted(&error.into())),
+            },
         };
         Ok(Some(output))
     }
@@ -170,9 +189,14 @@ impl<B: Backend> Forward for ModelForward<B> {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), String> {
-        self.backend
+        let backend = Arc::clone(&self.backend);
+        backend
             .kv_write(&mut self.kv, layer, blocks, first_token, bytes)
-            .map_err(|e| e.to_string())
+            .map_err(|error| self.noted(&error.into()))
+    }
+
+    fn device_lost(&self) -> Option<String> {
+        self.device_lost.clone()
     }
 
     fn progress(&self) -> Progress {

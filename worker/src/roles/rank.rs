@@ -30,6 +30,7 @@ use crate::cli::{GpuArgs, IsaArg};
 use crate::device::{DeviceArg, DeviceOptions, GpuOptions, HostOptions, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
+use crate::lost::DeviceLost;
 use crate::signals;
 
 /// Silence of a prefill worker after which it is asked whether it makes progress.
@@ -141,9 +142,7 @@ async fn serve(
     tokio::select! {
         served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
         never = stay_alive() => match never {},
-        why = lasting_fault(&worker.engine, &health) => {
-            bail!("the engine does not recover: {why}\n  the supervisor restarts this worker")
-        }
+        fault = lasting_fault(&worker.engine, &health) => Err(fault),
     }
 }
 
@@ -167,8 +166,9 @@ fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
     }
 }
 
-/// Reports the engine's health to probes; returns when it has been unhealthy for [`FAULT_PATIENCE`].
-async fn lasting_fault(engine: &Engine, health: &Health) -> String {
+/// Reports the engine's health to probes; returns when it has been unhealthy for [`FAULT_PATIENCE`], or when its device is
+/// lost.
+async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
     let mut since = None;
     let mut layers = Layers::default();
     loop {
@@ -184,8 +184,14 @@ async fn lasting_fault(engine: &Engine, health: &Health) -> String {
                 let began = *since.get_or_insert_with(std::time::Instant::now);
                 health.set_ready(false).await;
                 if began.elapsed() >= FAULT_PATIENCE {
-                    return why;
+                    return anyhow::anyhow!(
+                        "the engine does not recover: {why}\n  the supervisor restarts this worker"
+                    );
                 }
+            }
+            EngineHealth::DeviceLost(why) => {
+                health.set_ready(false).await;
+                return DeviceLost(why).into();
             }
         }
     }

@@ -42,8 +42,9 @@ const WORKER_QUEUE: usize = 256;
 /// Stack size for compiling grammars, which recurses over the request's schema; the gateway limits it to 500 levels.
 const STACK_BYTES: usize = 32 << 20;
 
-/// Time between two health checks of the engine.
-const HEALTH_PERIOD: Duration = Duration::from_secs(1);
+/// Time between two health checks of the engine: a worker whose device is lost ends before the gateway has tried a request
+/// there for the last time.
+const HEALTH_PERIOD: Duration = Duration::from_millis(50);
 /// Time that an engine may be unhealthy before the worker ends.
 const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 

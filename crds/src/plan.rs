@@ -238,6 +238,10 @@ pub const GPU_RANK_THREADS: u32 = 4;
 /// UUID of the virtual device in a profile, which stands for a GPU.
 pub const VIRTUAL_UUID: &str = "VIRTUAL-0";
 
+/// Exit code of a worker whose device no longer answers, or that cannot open it for that reason (`EX_UNAVAILABLE` of
+/// sysexits.h).
+pub const DEVICE_LOST_EXIT_CODE: u8 = 69;
+
 /// GPU memory that the driver takes per process in addition to what the process allocates: its context and the
 /// compiled kernels.
 pub const GPU_CONTEXT_BYTES: u64 = 512 << 20;
@@ -291,6 +295,14 @@ impl PlanRank {
             None => GPU_CONTEXT_BYTES,
         };
         self.gpu_memory_bytes.saturating_sub(context_bytes)
+    }
+
+    /// Bytes of the node's memory that are its share of a virtual device; 0 without one.
+    pub fn virtual_memory_bytes(&self) -> u64 {
+        match self.virtual_device {
+            Some(_) => self.gpu_memory_bytes,
+            None => 0,
+        }
     }
 
     /// CPU request of its Pod, in millicores.

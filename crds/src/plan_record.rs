@@ -39,6 +39,11 @@ pub struct PlanInputs {
     #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["node".into()])))]
     pub refusals: Vec<NodeRefusal>,
+    /// GPUs that are left out because workers of earlier plans lost them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
+    #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["node".into(), "uuid".into()])))]
+    pub lost_gpus: Vec<LostGpu>,
     /// The plan that was given up, if this one is the plan before it with the number of workers requested now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instead_of: Option<GivenUpPlan>,
@@ -69,6 +74,21 @@ pub struct NodeRefusal {
     pub node: String,
     /// The refusing component, the refused worker, and the reason given.
     pub message: String,
+}
+
+/// A GPU that no longer answered while its node was Ready.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct LostGpu {
+    /// The node's name.
+    pub node: String,
+    /// UUID of the GPU.
+    pub uuid: String,
+    /// The worker that lost it, and its last words.
+    pub message: String,
+    /// Time at which it was noted, in seconds since 1970.
+    pub at_seconds: i64,
 }
 
 /// Outcome of a plan.

@@ -1,7 +1,7 @@
 //! `hearth up` with a virtual device in place of a GPU: the plan is made for what was measured, and the workers carry it
 //! out to the byte.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use hearth_tests::{Answer, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run};
@@ -252,6 +252,90 @@ fn word(word: &str) -> Value {
         "" => Value::Null,
         word => json!(word),
     }
+}
+
+/// What `hearth up` is given: a device whose fault is that file.
+fn with_fault(file: PathBuf, device: &str, fault: &Path) -> UpOptions {
+    let device = format!("{device},fault={}", fault.display());
+    UpOptions {
+        file: Some(file),
+        arguments: vec!["--virtual-device".to_owned(), device],
+        ..UpOptions::default()
+    }
+}
+
+/// Where the workers run goes from the device to the CPUs, at the same addresses: the gateway holds what it has of the
+/// answer, and the rest is that of the CPUs.
+#[test]
+fn a_device_that_is_lost_in_mid_stream_costs_no_token() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = deployment(directory.path(), |_| {});
+    let fault = directory.path().join("fault");
+    let mut up = Up::start(&with_fault(file, "virtual:memory=256Mi", &fault));
+    assert_eq!(devices(&up), ["VIRTUAL-0", "VIRTUAL-0"]);
+    let (first, second) = (answer(&up), answer_while(&up, &fault));
+    assert_eq!(first, second);
+    up.wait_for_output("GPU VIRTUAL-0 is lost");
+    up.wait_for_output("plan 2");
+    assert!(up.output().contains("Xid 79"), "{}", up.output());
+    assert_eq!(devices(&up), ["cpu", "cpu"]);
+    assert_eq!(answer(&up), first);
+    // Nothing is restarted over and over.
+    let of_decode = up.pid("decode-0");
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert_eq!(up.pid("decode-0"), of_decode);
+}
+
+/// Where the spec allows nothing else, that is the end, with numbers.
+#[test]
+fn a_lost_device_without_another_place_ends_with_the_cause() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = streaming(directory.path()).file.expect("a file");
+    let fault = directory.path().join("fault");
+    let mut up = Up::start(&with_fault(file.clone(), DEVICE, &fault));
+    std::fs::write(&fault, "Xid 79\n").expect("the fault");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let body = chat_body("hearth-demo", "What is Hearth?", 24);
+    // It fails, as the deployment does.
+    let _ = runtime.block_on(chat_stream(&up.v1(), &body, |_, _| {}));
+    assert_eq!(up.wait(), 1, "{}", up.output());
+    let said = up.output();
+    for words in [
+        "GPU VIRTUAL-0 is lost",
+        "Xid 79",
+        "virtual of",
+        "prefill.mode",
+    ] {
+        assert!(said.contains(words), "no {words:?} in {said}");
+    }
+    // The next start knows it beforehand.
+    let device = format!("{DEVICE},fault={}", fault.display());
+    let error = planned(&file, &device).expect_err("a lost device");
+    assert!(error.contains("it is lost: Xid 79"), "{error}");
+}
+
+/// Devices of the workers in the plan that runs.
+fn devices(up: &Up) -> Vec<String> {
+    let plan = up.state_dir().join("demo/plan.json");
+    let text = std::fs::read_to_string(plan).expect("a plan");
+    let plan: Value = serde_json::from_str(&text).expect("JSON");
+    let ranks = plan["ranks"].as_array().expect("ranks");
+    let workers = ranks.iter().filter(|rank| rank["role"] != "Gateway");
+    workers
+        .map(|rank| rank["device"].as_str().expect("a device").to_owned())
+        .collect()
+}
+
+/// The answer, the device being lost in the middle of it.
+fn answer_while(up: &Up, fault: &Path) -> Answer {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let body = chat_body("hearth-demo", "What is Hearth?", 24);
+    let answer = runtime.block_on(chat_stream(&up.v1(), &body, |piece, _| {
+        if piece == 3 {
+            std::fs::write(fault, "Xid 79\n").expect("the fault");
+        }
+    }));
+    answer.unwrap_or_else(|error| panic!("{error}\n{}\n{}", up.output(), up.logs()))
 }
 
 #[test]

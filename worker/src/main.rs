@@ -10,6 +10,7 @@ mod device;
 mod environment;
 mod load;
 mod logging;
+mod lost;
 mod roles;
 mod signals;
 mod tools;
@@ -26,7 +27,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             logging::say(format_args!("error: {}", logging::sentence(&error)));
-            ExitCode::FAILURE
+            lost::exit_code(&error)
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Properties of a virtual device, as they are written after `--device virtual:`.
 
 use std::fmt::Display;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use hearth_crds::MemoryQuantity;
@@ -8,16 +9,19 @@ use hearth_kernels::CpuOptions;
 use hearth_virtual::{CopyModel, Modelled, RoutingModel, VirtualMode, VirtualOptions};
 
 /// A virtual device: its memory, and whether it computes.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct VirtualArg {
     /// Bytes of its memory.
     memory_bytes: u64,
     mode: VirtualMode,
+    /// File that has it lost.
+    fault: Option<PathBuf>,
 }
 
 /// All properties.
-const NAMES: [&str; 10] = [
+const NAMES: [&str; 11] = [
     "memory", "mode", "copy", "read", "compute", "launch", "stretch", "routing", "seed", "copies",
+    "fault",
 ];
 
 /// Those that a device without a model of time has no use for.
@@ -53,10 +57,16 @@ impl VirtualArg {
         self.memory_bytes
     }
 
+    /// Why it is lost; `None` while it answers.
+    pub(crate) fn lost(&self) -> Option<String> {
+        hearth_virtual::cause_of_loss(self.fault.as_deref()?)
+    }
+
     /// Options for opening it, without a trace.
     pub(crate) fn options(&self, cpu: CpuOptions) -> VirtualOptions {
         VirtualOptions {
             mode: self.mode,
+            fault: self.fault.clone(),
             ..VirtualOptions::exact(self.memory_bytes, cpu)
         }
     }
@@ -88,7 +98,17 @@ impl FromStr for VirtualArg {
                 ));
             }
         };
-        Ok(Self { memory_bytes, mode })
+        let fault = match properties.value("fault") {
+            Some("") => {
+                return Err("fault is empty: name a file that, once it exists, has the device lost, as in fault=/tmp/fault".to_owned());
+            }
+            file => file.map(PathBuf::from),
+        };
+        Ok(Self {
+            memory_bytes,
+            mode,
+            fault,
+        })
     }
 }
 
@@ -229,6 +249,18 @@ mod tests {
     }
 
     #[test]
+    fn a_file_has_a_device_lost_for_the_cause_in_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("fault");
+        let device = parse(&format!("memory=1Gi,fault={}", file.display())).unwrap();
+        assert_eq!(device.lost(), None);
+        std::fs::write(&file, "Xid 79\n").unwrap();
+        assert_eq!(device.lost().as_deref(), Some("Xid 79"));
+        std::fs::write(&file, "").unwrap();
+        assert!(device.lost().unwrap().contains("exists"));
+    }
+
+    #[test]
     fn a_modelled_device_has_rates() {
         let least = "memory=1Gi,mode=modelled,copy=50GB/s,read=3TB/s,compute=50TFLOPS";
         let of_least = Modelled {
@@ -270,6 +302,7 @@ mod tests {
             ("memory=1Gi,", "no property ``"),
             ("memory=1Gi,mode=fast", "mode=modelled"),
             ("memory=1Gi,memory=2Gi", "twice"),
+            ("memory=1Gi,fault", "fault is empty"),
             ("memory=1Gi,speed=2", "no property `speed=2`"),
             ("memory=1Gi,read=1GB/s", "read has no effect"),
             ("memory=1Gi,mode=exact,seed=1", "seed has no effect"),

@@ -4,11 +4,12 @@
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use hearth_crds::DEVICE_LOST_EXIT_CODE;
 use tempfile::TempDir;
 
 /// Runs the worker with the host model and the tests' own kernel cache. The model's checks are exercised by the
@@ -53,10 +54,15 @@ fn text(output: &Output) -> String {
 }
 
 /// Asserts that the command fails with these words and does not panic.
-fn refused(mut command: Command, words: &[&str]) {
+fn refused(command: Command, words: &[&str]) {
+    ends(command, 1, words);
+}
+
+/// Asserts that the command ends with this exit code and these words, and does not panic.
+fn ends(mut command: Command, code: i32, words: &[&str]) {
     let output = command.output().unwrap();
     let text = text(&output);
-    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert_eq!(output.status.code(), Some(code), "{text}");
     assert!(!text.contains("panicked"), "{text}");
     for word in words {
         assert!(text.contains(word), "{word:?} is not in: {text}");
@@ -171,6 +177,30 @@ fn another_gpu_than_planned_serves_and_is_told() {
     assert!(!said.contains("not as planned"), "{said}");
 }
 
+/// The GPU falls off the bus while its weights are copied or its kernels run: whoever started the process learns it from the
+/// exit code.
+#[test]
+fn a_gpu_that_is_lost_meanwhile_has_an_exit_code_of_its_own() {
+    let directory = TempDir::new().unwrap();
+    let file = directory.path().join("lost");
+    let bench = "bench --model models/hearth-demo --device cuda --prefill 256 --decode 256";
+    let mut command = worker(&bench.split(' ').collect::<Vec<_>>());
+    command.env("HEARTH_HOST_MODEL_LOST", &file);
+    command.env("RUST_LOG", "hearth_cuda=debug");
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    // It says which GPU it has opened.
+    let mut said = String::new();
+    while !said.contains("GPU-") && stderr.read_line(&mut said).unwrap() > 0 {}
+    fs::write(&file, "").unwrap();
+    stderr.read_to_string(&mut said).unwrap();
+    let status = child.wait().unwrap();
+    assert_eq!(status.code(), Some(DEVICE_LOST_EXIT_CODE.into()), "{said}");
+    assert!(said.contains("CUDA_ERROR_UNKNOWN"), "{said}");
+    assert!(!said.contains("panicked"), "{said}");
+}
+
 #[test]
 fn what_is_missing_is_said_with_its_remedy() {
     let with = |name: &str, value: &str, more: &[&str]| {
@@ -178,8 +208,9 @@ fn what_is_missing_is_said_with_its_remedy() {
         command.env(name, value);
         command
     };
-    refused(
+    ends(
         with("HEARTH_HOST_MODEL_DEVICES", "0", &[]),
+        DEVICE_LOST_EXIT_CODE.into(),
         &["sees no GPU", "--device cpu"],
     );
     refused(

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use hearth_crds::{NodeProfileStatus, PlacementSpec, TolerationSpec};
+use hearth_crds::{GpuProfile, NodeProfileStatus, PlacementSpec, TolerationSpec};
 use hearth_planner::CpuRoom;
 use jiff::Timestamp;
 
@@ -54,7 +54,22 @@ impl Candidates {
                 }
             }
         }
+        candidates.try_virtual_devices_alone();
         candidates
+    }
+
+    /// Leaves real GPUs out if some node has a virtual device: a plan reckons with a driver on all of them or on none.
+    fn try_virtual_devices_alone(&mut self) {
+        let is_virtual = |gpu: &GpuProfile| gpu.virtual_device.is_some();
+        let mut profiles = self.free.values();
+        if !profiles.any(|profile| profile.gpus.iter().any(is_virtual)) {
+            return;
+        }
+        let gpus = self.free.values_mut().flat_map(|profile| &mut profile.gpus);
+        for gpu in gpus.filter(|gpu| !is_virtual(gpu)) {
+            let why = "virtual devices are tried elsewhere (chart value agent.virtualDevices)";
+            gpu.obstacle = Some(why.to_owned());
+        }
     }
 
     /// Keeps only the nodes for which `keep` holds; the others are left out because of `why`.
@@ -290,22 +305,47 @@ impl OccupiedNode<'_> {
         for numa in &mut profile.numa_nodes {
             numa.free_bytes = scaled(numa.free_bytes, after, before);
         }
+        let gpus = profile.gpus.iter_mut();
+        for gpu in gpus.filter(|gpu| gpu.virtual_device.is_some()) {
+            gpu.free_bytes = self.virtual_room_bytes();
+        }
         Ok(profile)
     }
 
-    /// Bytes of the node's memory that this deployment's Pods may hold in total. The scheduler counts what Pods
-    /// request, used or not; the agent measured what is in use, requested or not: the smaller result applies.
+    /// Bytes of the node's memory that this deployment's Pods may hold in total, beside that of a virtual device. The
+    /// scheduler counts what Pods request, used or not; the agent measured what is in use, requested or not: the smaller
+    /// result applies.
     fn available_bytes(self) -> u64 {
         let by_requests = match self.node.memory_bytes {
             0 => u64::MAX,
-            bytes => bytes.saturating_sub(self.others.memory_bytes),
+            bytes => bytes
+                .saturating_sub(self.others.memory_bytes)
+                .saturating_sub(self.virtual_bytes()),
         };
+        let held = self.held.map_or(0, |held| {
+            held.memory_bytes.saturating_sub(held.virtual_bytes)
+        });
         let profile = self.node.profile.as_ref();
         let measured = profile.map_or(u64::MAX, |profile| profile.memory.available_bytes);
         match by_requests.min(measured) {
             u64::MAX => 0,
-            bytes => bytes.saturating_sub(self.held.map_or(0, |held| held.memory_bytes)),
+            bytes => bytes.saturating_sub(held),
         }
+    }
+
+    /// Bytes of the node's memory that are those of its virtual device.
+    fn virtual_bytes(self) -> u64 {
+        let profile = self.node.profile.iter();
+        let gpus = profile.flat_map(|profile| &profile.gpus);
+        gpus.filter(|gpu| gpu.virtual_device.is_some())
+            .map(|gpu| gpu.memory_bytes)
+            .sum()
+    }
+
+    /// Bytes of them that other deployments leave.
+    fn virtual_room_bytes(self) -> u64 {
+        let held = self.held.map_or(0, |held| held.virtual_bytes);
+        self.virtual_bytes().saturating_sub(held)
     }
 
     fn gpus(self) -> u32 {
@@ -354,7 +394,8 @@ pub(crate) fn rooms(observed: &Observed) -> BTreeMap<String, Requests> {
             };
             let room = Requests {
                 cpu_millis: occupied.cpu_room(ledger.reserve_cpu_millis).free_millis(),
-                memory_bytes: usable(occupied.available_bytes()),
+                memory_bytes: usable(occupied.available_bytes())
+                    .saturating_add(occupied.virtual_room_bytes()),
                 gpus: match observed.claimable.get(name) {
                     Some(uuids) => u32::try_from(uuids.len()).unwrap_or(u32::MAX),
                     None => occupied.gpus(),
@@ -496,6 +537,40 @@ mod tests {
         observed.nodes.insert("office".to_owned(), view.into());
         let candidates = Candidates::of(&observed, &PlacementSpec::default());
         assert_eq!(candidates.free["office"].memory.available_bytes, 2 * GIB);
+    }
+
+    #[test]
+    fn a_virtual_device_has_its_memory_from_the_node_and_excludes_real_gpus() {
+        let mut observed = observed(deployment(""));
+        let gpu = |virtual_device: Option<&str>| GpuProfile {
+            memory_bytes: GIB,
+            free_bytes: GIB,
+            virtual_device: virtual_device.map(str::to_owned),
+            ..GpuProfile::default()
+        };
+        for (name, device) in [("office", Some("virtual:memory=1Gi")), ("attic", None)] {
+            let mut view = node(name, 4, 8 * GIB);
+            view.profile.as_mut().unwrap().gpus = vec![gpu(device)];
+            observed.nodes.insert(name.to_owned(), view.into());
+        }
+        let held = Holding {
+            memory_bytes: 3 * GIB / 2,
+            virtual_bytes: GIB / 2,
+            ..Holding::default()
+        };
+        observed.held_by_others.insert("office".to_owned(), held);
+        let candidates = Candidates::of(&observed, &PlacementSpec::default());
+        // Of 8 GiB the device has one, and others hold another one beside their half of the device.
+        let free = &candidates.free["office"];
+        assert_eq!(free.memory.available_bytes, 6 * GIB);
+        assert_eq!(free.gpus[0].free_bytes, GIB / 2);
+        assert_eq!(free.gpus[0].obstacle, None);
+        assert_eq!(
+            rooms(&observed)["office"].memory_bytes,
+            usable(6 * GIB) + GIB / 2
+        );
+        let left_out = candidates.free["attic"].gpus[0].obstacle.clone();
+        assert!(left_out.unwrap().contains("agent.virtualDevices"));
     }
 
     #[test]

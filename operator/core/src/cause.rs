@@ -1,6 +1,6 @@
 //! Causes for a Pod not being ready: a reason for programs to match and a sentence for people to act on.
 
-use hearth_crds::{PlanRole, format_bytes};
+use hearth_crds::{DEVICE_LOST_EXIT_CODE, PlanRole, format_bytes};
 
 use crate::observed::forbidden::is_quota;
 use crate::observed::{ContainerEnd, PodRole, PodView};
@@ -312,6 +312,10 @@ fn crashed(what: &str, pod: &PodView, end: &ContainerEnd) -> Cause {
         );
     }
     let words = last_words(&end.message);
+    if end.exit_code == i32::from(DEVICE_LOST_EXIT_CODE) {
+        let message = format!("{what} has lost its GPU on {node}: {words}");
+        return Cause::trouble("GpuLost", message);
+    }
     let how = match end.exit_code {
         0 => "ended by itself".to_owned(),
         code @ 129..=192 => format!("was ended by signal {}", code - 128),

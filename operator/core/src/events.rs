@@ -151,7 +151,7 @@ impl<'a> Change<'a> {
         let degraded = self.entered(DEGRADED, "True")?;
         let is_told = matches!(
             degraded.reason.as_str(),
-            "Hung" | "NodeLost" | "NodeCordoned" | "NodeTainted" | ROLLED_BACK
+            "Hung" | "GpuLost" | "NodeLost" | "NodeCordoned" | "NodeTainted" | ROLLED_BACK
         );
         is_told.then(|| warning(&degraded.reason, degraded.message.clone()))
     }

@@ -23,7 +23,7 @@ const RESERVE_SHARE: u64 = 32;
 pub enum GpuOffer<'a> {
     /// One machine: every GPU that its profile shows. As many ranks share a GPU as fit its free memory.
     Machine,
-    /// A cluster, where no two ranks share a GPU.
+    /// A cluster, where no two ranks share a GPU. Virtual devices are shared as on one machine: nothing allocates them.
     Cluster {
         /// GPUs that device plugins can still allocate, by node; 0 for a node that is missing. The plugin picks the
         /// GPU, so a plan must fit on each GPU of the node.
@@ -46,6 +46,9 @@ impl<'a> GpuOffer<'a> {
     pub(crate) fn at(self, node: &NodeProfileStatus) -> NodeOffer<'a> {
         match self {
             Self::Machine => NodeOffer::Machine,
+            Self::Cluster { .. } if node.gpus.iter().any(|gpu| gpu.virtual_device.is_some()) => {
+                NodeOffer::Machine
+            }
             Self::Cluster { plugin, claimable } => match claimable.get(&node.node) {
                 Some(uuids) => NodeOffer::Claims(uuids),
                 None => NodeOffer::Plugin(plugin.get(&node.node).copied().unwrap_or(0)),

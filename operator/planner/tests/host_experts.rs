@@ -4,11 +4,13 @@
 
 mod support;
 
+use std::collections::BTreeMap;
+
 use hearth_crds::{
     GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRingLength, PlanRouting,
     ResidencyPolicy,
 };
-use hearth_planner::{PlanError, plan};
+use hearth_planner::{GpuOffer, PlanError, PlanInput, plan};
 use support::{GIB, dense_1_7b, gpu, laptop, plan_input_here, qwen3_30b, server, small_vm, spec};
 
 /// Context that leaves room for both workers on 8 GiB.
@@ -20,6 +22,21 @@ fn planned(yaml: &str, profile: NodeProfileStatus) -> Result<InferencePlanSpec, 
         false => spec(yaml),
     };
     plan(&plan_input_here(&spec, &qwen3_30b(), &[profile]))
+}
+
+/// A plan for a node of a cluster whose device plugin offers nothing.
+fn planned_in_cluster(yaml: &str, profile: NodeProfileStatus) -> InferencePlanSpec {
+    let (plugin, claimable) = (BTreeMap::new(), BTreeMap::new());
+    let (spec, facts) = (serde_norway::from_str(yaml).unwrap(), qwen3_30b());
+    let profiles = [profile];
+    let input = PlanInput {
+        gpus: GpuOffer::Cluster {
+            plugin: &plugin,
+            claimable: &claimable,
+        },
+        ..plan_input_here(&spec, &facts, &profiles)
+    };
+    plan(&input).unwrap()
 }
 
 fn rank<'a>(plan: &'a InferencePlanSpec, name: &str) -> &'a PlanRank {
@@ -264,6 +281,18 @@ fn a_virtual_device_is_held_by_nobody_and_has_no_driver() {
         "experts of prefill-0",
         "20.0 GB/s (measured; 15.0 beside decode)",
     );
+}
+
+/// Nothing hands virtual devices out: where a device plugin would give a GPU to one rank alone, they are shared.
+#[test]
+fn a_virtual_device_is_shared_in_a_cluster_as_on_one_machine() {
+    let machine = NodeProfileStatus {
+        gpus: vec![virtual_device(8)],
+        ..laptop(40 * GIB)
+    };
+    let alone = planned(SHORT, machine.clone()).unwrap();
+    let shared = planned_in_cluster(SHORT, machine);
+    assert_eq!(alone.ranks, shared.ranks);
 }
 
 #[test]

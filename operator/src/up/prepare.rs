@@ -1,5 +1,6 @@
 //! Preparation before the first process: reads files and measures, and changes nothing but the state directory.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -40,6 +41,10 @@ pub(crate) struct Prepared {
     pub(crate) started: Instant,
     /// Progress shown to the user.
     pub(crate) steps: Steps,
+    /// The deployment.
+    deployment: InferenceDeployment,
+    /// GPUs that no longer answer, by UUID, with what was said about them: no plan uses them.
+    pub(crate) lost_gpus: BTreeMap<String, String>,
 }
 
 /// Result of the steps up to the plan, shared by `hearth up` and `hearth plan`.
@@ -75,6 +80,27 @@ pub(crate) fn plan(
     plan_of(&deployment(file)?, state, machine, environment, steps)
 }
 
+/// Plans what runs again, without the GPUs that are lost. The plan has no addresses.
+///
+/// # Errors
+/// Those of [`plan`].
+pub(crate) fn plan_again(
+    prepared: &Prepared,
+    args: &UpArgs,
+    environment: &Environment,
+) -> anyhow::Result<InferencePlanSpec> {
+    let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
+    let planned = plan_without(
+        &prepared.deployment,
+        &state,
+        &args.machine,
+        environment,
+        &prepared.steps,
+        &prepared.lost_gpus,
+    )?;
+    Ok(planned.plan)
+}
+
 /// Reads and validates the deployment in a file.
 fn deployment(file: &Path) -> anyhow::Result<InferenceDeployment> {
     let text = read(file)?;
@@ -89,6 +115,19 @@ fn plan_of(
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
+    let none = BTreeMap::new();
+    plan_without(deployment, state, machine, environment, steps, &none)
+}
+
+/// Plans without the GPUs that are lost.
+fn plan_without(
+    deployment: &InferenceDeployment,
+    state: &StateDir,
+    machine: &MachineArgs,
+    environment: &Environment,
+    steps: &Steps,
+    lost_gpus: &BTreeMap<String, String>,
+) -> anyhow::Result<Planned> {
     let name = deployment.metadata.name.clone().unwrap_or_default();
     steps.done_with(
         &format!("{name} is valid"),
@@ -96,7 +135,13 @@ fn plan_of(
     );
 
     let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
-    let profile = measure(&directory, state, machine, environment, steps)?;
+    let mut profile = measure(&directory, state, machine, environment, steps)?;
+    for gpu in &mut profile.gpus {
+        let lost = lost_gpus
+            .get(&gpu.uuid)
+            .map(|why| format!("it is lost: {why}"));
+        gpu.obstacle = lost.or(gpu.obstacle.take());
+    }
     let mut busy = steps.busy("reading the model's headers and its tokenizer");
     let facts = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
     let Inspected {
@@ -256,6 +301,8 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
         can_chat,
         started,
         steps,
+        deployment,
+        lost_gpus: BTreeMap::new(),
     })
 }
 

@@ -7,7 +7,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hearth_crds::format_bytes;
+use hearth_crds::{DEVICE_LOST_EXIT_CODE, format_bytes};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
@@ -117,6 +117,8 @@ pub(crate) enum ProcessEventKind {
         was_ready: bool,
         /// Whether it rejected its arguments, and so will again.
         is_refused: bool,
+        /// Whether its device no longer answers.
+        is_lost: bool,
     },
     /// Number of answers that were unfinished when the grace period ended.
     CutOff(u64),
@@ -154,7 +156,7 @@ pub(crate) async fn keep(
         let End {
             how,
             was_ready,
-            is_refused,
+            code,
         } = match spawn(&spec) {
             Ok(child) => {
                 tell(ProcessEventKind::Started(child.id().unwrap_or_default()));
@@ -163,7 +165,7 @@ pub(crate) async fn keep(
             Err(error) => End {
                 how: format!("not started: {error:#}"),
                 was_ready: false,
-                is_refused: false,
+                code: None,
             },
         };
         if *wanted.borrow() != Wanted::Running {
@@ -178,7 +180,8 @@ pub(crate) async fn keep(
             why: last_error(&spec.log, log_start),
             pause,
             was_ready,
-            is_refused,
+            is_refused: code == Some(USAGE),
+            is_lost: code == Some(DEVICE_LOST_EXIT_CODE.into()),
         });
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -219,8 +222,8 @@ struct End {
     how: String,
     /// Whether it had been ready.
     was_ready: bool,
-    /// See [`ProcessEventKind::Died`].
-    is_refused: bool,
+    /// Its exit code; `None` if it has none.
+    code: Option<i32>,
 }
 
 /// Follows a process until it ends.
@@ -250,8 +253,8 @@ async fn follow(
                 if let Some(lines) = lines {
                     let _ = tokio::time::timeout(LAST_WORDS, last_words(lines, tell)).await;
                 }
-                let is_refused = status.is_ok_and(|status| status.code() == Some(USAGE));
-                return End { how, was_ready, is_refused };
+                let code = status.ok().and_then(|status| status.code());
+                return End { how, was_ready, code };
             }
             () = tokio::time::sleep_until(heard + HUNG_AFTER), if was_ready && !is_silent => {
                 is_silent = true;

@@ -1,5 +1,7 @@
 //! Executes a plan: one process per rank, reported as they become ready, restarted when they die, stopped in order.
 
+mod replan;
+
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -11,6 +13,7 @@ use hearth_crds::{PlanRank, PlanRole};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
+use self::replan::LostDevice;
 use super::hint::Hint;
 use super::prepare::Prepared;
 use super::process::{self, ProcessEvent, ProcessEventKind, ProcessSpec, Wanted};
@@ -46,6 +49,7 @@ pub(super) async fn supervise(
 struct Deployment {
     prepared: Prepared,
     running: Running,
+    sender: mpsc::UnboundedSender<ProcessEvent>,
     events: mpsc::UnboundedReceiver<ProcessEvent>,
     wanted: BTreeMap<String, watch::Sender<Wanted>>,
     tasks: JoinSet<()>,
@@ -53,6 +57,8 @@ struct Deployment {
     failed_starts: BTreeMap<String, u32>,
     /// The last reported reason of death, by process.
     reasons: BTreeMap<String, String>,
+    /// A device that a worker has found lost, until there is a plan without it.
+    lost: Option<LostDevice>,
     /// Number of answers that the gateway did not finish in time.
     cut_off: u64,
     spinner: Busy,
@@ -60,36 +66,48 @@ struct Deployment {
 
 impl Deployment {
     fn start(args: &UpArgs, prepared: Prepared, environment: &Environment) -> anyhow::Result<Self> {
-        let program = worker::program(environment)?;
         let (sender, events) = mpsc::unbounded_channel();
-        let mut wanted = BTreeMap::new();
-        let mut tasks = JoinSet::new();
-        for rank in &prepared.plan.ranks {
-            let spec = ProcessSpec {
-                rank: rank.name.clone(),
-                program: program.clone(),
-                arguments: arguments(args, rank, &prepared),
-                log: prepared.directory.log(&rank.name),
-            };
-            let (want, receiver) = watch::channel(Wanted::Running);
-            wanted.insert(rank.name.clone(), want);
-            tasks.spawn(process::keep(spec, sender.clone(), receiver));
-        }
         let running = describe(args, &prepared);
         let spinner = prepared.steps.busy("starting the workers");
-        let deployment = Self {
+        let mut deployment = Self {
             prepared,
             running,
+            sender,
             events,
-            wanted,
-            tasks,
+            wanted: BTreeMap::new(),
+            tasks: JoinSet::new(),
             failed_starts: BTreeMap::new(),
             reasons: BTreeMap::new(),
+            lost: None,
             cut_off: 0,
             spinner,
         };
+        let ranks = deployment.prepared.plan.ranks.iter();
+        let ranks: Vec<String> = ranks.map(|rank| rank.name.clone()).collect();
+        for rank in &ranks {
+            deployment.keep(args, environment, rank)?;
+        }
         deployment.publish();
         Ok(deployment)
+    }
+
+    /// Starts the process of a rank, and again whenever it ends.
+    fn keep(&mut self, args: &UpArgs, environment: &Environment, name: &str) -> anyhow::Result<()> {
+        let mut ranks = self.prepared.plan.ranks.iter();
+        let Some(rank) = ranks.find(|rank| rank.name == name) else {
+            return Ok(());
+        };
+        let spec = ProcessSpec {
+            rank: rank.name.clone(),
+            program: worker::program(environment)?,
+            arguments: arguments(args, rank, &self.prepared),
+            log: self.prepared.directory.log(&rank.name),
+        };
+        let (want, receiver) = watch::channel(Wanted::Running);
+        self.wanted.insert(rank.name.clone(), want);
+        self.tasks
+            .spawn(process::keep(spec, self.sender.clone(), receiver));
+        Ok(())
     }
 
     /// Follows the processes; returns only with `--once` or if a process does not start.
@@ -99,18 +117,18 @@ impl Deployment {
         environment: &Environment,
     ) -> anyhow::Result<ExitCode> {
         while !self.running.processes.iter().all(|process| process.ready) {
-            let Some(event) = self.events.recv().await else {
-                bail!("all processes ended")
-            };
-            self.take(event)?;
+            self.follow_one(args, environment).await?;
         }
         self.announce(args, environment);
         if let Some(question) = &args.ask {
             let key = args.api_keys.as_deref().and_then(ask::first_key);
             let running = self.running.clone();
-            let answered = tokio::select! {
-                answered = ask::ask(&running, question, key.as_deref()) => answered,
-                failed = self.follow() => failed,
+            let mut asking = std::pin::pin!(ask::ask(&running, question, key.as_deref()));
+            let answered = loop {
+                tokio::select! {
+                    answered = &mut asking => break answered,
+                    event = self.events.recv() => self.handle(event, args, environment).await?,
+                }
             };
             if args.once {
                 return answered.map(|()| ExitCode::SUCCESS);
@@ -120,16 +138,37 @@ impl Deployment {
                 .steps
                 .detail("the endpoint stays up; Ctrl-C stops it");
         }
-        self.follow().await?;
+        self.follow(args, environment).await?;
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Follows the processes until all have ended.
-    async fn follow(&mut self) -> anyhow::Result<()> {
-        while let Some(event) = self.events.recv().await {
-            self.take(event)?;
+    /// Follows the processes for good.
+    async fn follow(&mut self, args: &UpArgs, environment: &Environment) -> anyhow::Result<()> {
+        loop {
+            self.follow_one(args, environment).await?;
         }
-        bail!("all processes ended")
+    }
+
+    async fn follow_one(&mut self, args: &UpArgs, environment: &Environment) -> anyhow::Result<()> {
+        let event = self.events.recv().await;
+        self.handle(event, args, environment).await
+    }
+
+    /// Takes an event, and plans again if it tells of a lost device; without one, all processes have ended.
+    async fn handle(
+        &mut self,
+        event: Option<ProcessEvent>,
+        args: &UpArgs,
+        environment: &Environment,
+    ) -> anyhow::Result<()> {
+        let Some(event) = event else {
+            bail!("all processes ended")
+        };
+        self.take(event)?;
+        match self.lost.take() {
+            Some(lost) => self.plan_without(args, environment, &lost).await,
+            None => Ok(()),
+        }
     }
 
     fn take(&mut self, event: ProcessEvent) -> anyhow::Result<()> {
@@ -174,6 +213,7 @@ impl Deployment {
                 pause,
                 was_ready,
                 is_refused,
+                is_lost,
             } => {
                 process.pid = None;
                 process.ready = false;
@@ -182,7 +222,13 @@ impl Deployment {
                 if is_refused {
                     self.failed_starts.insert(rank.clone(), MAX_FAILED_STARTS);
                 }
-                self.died(&rank, &how, why, pause, was_ready)?;
+                // A device that was lost while it served may be back for the next process.
+                if is_lost && !was_ready {
+                    let why = why.unwrap_or(how);
+                    self.lost = Some(LostDevice { rank, why });
+                } else {
+                    self.died(&rank, &how, why, pause, was_ready)?;
+                }
             }
             ProcessEventKind::CutOff(answers) => self.cut_off += answers,
             ProcessEventKind::Stopped => {

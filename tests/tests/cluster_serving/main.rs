@@ -18,6 +18,7 @@ mod sources;
 mod streams;
 mod uninstall;
 mod upgrades;
+mod virtual_devices;
 
 use std::collections::BTreeMap;
 use std::process::Command;

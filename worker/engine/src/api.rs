@@ -254,6 +254,8 @@ pub enum Health {
     Healthy,
     /// Forward passes fail repeatedly, or the engine has stopped.
     Unhealthy(String),
+    /// The device is lost, for this reason: no pass will succeed again.
+    DeviceLost(String),
 }
 
 /// Outcome of a drain.

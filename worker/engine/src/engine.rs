@@ -369,7 +369,7 @@ impl Engine {
 
     fn send(&self, command: Command) -> Result<(), EngineError> {
         let reason = || match self.health() {
-            Health::Unhealthy(reason) => reason,
+            Health::Unhealthy(reason) | Health::DeviceLost(reason) => reason,
             Health::Healthy => "it was shut down".to_owned(),
         };
         self.inner

@@ -90,6 +90,10 @@ pub(crate) trait Forward: Send {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), String>;
+    /// Why the device is lost; `None` while it answers.
+    fn device_lost(&self) -> Option<String> {
+        None
+    }
     /// Returns counters since the start.
     fn weights(&self) -> WeightStats;
     /// Progress of the running pass.
@@ -105,6 +109,7 @@ pub(crate) struct ModelForward<B: Backend> {
     kv: B::Kv,
     progress: Progress,
     in_flight: VecDeque<Results<B>>,
+    device_lost: Option<String>,
 }
 
 /// Results of a pass in flight.
@@ -121,7 +126,17 @@ impl<B: Backend> ModelForward<B> {
             kv,
             progress: Progress::default(),
             in_flight: VecDeque::new(),
+            device_lost: None,
         }
+    }
+
+    /// The text of an error, remembered if it means that the device is lost.
+    fn noted(&mut self, error: &ModelError) -> String {
+        let text = error.to_string();
+        if error.is_device_lost() {
+            self.device_lost = Some(text.clone());
+        }
+        text
     }
 
     /// Begins to choose tokens where the logits are, and keeps the other rows for the host.
@@ -182,8 +197,9 @@ impl<B: Backend> Forward for ModelForward<B> {
     }
 
     fn start(&mut self, work: &StepWork, watch: &mut dyn Watch) -> Result<Started, String> {
+        let backend = Arc::clone(&self.backend);
         let mut observing = Observing {
-            backend: &*self.backend,
+            backend: &*backend,
             watch,
             pass: self.progress.begin(),
         };
@@ -205,12 +221,12 @@ impl<B: Backend> Forward for ModelForward<B> {
         );
         let logits = match logits {
             Err(ModelError::GivenUp) => return Ok(Started::GivenUp),
-            Err(error) => return Err(error.to_string()),
+            Err(error) => return Err(self.noted(&error)),
             Ok(logits) => logits,
         };
         let results = self.results(logits, &work.choices);
-        self.in_flight
-            .push_back(results.map_err(|e| e.to_string())?);
+        let results = results.map_err(|error| self.noted(&error.into()))?;
+        self.in_flight.push_back(results);
         Ok(Started::Running)
     }
 
@@ -218,7 +234,8 @@ impl<B: Backend> Forward for ModelForward<B> {
         let results = self.in_flight.pop_front().ok_or("no step is in flight")?;
         // A device that hangs is seen here.
         let _pass = self.progress.begin();
-        self.output(&results).map_err(|e| e.to_string())
+        self.output(&results)
+            .map_err(|error| self.noted(&error.into()))
     }
 
     fn write(
@@ -228,9 +245,14 @@ impl<B: Backend> Forward for ModelForward<B> {
         first_token: usize,
         bytes: &[u8],
     ) -> Result<(), String> {
-        self.backend
+        let backend = Arc::clone(&self.backend);
+        backend
             .kv_write(&mut self.kv, layer, blocks, first_token, bytes)
-            .map_err(|e| e.to_string())
+            .map_err(|error| self.noted(&error.into()))
+    }
+
+    fn device_lost(&self) -> Option<String> {
+        self.device_lost.clone()
     }
 
     fn progress(&self) -> Progress {

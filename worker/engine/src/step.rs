@@ -476,7 +476,9 @@ impl<F: Forward> StepLoop<F> {
             "a forward pass failed"
         );
         self.failures_in_a_row += 1;
-        if self.failures_in_a_row >= FAILURES_UNTIL_UNHEALTHY {
+        if let Some(why) = self.forward.device_lost() {
+            self.shared.set_health(Health::DeviceLost(why));
+        } else if self.failures_in_a_row >= FAILURES_UNTIL_UNHEALTHY {
             let count = self.failures_in_a_row;
             let text =
                 format!("{count} forward passes failed in a row, the last one with: {reason}");

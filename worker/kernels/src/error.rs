@@ -34,6 +34,16 @@ pub enum KernelError {
         /// Those that the CPU has, comma-separated.
         available: String,
     },
+    /// The device no longer answers, to this process or to another.
+    #[error(
+        "{device} does not answer: {detail}\n  see the kernel's log, reset or replace the device, or do without it (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)"
+    )]
+    DeviceLost {
+        /// Name of the device.
+        device: String,
+        /// The device's message.
+        detail: String,
+    },
     /// The device itself reported a fault.
     #[error("{device}: {detail}")]
     Device {

@@ -156,6 +156,19 @@ impl From<KernelError> for ModelError {
 }
 
 impl ModelError {
+    /// Whether the device is lost: no pass on it will succeed again.
+    pub fn is_device_lost(&self) -> bool {
+        let source = match self {
+            Self::Kernel { source, .. }
+            | Self::Residency(
+                ResidencyError::Kernel { source, .. } | ResidencyError::Cache { source, .. },
+            ) => Some(source),
+            Self::Residency(ResidencyError::Ring { source, .. }) => source.as_ref(),
+            _ => None,
+        };
+        matches!(source, Some(KernelError::DeviceLost { .. }))
+    }
+
     /// Adds the module in which the device failed, unless it is already known.
     pub(crate) fn within(self, id: ModuleId) -> Self {
         match self {

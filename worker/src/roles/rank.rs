@@ -32,6 +32,7 @@ use crate::cli::{GpuArgs, IsaArg};
 use crate::device::{DeviceArg, DeviceOptions, GpuOptions, HostOptions, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
+use crate::lost::DeviceLost;
 use crate::signals;
 
 /// Silence of a prefill worker after which it is asked whether it makes progress.
@@ -46,8 +47,9 @@ const STEPS_IN_FLIGHT: usize = 2;
 /// Stack size for compiling grammars, which recurses over the request's schema; the gateway limits it to 500 levels.
 const STACK_BYTES: usize = 32 << 20;
 
-/// Time between two health checks of the engine.
-const HEALTH_PERIOD: Duration = Duration::from_secs(1);
+/// Time between two health checks of the engine: a worker whose device is lost ends before the gateway has tried a request
+/// there for the last time.
+const HEALTH_PERIOD: Duration = Duration::from_millis(50);
 /// Time that an engine may be unhealthy before the worker ends.
 const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -152,9 +154,7 @@ async fn serve(
         never = stay_alive() => match never {},
         never = report_streams(&worker.engine) => match never {},
         never = traces.write_when_told(&device) => match never {},
-        why = lasting_fault(&worker.engine, &health) => {
-            bail!("the engine does not recover: {why}\n  the supervisor restarts this worker")
-        }
+        fault = lasting_fault(&worker.engine, &health) => Err(fault),
     }
 }
 
@@ -178,8 +178,9 @@ fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
     }
 }
 
-/// Reports the engine's health to probes; returns when it has been unhealthy for [`FAULT_PATIENCE`].
-async fn lasting_fault(engine: &Engine, health: &Health) -> String {
+/// Reports the engine's health to probes; returns when it has been unhealthy for [`FAULT_PATIENCE`], or when its device is
+/// lost.
+async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
     let mut since = None;
     let mut layers = Layers::default();
     loop {
@@ -195,8 +196,14 @@ async fn lasting_fault(engine: &Engine, health: &Health) -> String {
                 let began = *since.get_or_insert_with(std::time::Instant::now);
                 health.set_ready(false).await;
                 if began.elapsed() >= FAULT_PATIENCE {
-                    return why;
+                    return anyhow::anyhow!(
+                        "the engine does not recover: {why}\n  the supervisor restarts this worker"
+                    );
                 }
+            }
+            EngineHealth::DeviceLost(why) => {
+                health.set_ready(false).await;
+                return DeviceLost(why).into();
             }
         }
     }

@@ -27,3 +27,4 @@ pub(crate) use logits::{LogitsArgs, run as logits};
 pub(crate) use own::{OwnArgs, run as own};
 pub(crate) use profile::{ProfileArgs, run as profile};
 pub(crate) use random::{RandomArgs, run as random};
+pub(crate) use virtual_device::VirtualDevice;

@@ -109,9 +109,7 @@ pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Resu
     }
     if let Some(device) = &args.virtual_device {
         meter.tell("the virtual device");
-        profile.gpus = vec![device.measure()?];
-        let available = &mut profile.memory.available_bytes;
-        *available = available.saturating_sub(device.memory_bytes());
+        device.stand_in(device.measure()?, &mut profile);
     } else if matches!(args.scope, ScopeArg::Process) && !profile.gpus.is_empty() {
         let obstacle = gpu_obstacle(&args.gpu, environment);
         profile

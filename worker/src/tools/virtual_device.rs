@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use hearth_crds::{GPU_RANK_THREADS, GpuProfile, VIRTUAL_UUID};
+use hearth_crds::{GPU_RANK_THREADS, GpuProfile, NodeProfileStatus, VIRTUAL_UUID};
 use hearth_kernels::ops::*;
 use hearth_kernels::{CpuOptions, DType, HostMatrix, KernelError};
 use hearth_profiler::three_digits;
@@ -25,7 +25,7 @@ const LEAST_TIME: Duration = Duration::from_millis(40);
 
 /// A virtual device, as `--device` takes it.
 #[derive(Clone, Debug)]
-pub(super) struct VirtualDevice {
+pub(crate) struct VirtualDevice {
     text: String,
     arg: VirtualArg,
 }
@@ -52,17 +52,43 @@ impl std::str::FromStr for VirtualDevice {
 }
 
 impl VirtualDevice {
-    /// Bytes of its memory, which is this machine's.
-    pub(super) fn memory_bytes(&self) -> u64 {
-        self.arg.memory_bytes()
+    /// The text that it was read from.
+    pub(crate) fn text(&self) -> &str {
+        &self.text
     }
 
-    /// Opens it with as many threads as a rank on a GPU has, and measures it.
+    /// Lets it stand for a machine's GPUs, as it was measured: its memory is the machine's.
+    pub(crate) fn stand_in(&self, measured: GpuProfile, profile: &mut NodeProfileStatus) {
+        profile.gpus = vec![measured];
+        let available = &mut profile.memory.available_bytes;
+        *available = available.saturating_sub(self.arg.memory_bytes());
+    }
+
+    /// Why it is lost; `None` while it answers.
+    pub(crate) fn lost(&self) -> Option<String> {
+        self.arg.lost()
+    }
+
+    /// Opens it with as many threads as a rank on a GPU has, and measures it. Of one that is lost nothing is known but that.
     ///
     /// # Errors
     /// An error if its memory is too small for any measurement.
     pub(super) fn measure(&self) -> anyhow::Result<GpuProfile> {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let known = GpuProfile {
+            uuid: VIRTUAL_UUID.to_owned(),
+            name: "virtual".to_owned(),
+            memory_bytes: self.arg.memory_bytes(),
+            free_bytes: self.arg.memory_bytes(),
+            virtual_device: Some(self.text.clone()),
+            ..GpuProfile::default()
+        };
+        if let Some(cause) = self.lost() {
+            return Ok(GpuProfile {
+                obstacle: Some(format!("it is lost: {cause}")),
+                ..known
+            });
+        }
         let backend = VirtualBackend::new(self.arg.options(CpuOptions {
             isa: None,
             threads: cpus.min(GPU_RANK_THREADS as usize),
@@ -75,12 +101,12 @@ impl VirtualDevice {
             )
         })?;
         Ok(GpuProfile {
-            uuid: VIRTUAL_UUID.to_owned(),
-            name: "virtual".to_owned(),
-            memory_bytes: self.arg.memory_bytes(),
-            free_bytes: self.arg.memory_bytes(),
-            virtual_device: Some(self.text.clone()),
-            ..measured
+            copy_gbps: measured.copy_gbps,
+            copy_beside_reads_gbps: measured.copy_beside_reads_gbps,
+            read_gbps: measured.read_gbps,
+            bf16_gflops: measured.bf16_gflops,
+            operation_us: measured.operation_us,
+            ..known
         })
     }
 }

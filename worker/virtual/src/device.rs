@@ -1,7 +1,8 @@
 //! The device itself.
 
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 
 use hearth_kernels::ops::{DeviceMemory, DeviceOps};
 use hearth_kernels::{CpuBackend, KernelError};
@@ -20,6 +21,9 @@ pub struct VirtualBackend {
     pub(crate) routings: Routings,
     /// Weights that were taken, without those in slots.
     pub(crate) weights: AtomicU64,
+    fault: Option<PathBuf>,
+    /// Why the device was lost, once it was: like a GPU's, a context does not recover.
+    lost: OnceLock<String>,
 }
 
 /// What stands behind the operations.
@@ -37,7 +41,8 @@ impl VirtualBackend {
     /// Starts the threads that compute.
     ///
     /// # Errors
-    /// Same as [`CpuBackend::new`]; [`KernelError::Device`] for a device without memory, or a rate that is not positive.
+    /// Same as [`CpuBackend::new`]; [`KernelError::Device`] for a device without memory, or a rate that is not positive;
+    /// [`KernelError::DeviceLost`] if it is lost.
     pub fn new(options: VirtualOptions) -> Result<Self, KernelError> {
         if options.memory_bytes == 0 {
             return Err(fault(
@@ -45,6 +50,9 @@ impl VirtualBackend {
             ));
         }
         options.mode.check()?;
+        if let Some(cause) = options.fault.as_deref().and_then(cause_of_loss) {
+            return Err(lost(cause));
+        }
         let (computer, stretch) = match options.mode {
             VirtualMode::Exact { copy_bytes_per_s } => {
                 let cpu = CpuBackend::new(options.cpu)?;
@@ -64,7 +72,28 @@ impl VirtualBackend {
             lanes: Lanes::new(stretch, options.trace),
             routings: Routings::default(),
             weights: AtomicU64::new(0),
+            fault: options.fault,
+            lost: OnceLock::new(),
         })
+    }
+
+    /// Checks that the device still answers.
+    ///
+    /// # Errors
+    /// [`KernelError::DeviceLost`] if it does not.
+    pub(crate) fn answers(&self) -> Result<(), KernelError> {
+        let Some(fault) = &self.fault else {
+            return Ok(());
+        };
+        if self.lost.get().is_none()
+            && let Some(cause) = cause_of_loss(fault)
+        {
+            let _ = self.lost.set(cause);
+        }
+        match self.lost.get() {
+            None => Ok(()),
+            Some(cause) => Err(lost(cause.clone())),
+        }
     }
 
     /// Time since the device was opened, by its clock, ns.
@@ -75,6 +104,27 @@ impl VirtualBackend {
     /// What the lanes have done since the device was opened; `None` in exact mode, which claims no times.
     pub fn lane_use(&self) -> Option<LaneUse> {
         self.lanes.read()
+    }
+}
+
+/// Cause in the file whose existence means that a virtual device is lost; `None` if there is no such file.
+pub fn cause_of_loss(fault: &Path) -> Option<String> {
+    let text = match std::fs::read_to_string(fault) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
+        Err(_) => String::new(),
+    };
+    let line = text.lines().next().unwrap_or_default().trim();
+    Some(match line {
+        "" => format!("{} exists", fault.display()),
+        line => line.to_owned(),
+    })
+}
+
+fn lost(detail: String) -> KernelError {
+    KernelError::DeviceLost {
+        device: "virtual".to_owned(),
+        detail,
     }
 }
 

@@ -26,7 +26,7 @@ mod slots;
 mod tensor;
 mod work;
 
-pub use device::VirtualBackend;
+pub use device::{VirtualBackend, cause_of_loss};
 pub use experts::VirtualExpertSum;
 pub use lanes::{LATE_US, LaneUse, VirtualMark};
 pub use options::{CopyModel, Modelled, RoutingModel, VirtualMode, VirtualOptions};

@@ -1,5 +1,6 @@
 //! What a virtual device is made of.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use hearth_kernels::trace::Trace;
@@ -16,6 +17,8 @@ pub struct VirtualOptions {
     pub cpu: CpuOptions,
     /// Receives its operations and copies.
     pub trace: Option<Arc<Trace>>,
+    /// A fault on demand: once this file exists the device is lost, for the cause that the file says. `None`: never.
+    pub fault: Option<PathBuf>,
 }
 
 impl VirtualOptions {
@@ -28,6 +31,7 @@ impl VirtualOptions {
             },
             cpu,
             trace: None,
+            fault: None,
         }
     }
 }

@@ -142,6 +142,7 @@ impl LoadOps for VirtualBackend {
         slot: &VirtualSlot,
         at: usize,
     ) -> Result<VirtualWeight, KernelError> {
+        self.answers()?;
         let bytes = self.slot_bytes(matrix);
         let end = at.saturating_add(bytes);
         hearth_kernels::checks::ensure(end <= slot.bytes, "load", || {

@@ -94,6 +94,7 @@ impl VirtualBackend {
         work: &Work<'_>,
         compute: impl FnOnce(&CpuBackend) -> Result<T, KernelError>,
     ) -> Result<Option<T>, KernelError> {
+        self.answers()?;
         let (serial, times) = self.lanes.queue(Lane::Compute, self.took_us(work));
         let weights = || work.weights.iter().flatten();
         let waited = self.lanes.waited(Lane::Compute);

@@ -232,3 +232,35 @@ fn a_weight_is_of_no_use_once_its_slot_was_given_away() {
         .to_string();
     assert!(error.starts_with("load: bytes 1 to"), "{error}");
 }
+
+/// A fault on demand: from then on nothing succeeds, whatever becomes of the file.
+#[test]
+fn a_lost_device_answers_nothing_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("fault");
+    let options = || VirtualOptions {
+        fault: Some(file.clone()),
+        ..VirtualOptions::exact(64 << 20, options())
+    };
+    let device = VirtualBackend::new(options()).unwrap();
+    let weight = device.weight(&matrix(1, INNER, HIDDEN)).unwrap();
+    let input = device.zeros(1, HIDDEN).unwrap();
+    let slots = device.slots(1 << 20, 1).unwrap();
+    device.linear(&input, &weight, None).unwrap();
+    std::fs::write(&file, "Xid 79: it has fallen off the bus\n").unwrap();
+    let lost = |error: KernelError| {
+        assert!(matches!(error, KernelError::DeviceLost { .. }), "{error}");
+        assert!(error.to_string().contains("fallen off the bus"), "{error}");
+    };
+    lost(device.linear(&input, &weight, None).err().unwrap());
+    lost(VirtualBackend::new(options()).err().unwrap());
+    std::fs::remove_file(&file).unwrap();
+    lost(device.linear(&input, &weight, None).err().unwrap());
+    lost(
+        device
+            .load(&matrix(1, INNER, HIDDEN), &slots[0], 0)
+            .err()
+            .unwrap(),
+    );
+    VirtualBackend::new(options()).unwrap();
+}

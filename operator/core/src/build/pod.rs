@@ -191,6 +191,7 @@ pub fn rank_holding(plan: &InferencePlanSpec, rank: &PlanRank) -> crate::observe
         gpus: holding.gpus,
         exclusive_cpus: holding.exclusive_cpus,
         claimed_gpus: claimed(rank).iter().cloned().collect(),
+        virtual_bytes: rank.virtual_memory_bytes(),
     }
 }
 
@@ -227,6 +228,7 @@ impl Holding {
                 .max(rank.own_weight_bytes())
                 .saturating_add(rank.host_weight_bytes() / MAPPED_BYTES_PER_TABLE_BYTE)
                 .saturating_add(rank.host_kv_bytes())
+                .saturating_add(rank.virtual_memory_bytes())
                 .saturating_add(rank.scratch_bytes),
             weight_bytes: weights,
             cpu_millis: rank.cpu_millis(),

@@ -2,6 +2,7 @@
 
 mod choice;
 mod existing;
+pub(crate) mod lost_gpus;
 mod new_plan;
 pub(crate) mod refusals;
 mod renew;
@@ -123,13 +124,15 @@ fn take(choice: &mut PlanChoice, newest: Option<&Arc<InferencePlan>>, plan: Infe
     choice.is_new = true;
 }
 
-/// Replans a target whose nodes are lost, closed or too full, from its own spec, where that is possible.
+/// Replans a target whose nodes are lost, closed or too full, or whose GPUs are lost, from its own spec, where that is
+/// possible.
 fn move_on(observed: &Observed, choice: &mut PlanChoice, wanted: Option<&Model>) {
     let Some(target) = choice.target.clone() else {
         return;
     };
     let deployment = deployment_of_plan(&observed.deployment, &target);
-    let trouble = trouble_of_nodes(observed, &target, &deployment);
+    let trouble = trouble_of_nodes(observed, &target, &deployment)
+        .or_else(|| lost_gpus::trouble(observed, &target));
     let refused = refusals::standing(observed, &target);
     choice.look_again = refusals::look_again(observed, &target);
     if trouble.is_none() && refused.is_empty() {

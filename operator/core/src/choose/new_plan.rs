@@ -9,6 +9,7 @@ use kube_core::ResourceExt;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
+use super::lost_gpus;
 use super::refusals::{self, Refusals};
 use crate::build::{BuildContext, kept_spec, model_key, model_path, plan_object, source_digest};
 use crate::candidates::Candidates;
@@ -135,7 +136,9 @@ pub(crate) fn made(
         model_key: model.key.as_deref(),
     };
     let generation = next_generation(observed);
-    let profiles: Vec<_> = candidates.free.values().cloned().collect();
+    let mut profiles: Vec<_> = candidates.free.values().cloned().collect();
+    let lost = lost_gpus::known(observed);
+    lost_gpus::leave_out(&lost, &mut profiles);
     let planned = hearth_planner::plan(&PlanInput {
         name: &deployment.name_any(),
         namespace: &deployment.namespace().unwrap_or_default(),
@@ -153,6 +156,7 @@ pub(crate) fn made(
     let mut planned = planned.map_err(|error| Box::new(Refusal { error, candidates }))?;
     planned.worker_image = Some(image.to_owned());
     planned.why.extend(refusals::sentences(refusals));
+    planned.why.extend(lost_gpus::sentences(&lost));
     planned.inputs = Some(PlanInputs {
         digest: inputs(spec, &model.facts),
         deployment_spec: kept_spec(spec),
@@ -161,6 +165,7 @@ pub(crate) fn made(
         source_digest: source_digest(&spec.model.source, model.key.as_deref()),
         model_key: model.key.clone(),
         refusals: refusals::as_inputs(refusals),
+        lost_gpus: lost,
         instead_of: None,
     });
     Ok(plan_object(&context, planned))

@@ -120,6 +120,10 @@ fn inputs_of(target: &InferencePlan, spec: &InferenceDeploymentSpec) -> Option<P
         source_digest: source_digest_of(target).to_owned(),
         model_key: told.key,
         refusals: refusals::as_inputs(&refusals::left_out(target)),
+        lost_gpus: {
+            let inputs = target.spec.inputs.as_ref();
+            inputs.map_or_else(Vec::new, |inputs| inputs.lost_gpus.clone())
+        },
         instead_of: None,
     })
 }

@@ -30,6 +30,8 @@ struct Total {
     exclusive_cpus: BTreeMap<u32, u32>,
     /// Number of owners that claim each GPU.
     claimed_gpus: BTreeMap<String, u32>,
+    /// Memory of the virtual device.
+    virtual_bytes: u128,
 }
 
 impl Holdings {
@@ -48,6 +50,7 @@ impl Holdings {
                     || now.gpus < held.gpus
                     || now.exclusive_cpus.len() < held.exclusive_cpus.len()
                     || now.claimed_gpus.len() < held.claimed_gpus.len()
+                    || now.virtual_bytes < held.virtual_bytes
             }
         });
         for (node, held) in &before {
@@ -109,6 +112,7 @@ impl Total {
         for uuid in &held.claimed_gpus {
             *self.claimed_gpus.entry(uuid.clone()).or_default() += 1;
         }
+        self.virtual_bytes += u128::from(held.virtual_bytes);
     }
 
     fn subtract(&mut self, held: &Holding) {
@@ -126,6 +130,8 @@ impl Total {
             }
         }
         self.claimed_gpus.retain(|_, count| *count > 0);
+        let bytes = u128::from(held.virtual_bytes);
+        self.virtual_bytes = self.virtual_bytes.saturating_sub(bytes);
     }
 
     fn without(&self, own: Option<&Holding>) -> Holding {
@@ -154,6 +160,10 @@ impl Total {
                 .filter(|(uuid, count)| **count > u32::from(own.claimed_gpus.contains(*uuid)))
                 .map(|(uuid, _)| uuid.clone())
                 .collect(),
+            virtual_bytes: {
+                let others = self.virtual_bytes.saturating_sub(own.virtual_bytes.into());
+                u64::try_from(others).unwrap_or(u64::MAX)
+            },
         }
     }
 }
@@ -213,6 +223,7 @@ pub fn of_deployment<'a>(
         held.gpus = held.gpus.max(planned.gpus);
         held.exclusive_cpus.extend(planned.exclusive_cpus);
         held.claimed_gpus.extend(planned.claimed_gpus);
+        held.virtual_bytes = held.virtual_bytes.max(planned.virtual_bytes);
     }
     for held in by_pods.values_mut() {
         held.exclusive_cpus.sort_unstable();

@@ -86,6 +86,8 @@ pub struct Holding {
     pub exclusive_cpus: Vec<u32>,
     /// UUIDs of GPUs that are claimed, or will be by a plan.
     pub claimed_gpus: BTreeSet<String>,
+    /// The part of `memory_bytes` that is memory of the node's virtual device.
+    pub virtual_bytes: u64,
 }
 
 impl Holding {
@@ -102,5 +104,6 @@ impl Holding {
         self.gpus = sum.gpus;
         self.exclusive_cpus.extend(&other.exclusive_cpus);
         self.claimed_gpus.extend(other.claimed_gpus.iter().cloned());
+        self.virtual_bytes = self.virtual_bytes.saturating_add(other.virtual_bytes);
     }
 }

@@ -8,7 +8,7 @@ use hearth_crds::{
 };
 use kube_core::ResourceExt;
 
-use crate::choose::refusals;
+use crate::choose::{lost_gpus, refusals};
 use crate::observed::{Observed, Sight};
 
 /// Relative change above which a measured latency is reported anew.
@@ -31,10 +31,13 @@ pub(crate) fn plan_sentence(plan: &InferencePlan) -> String {
     )
 }
 
-/// The nodes that a plan leaves out because they refused workers of earlier plans; empty if there are none.
+/// The nodes that a plan leaves out because they refused workers of earlier plans, and the GPUs because those lost them;
+/// empty if there are none.
 fn left_out(plan: &InferencePlan) -> String {
     let told = refusals::left_out(plan);
-    let sentences: Vec<String> = refusals::sentences(&told).collect();
+    let inputs = plan.spec.inputs.iter();
+    let lost = inputs.flat_map(|inputs| lost_gpus::sentences(&inputs.lost_gpus));
+    let sentences: Vec<String> = refusals::sentences(&told).chain(lost).collect();
     match sentences.as_slice() {
         [] => String::new(),
         all => format!("; {}", all.join("; ")),

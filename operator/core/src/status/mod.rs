@@ -20,6 +20,7 @@ use crate::build::role_selector;
 use crate::candidates::is_down;
 use crate::cause::{Cause, cause, lost_readiness, not_allowed};
 use crate::choose::PlanChoice;
+use crate::choose::lost_gpus;
 use crate::choose::stand_in::is_of;
 use crate::conditions::{
     self, DECODE_READY, DEGRADED, EXACT_FAILOVER, GATEWAY_READY, INVALID_SPEC, MODEL_READY, PLACED,
@@ -535,9 +536,19 @@ impl StatusInput<'_> {
                     ..Verdict::yes(cause.reason, cause.message)
                 }
             }
+            (Some(target), _) if let Some(lost) = self.lost_gpus() => Verdict::yes(
+                "GpuLost",
+                format!("{lost}; plan {} does without", target.spec.generation),
+            ),
             (Some(_), _) => Verdict::no("AsPlanned", "everything that was running still runs"),
             (None, _) => Verdict::no("NotPlanned", "nothing runs yet"),
         }
+    }
+
+    /// Sentences about GPUs that the deployment's plans do without.
+    fn lost_gpus(&self) -> Option<String> {
+        let told: Vec<String> = lost_gpus::sentences(&lost_gpus::known(self.observed)).collect();
+        (!told.is_empty()).then(|| told.join("; "))
     }
 
     fn model_status(&self) -> ModelStatus {

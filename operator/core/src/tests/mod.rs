@@ -5,6 +5,7 @@ mod events;
 mod fake_cluster;
 mod gateways;
 mod handover;
+mod lost_gpus;
 mod models;
 mod nodes;
 mod progress;

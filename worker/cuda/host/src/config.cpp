@@ -1,5 +1,7 @@
 #include "config.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 
@@ -31,12 +33,15 @@ Config read() {
     c.read_only_register = c.host_register && !flag("HEARTH_HOST_MODEL_NO_READ_ONLY_REGISTER");
     c.memory_info_error = atoi(text("HEARTH_HOST_MODEL_MEMORY_INFO_ERROR", "0").c_str());
     c.report = text("HEARTH_HOST_MODEL_REPORT", "");
+    c.lost = text("HEARTH_HOST_MODEL_LOST", "");
     return c;
 }
 
 }  // namespace
 
 bool checks_wanted() { return text("HEARTH_HOST_MODEL_CHECKS", "1") != "0"; }
+
+bool devices_lost() { return !config().lost.empty() && access(config().lost.c_str(), F_OK) == 0; }
 
 const Config& config() {
     static const auto& c = *new Config(read());

@@ -20,11 +20,15 @@ struct Config {
     bool read_only_register;
     int memory_info_error;
     std::string report;
+    std::string lost;
 };
 
 const Config& config();
 
 // Whether kernels are compiled with checks; the compiler library needs only this part of the configuration.
 bool checks_wanted();
+
+// Whether the devices have fallen off the bus: the file named by HEARTH_HOST_MODEL_LOST exists.
+bool devices_lost();
 
 }  // namespace hearth

@@ -60,6 +60,7 @@ std::recursive_mutex& driver_mutex() {
 }
 
 Entry::Entry() : lock_(driver_mutex()), device_(current_device()) {
+    if (device_ != nullptr && device_->error == CUDA_SUCCESS && devices_lost()) device_->error = CUDA_ERROR_UNKNOWN;
     status_ = !is_initialised ? CUDA_ERROR_NOT_INITIALIZED : device_ == nullptr ? CUDA_ERROR_INVALID_CONTEXT : device_->error;
 }
 

@@ -94,6 +94,7 @@ const ErrorText ERRORS[] = {
     {CUDA_ERROR_MISALIGNED_ADDRESS, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
     {CUDA_ERROR_LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
 const ErrorText* find_error(CUresult code) {
@@ -115,7 +116,7 @@ CUresult find_device(int ordinal, Device*& found) {
 HEARTH_API CUresult cuInit(unsigned flags) {
     std::lock_guard<std::recursive_mutex> lock(driver_mutex());
     if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
-    if (config().devices == 0) return CUDA_ERROR_NO_DEVICE;
+    if (config().devices == 0 || devices_lost()) return CUDA_ERROR_NO_DEVICE;
     initialise();
     return CUDA_SUCCESS;
 }

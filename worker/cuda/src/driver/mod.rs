@@ -27,41 +27,58 @@ const OLDEST_DRIVER: i32 = 12_000;
 /// # Errors
 /// [`KernelError::Device`] if there is no driver, it is too old, or it does not start.
 pub(crate) fn init() -> Result<(), KernelError> {
-    static STATE: OnceLock<Result<(), String>> = OnceLock::new();
+    static STATE: OnceLock<Result<(), Obstacle>> = OnceLock::new();
     let state = STATE.get_or_init(try_init);
-    state.clone().map_err(fault)
+    state.clone().map_err(|obstacle| match obstacle {
+        Obstacle::NoDriver(detail) => fault(detail),
+        Obstacle::NoAnswer(detail) => lost(detail),
+    })
 }
 
-fn try_init() -> Result<(), String> {
+/// Why there is no driver to work with.
+#[derive(Clone)]
+enum Obstacle {
+    /// It is missing or too old.
+    NoDriver(String),
+    /// It is there, and its GPUs do not answer.
+    NoAnswer(String),
+}
+
+fn try_init() -> Result<(), Obstacle> {
     // SAFETY: only loads the library, whose initialisers are NVIDIA's.
     if !unsafe { sys::is_culib_present() } {
         // SAFETY: as above; loading the library has just failed.
         let why = unsafe { libloading::Library::new("libcuda.so.1") }.err();
         let why = why.map_or_else(String::new, |error| format!(" ({error})"));
-        return Err(format!(
+        return Err(Obstacle::NoDriver(format!(
             "no NVIDIA driver: libcuda.so.1 cannot be loaded{why}\n  install the driver (525 or later), or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)"
-        ));
+        )));
     }
     let mut version = 0;
     // SAFETY: the library is loaded; both calls take no memory except a valid out-pointer.
     let (started, asked) = unsafe { (sys::cuInit(0), sys::cuDriverGetVersion(&raw mut version)) };
     if asked == CUresult::CUDA_SUCCESS && version < OLDEST_DRIVER {
-        return Err(format!(
+        return Err(Obstacle::NoDriver(format!(
             "the NVIDIA driver supports CUDA {}.{}, and 12.0 is needed\n  update the driver to 525 or later, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)",
             version / 1000,
             version % 1000 / 10
-        ));
+        )));
     }
     match started {
         CUresult::CUDA_SUCCESS => Ok(()),
-        CUresult::CUDA_ERROR_NO_DEVICE => Err(
-            "the NVIDIA driver sees no GPU\n  check that `nvidia-smi` lists it and that CUDA_VISIBLE_DEVICES does not hide it, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)"
+        CUresult::CUDA_ERROR_NO_DEVICE => Err(Obstacle::NoAnswer(
+            "the NVIDIA driver sees no GPU; `nvidia-smi` should list it, and CUDA_VISIBLE_DEVICES not hide it"
                 .to_owned(),
-        ),
-        other => Err(format!(
-            "the NVIDIA driver does not start: {}\n  check `nvidia-smi` and the kernel's log, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)",
-            describe(other)
         )),
+        other => {
+            let detail = format!("the NVIDIA driver does not start: {}", describe(other));
+            Err(match is_lost(other) {
+                true => Obstacle::NoAnswer(detail),
+                false => Obstacle::NoDriver(format!(
+                    "{detail}\n  check `nvidia-smi` and the kernel's log, or compute on the CPU (--device cpu; in a deployment spec.prefill.gpusPerWorker: 0)"
+                )),
+            })
+        }
     }
 }
 
@@ -73,10 +90,34 @@ pub(crate) fn fault(detail: impl Into<String>) -> KernelError {
     }
 }
 
+/// A device that no longer answers.
+fn lost(detail: String) -> KernelError {
+    KernelError::DeviceLost {
+        device: "cuda".to_owned(),
+        detail,
+    }
+}
+
+/// Whether a result means that the GPU is of no use to another process either. After a fault of a kernel it is: there,
+/// starting again helps.
+fn is_lost(result: CUresult) -> bool {
+    matches!(
+        result,
+        CUresult::CUDA_ERROR_NO_DEVICE
+            | CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            // What is left of a GPU that has fallen off the bus.
+            | CUresult::CUDA_ERROR_UNKNOWN
+    )
+}
+
 /// Converts a driver result to our error, naming the call and the remedy.
 pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), KernelError> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
+    }
+    if is_lost(result) {
+        return Err(lost(format!("{call}: {}", describe(result))));
     }
     let remedy = match result {
         CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
@@ -86,9 +127,6 @@ pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), KernelEr
         }
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
             "other processes hold the GPU's memory: see `nvidia-smi`, and free some"
-        }
-        CUresult::CUDA_ERROR_ECC_UNCORRECTABLE => {
-            "the GPU's memory is damaged: reset the GPU, and replace it if this happens again"
         }
         CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU | CUresult::CUDA_ERROR_INVALID_IMAGE => {
             "a compiled kernel does not fit this GPU or driver: remove the kernel cache"

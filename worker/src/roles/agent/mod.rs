@@ -22,6 +22,7 @@ use tonic::{Request, Response, Status};
 
 use super::report::Report;
 use crate::signals;
+use crate::tools::VirtualDevice;
 use identity::Identity;
 use models::{Limits, Models};
 use node::Node;
@@ -71,9 +72,50 @@ pub(crate) struct AgentArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "HEARTH_PRIVATE_PATIENCE",
         value_parser = clap::value_parser!(u32).range(1..=3600))]
     private_patience: u32,
+    /// A virtual device in place of the GPUs of a node, such as attic=virtual:memory=8Gi; * is every other node
+    // Set through the environment, so that older images start with a newer chart.
+    #[arg(
+        long = "virtual-device",
+        value_name = "NODE=DEVICE",
+        env = "HEARTH_VIRTUAL_DEVICES",
+        value_delimiter = ';'
+    )]
+    virtual_devices: Vec<OnNode>,
+}
+
+/// A virtual device for one node, or for every node that has no other.
+#[derive(Clone, Debug)]
+struct OnNode {
+    node: String,
+    device: VirtualDevice,
+}
+
+/// Name that means every node.
+const EVERY_NODE: &str = "*";
+
+impl std::str::FromStr for OnNode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (node, device) = text
+            .split_once('=')
+            .filter(|(node, _)| !node.is_empty() && !node.contains(':'))
+            .ok_or("write the node first, as in attic=virtual:memory=8Gi, or * for every node")?;
+        Ok(Self {
+            node: node.to_owned(),
+            device: device.parse()?,
+        })
+    }
 }
 
 impl AgentArgs {
+    /// The virtual device of this node.
+    fn virtual_device(&self) -> Option<VirtualDevice> {
+        let of = |name: &str| self.virtual_devices.iter().find(|it| it.node == name);
+        let found = of(&self.node).or_else(|| of(EVERY_NODE))?;
+        Some(found.device.clone())
+    }
+
     fn limits(&self) -> Limits {
         Limits {
             disk_reserve: self.disk_reserve,
@@ -113,7 +155,7 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
         tracing::error!("no model can be kept on this node: {error}");
     }
     let service = AgentService {
-        node: Node::start(&args.node, &args.cache_dir),
+        node: Node::start(&args.node, &args.cache_dir, args.virtual_device()),
         models: Arc::new(Models::new(cache, args.limits())),
         identity,
     };

@@ -10,6 +10,7 @@ use hearth_profiler::{Kept, Measured, ProfileOptions, Scope, hardware, observe, 
 use tonic::Status;
 
 use super::tool;
+use crate::tools::VirtualDevice;
 
 /// File in the cache directory.
 const KEPT: &str = "profile.json";
@@ -22,6 +23,8 @@ const AGAIN_AFTER: Duration = Duration::from_secs(30);
 pub(super) struct Node {
     options: ProfileOptions,
     kept: PathBuf,
+    /// Stands for the node's GPUs.
+    device: Option<VirtualDevice>,
     state: Mutex<State>,
 }
 
@@ -37,7 +40,7 @@ enum State {
 
 impl Node {
     /// Takes the rates stored by an earlier agent, or starts measuring. Requires a tokio runtime.
-    pub(super) fn start(name: &str, cache_dir: &Path) -> Arc<Self> {
+    pub(super) fn start(name: &str, cache_dir: &Path, device: Option<VirtualDevice>) -> Arc<Self> {
         let first = "this node is being measured; ask again in some seconds";
         let node = Arc::new(Self {
             options: ProfileOptions {
@@ -47,6 +50,7 @@ impl Node {
                 ..ProfileOptions::default()
             },
             kept: cache_dir.join(KEPT),
+            device,
             state: Mutex::new(State::Measuring(first.to_owned())),
         });
         match Kept::read(&node.kept) {
@@ -76,11 +80,14 @@ impl Node {
         for warning in warnings {
             tracing::debug!("profile: {warning}");
         }
-        let now = hardware(&profile, &self.options.root);
+        let now = self.hardware(&profile);
         let mut state = self.lock();
         let why = match &*state {
             State::Measured(kept) if kept.hardware == now => {
                 take_rates(&mut profile, &kept.profile);
+                if let (Some(device), [measured]) = (&self.device, &kept.profile.gpus[..]) {
+                    device.stand_in(measured.clone(), &mut profile);
+                }
                 return Ok(profile);
             }
             State::Measuring(why) => return Err(Status::unavailable(why.clone())),
@@ -108,7 +115,7 @@ impl Node {
             let state = match outcome {
                 Ok(profile) => {
                     tracing::info!(took = ?began.elapsed(), "measured: {}", node.words(&profile));
-                    let hardware = hardware(&profile, &node.options.root);
+                    let hardware = node.hardware(&profile);
                     let kept = Box::new(Kept { hardware, profile });
                     if let Err(error) = kept.write(&node.kept) {
                         let path = node.kept.display();
@@ -144,7 +151,24 @@ impl Node {
         ];
         let mut arguments: Vec<&OsStr> = arguments.map(OsStr::new).to_vec();
         arguments.push(disk.as_os_str());
+        if let Some(device) = &self.device {
+            arguments.extend(["--virtual-device", device.text()].map(OsStr::new));
+        }
         tool::ask(&arguments, PATIENCE).await
+    }
+
+    /// The hardware that rates belong to, the virtual device included.
+    fn hardware(&self, profile: &NodeProfileStatus) -> String {
+        let mut hardware = hardware(profile, &self.options.root);
+        if let Some(device) = &self.device {
+            hardware.push_str("; ");
+            hardware.push_str(device.text());
+            if let Some(cause) = device.lost() {
+                hardware.push_str(", lost: ");
+                hardware.push_str(&cause);
+            }
+        }
+        hardware
     }
 
     /// Describes the measured node in one line.

@@ -1,0 +1,170 @@
+//! Virtual devices of nodes: plans that stream experts and have CPUs compute others, and a device that is lost while its node
+//! is Ready.
+
+use std::path::PathBuf;
+
+use hearth_tests::cluster::{Cluster, condition, wait_until};
+use serde_json::{Value, json};
+
+use super::OPTIONS;
+use super::release::{self, PATIENCE, deployment, infd, names, patch, pods, said};
+use super::release::{settled, wait_until_settled};
+use super::streams::{self, Streams};
+
+/// Memory of each node's device, and the file in a worker's Pod that has it lost.
+const DEVICE: &str = "virtual:memory=96Mi,fault=/tmp/fault";
+
+#[test]
+fn virtual_devices_stream_experts_through_kills_a_rollout_and_a_loss() {
+    let Some(cluster) = Cluster::start_or_skip(&OPTIONS) else {
+        return;
+    };
+    let images = cluster.import_hearth();
+    let devices = ["node-1", "node-2"].map(|node| {
+        let device = DEVICE.replace(',', "\\,");
+        format!("agent.virtualDevices.{node}={device}")
+    });
+    let values: Vec<&str> = devices.iter().map(String::as_str).collect();
+    release::install_with(&cluster, &images, 1, &values);
+    are_measured(&cluster);
+    hold_a_plan_with_a_ring_and_halves(&cluster);
+    lose_no_token_when_a_worker_is_killed(&cluster);
+    lose_no_token_in_a_rollout(&cluster);
+    that_are_lost_are_left(&cluster);
+}
+
+fn are_measured(cluster: &Cluster) {
+    for node in ["node-1", "node-2"] {
+        let profile = cluster.get("nodeprofile", "", node).expect("a profile");
+        let gpu = &profile["status"]["gpus"][0];
+        assert_eq!(gpu["virtualDevice"], DEVICE, "{profile:#}");
+        for rate in ["copyGbps", "readGbps", "bf16Gflops"] {
+            assert!(gpu[rate].as_f64() > Some(0.0), "{rate} of {profile:#}");
+        }
+    }
+}
+
+fn hold_a_plan_with_a_ring_and_halves(cluster: &Cluster) {
+    let model = json!({"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512});
+    let spec = json!({
+        "model": model,
+        "prefill": {"mode": "StreamLoading", "chunkedBelowTokens": 0},
+        "decode": {"maxBatch": 4, "dualBatch": "On"},
+    });
+    cluster.apply(&deployment("demo", spec).to_string());
+    let plan = plan_of(cluster, &wait_until_settled(cluster, "demo"));
+    for (role, policy) in [("Prefill", "StreamLoading"), ("Decode", "HostExperts")] {
+        let rank = rank(&plan, role);
+        assert_eq!(rank["residency"]["policy"], policy, "{plan:#}");
+        assert_eq!(rank["virtualDevice"], DEVICE, "{plan:#}");
+        let share = rank["gpuMemoryBytes"].as_u64().expect("bytes");
+        let pod = &pods(cluster, "demo", &role.to_lowercase())[0];
+        let resources = &pod["spec"]["containers"][0]["resources"];
+        let requested = resources["requests"]["memory"].as_str().expect("memory");
+        assert!(
+            requested.parse::<u64>().expect("bytes") > share,
+            "{resources:#}"
+        );
+        assert!(resources["limits"].is_null(), "{resources:#}");
+    }
+    assert_eq!(rank(&plan, "Decode")["dualBatch"], true, "{plan:#}");
+    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
+    streams.wait_for(2 * streams::STREAMS);
+    streams.finish();
+}
+
+fn lose_no_token_when_a_worker_is_killed(cluster: &Cluster) {
+    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
+    for role in ["prefill", "decode"] {
+        streams.wait_for(streams::STREAMS / 2);
+        let worker = names(&pods(cluster, "demo", role)).remove(0);
+        assert!(cluster.kill_pod_processes("default", &worker) > 0);
+    }
+    streams.wait_for(streams::STREAMS);
+    println!("{} answers around two killed workers", streams.finish());
+}
+
+fn lose_no_token_in_a_rollout(cluster: &Cluster) {
+    let before = names(&pods(cluster, "demo", "decode"));
+    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
+    streams.wait_for(streams::STREAMS / 2);
+    patch(cluster, "demo", &json!({"decode": {"maxBatch": 2}}));
+    let found = wait_until_settled(cluster, "demo");
+    streams.wait_for(streams::STREAMS / 2);
+    println!("{} answers around a rollout", streams.finish());
+    assert_ne!(names(&pods(cluster, "demo", "decode")), before);
+    let plan = plan_of(cluster, &found);
+    assert_eq!(rank(&plan, "Decode")["maxBatch"], 2, "{plan:#}");
+}
+
+/// The work goes to the other node's device, and from there, once the spec allows it, to the CPUs.
+fn that_are_lost_are_left(cluster: &Cluster) {
+    let home = node_of_decode(cluster);
+    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
+    streams.wait_for(streams::STREAMS / 2);
+    lose_device(cluster);
+    let found = wait_until("another device has the work", 2 * PATIENCE, || {
+        settled(cluster, "demo").filter(|_| node_of_decode(cluster) != home)
+    });
+    streams.wait_for(streams::STREAMS / 2);
+    println!("{} answers around a lost device", streams.finish());
+    let ready = cluster.get("node", "", &home).expect("the node");
+    assert_eq!(condition(&ready, "Ready"), Some("True"), "{ready:#}");
+    let cause = format!("GPU VIRTUAL-0 of {home} is lost: decode-0");
+    for kind in ["Degraded", "Planned"] {
+        let (_, message) = said(&found, kind);
+        assert!(message.contains(&cause), "{kind}: {message}");
+        assert!(message.contains("Xid 79"), "{kind}: {message}");
+    }
+    assert_eq!(said(&found, "Degraded").0, "GpuLost");
+    let plan = plan_of(cluster, &found);
+    for role in ["Prefill", "Decode"] {
+        let rank = rank(&plan, role);
+        assert_eq!(rank["device"], "VIRTUAL-0", "{plan:#}");
+        assert_ne!(rank["node"], home.as_str(), "{plan:#}");
+    }
+
+    lose_device(cluster);
+    wait_until("no place is left, and that is told", 2 * PATIENCE, || {
+        let (reason, message) = said(&infd(cluster, "demo"), "Degraded");
+        (reason == "GpuLost" && message.contains("fits nowhere else")).then_some(())
+    });
+    let modes = json!({"prefill": {"mode": "Auto"}, "decode": {"dualBatch": "Auto"}});
+    patch(cluster, "demo", &modes);
+    let plan = plan_of(cluster, &wait_until_settled(cluster, "demo"));
+    for role in ["Prefill", "Decode"] {
+        assert_eq!(rank(&plan, role)["device"], "cpu", "{plan:#}");
+    }
+    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
+    streams.wait_for(streams::STREAMS);
+    streams.finish();
+}
+
+/// Has the device of the decode worker lost, by the file in its Pod.
+fn lose_device(cluster: &Cluster) {
+    let decode = names(&pods(cluster, "demo", "decode")).remove(0);
+    let processes = cluster.pod_processes("default", &decode);
+    let write = |process: &u32| {
+        let file = PathBuf::from(format!("/proc/{process}/root/tmp/fault"));
+        std::fs::write(file, "Xid 79: it has fallen off the bus\n").is_ok()
+    };
+    assert!(processes.iter().any(write), "{processes:?}");
+}
+
+fn node_of_decode(cluster: &Cluster) -> String {
+    let decode = pods(cluster, "demo", "decode").remove(0);
+    let node = decode["spec"]["nodeName"].as_str();
+    node.unwrap_or_default().to_owned()
+}
+
+fn plan_of(cluster: &Cluster, found: &Value) -> Value {
+    let name = found["status"]["plan"]["name"].as_str().expect("a plan");
+    let plan = cluster.get("inferenceplan", "default", name);
+    plan.expect("the plan")["spec"].clone()
+}
+
+fn rank<'a>(plan: &'a Value, role: &str) -> &'a Value {
+    let ranks = plan["ranks"].as_array().expect("ranks");
+    let found = ranks.iter().find(|rank| rank["role"] == role);
+    found.unwrap_or_else(|| panic!("no {role} in {plan:#}"))
+}

@@ -67,7 +67,7 @@ impl SampleOps for VirtualBackend {
 fn among_equals(spec: &SampleSpec, vocab: usize) -> Result<u32, SampleFault> {
     let at = |count: usize| match spec.temperature {
         0.0 => 0,
-        _ => (spec.quantile * count as f64) as usize,
+        _ => ((u128::from(spec.quantile) * count as u128) >> 64) as usize,
     };
     let Some(words) = &spec.allowed else {
         return Ok(at(vocab) as u32);

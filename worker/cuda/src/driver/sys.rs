@@ -29,6 +29,7 @@ impl CUresult {
     pub(crate) const CUDA_ERROR_INVALID_IMAGE: Self = Self(200);
     pub(crate) const CUDA_ERROR_NO_BINARY_FOR_GPU: Self = Self(209);
     pub(crate) const CUDA_ERROR_ECC_UNCORRECTABLE: Self = Self(214);
+    pub(crate) const CUDA_ERROR_NVLINK_UNCORRECTABLE: Self = Self(220);
     pub(crate) const CUDA_ERROR_OPERATING_SYSTEM: Self = Self(304);
     pub(crate) const CUDA_ERROR_NOT_FOUND: Self = Self(500);
     pub(crate) const CUDA_ERROR_ILLEGAL_ADDRESS: Self = Self(700);
@@ -37,6 +38,7 @@ impl CUresult {
     pub(crate) const CUDA_ERROR_LAUNCH_FAILED: Self = Self(719);
     pub(crate) const CUDA_ERROR_NOT_PERMITTED: Self = Self(800);
     pub(crate) const CUDA_ERROR_NOT_SUPPORTED: Self = Self(801);
+    pub(crate) const CUDA_ERROR_UNKNOWN: Self = Self(999);
 
     /// The result of a function that the driver does not have.
     const MISSING: Self = Self::CUDA_ERROR_NOT_FOUND;

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hearth_kernels::KernelError;
 
+use crate::driver::sys::{self, CUdeviceptr};
 use crate::driver::{Device, Mark, Marks, Stream, check};
 use crate::memory::Pinned;
 

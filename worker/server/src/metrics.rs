@@ -385,63 +385,65 @@ impl Scrape {
 
 type Part = fn(&WorkerView) -> f64;
 
+/// Gauges of each worker: name, help, value.
+const WORKER_GAUGES: &[(&str, &str, Part)] = &[
+    ("hearth_worker_ready", "1: accepts requests", |w| {
+        f64::from(u8::from(w.health == Health::Ready))
+    }),
+    ("hearth_worker_hung", "1: unresponsive", |w| {
+        f64::from(u8::from(w.health == Health::Hung))
+    }),
+    ("hearth_worker_requests", "Requests of this gateway", |w| {
+        f64::from(w.in_flight)
+    }),
+    ("hearth_worker_running", "Sequences in the batch", |w| {
+        f64::from(w.stats.running)
+    }),
+    (
+        "hearth_worker_waiting",
+        "Requests in the worker's queue",
+        |w| f64::from(w.stats.waiting),
+    ),
+    ("hearth_worker_kv_blocks", "KV blocks", |w| {
+        f64::from(w.stats.kv_blocks_total)
+    }),
+    (
+        "hearth_worker_kv_blocks_used",
+        "KV blocks of running sequences",
+        |w| f64::from(w.stats.kv_blocks_used),
+    ),
+    (
+        "hearth_worker_resident_bytes",
+        "Bytes of weights held ready",
+        |w| w.stats.resident_bytes as f64,
+    ),
+    (
+        "hearth_worker_expert_copy_hidden_ratio",
+        "Share of the time of copies of experts that computation hides",
+        |w| match w.stats.expert_copy_seconds {
+            copied if copied > 0.0 => 1.0 - (w.stats.expert_wait_seconds / copied).min(1.0),
+            _ => 1.0,
+        },
+    ),
+    (
+        "hearth_worker_device_peak_bytes",
+        "Most bytes of the device's memory in use at once",
+        |w| w.stats.device_peak_bytes as f64,
+    ),
+    (
+        "hearth_worker_device_budget_bytes",
+        "Bytes of the device's memory that the worker may use",
+        |w| w.stats.device_budget_bytes as f64,
+    ),
+    (
+        "hearth_worker_plan_generation",
+        "Plan that the worker runs",
+        |w| w.plan_generation as f64,
+    ),
+];
+
 fn worker_gauges(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt::Error> {
-    let gauges: [(&str, &str, Part); 9] = [
-        ("hearth_worker_ready", "1: accepts requests", |w| {
-            f64::from(u8::from(w.health == Health::Ready))
-        }),
-        ("hearth_worker_hung", "1: unresponsive", |w| {
-            f64::from(u8::from(w.health == Health::Hung))
-        }),
-        ("hearth_worker_requests", "Requests of this gateway", |w| {
-            f64::from(w.in_flight)
-        }),
-        ("hearth_worker_running", "Sequences in the batch", |w| {
-            f64::from(w.stats.running)
-        }),
-        (
-            "hearth_worker_waiting",
-            "Requests in the worker's queue",
-            |w| f64::from(w.stats.waiting),
-        ),
-        ("hearth_worker_kv_blocks", "KV blocks", |w| {
-            f64::from(w.stats.kv_blocks_total)
-        }),
-        (
-            "hearth_worker_kv_blocks_used",
-            "KV blocks of running sequences",
-            |w| f64::from(w.stats.kv_blocks_used),
-        ),
-        (
-            "hearth_worker_resident_bytes",
-            "Bytes of weights held ready",
-            |w| w.stats.resident_bytes as f64,
-        ),
-        (
-            "hearth_worker_expert_copy_hidden_ratio",
-            "Share of the time of copies of experts that computation hides",
-            |w| match w.stats.expert_copy_seconds {
-                copied if copied > 0.0 => 1.0 - (w.stats.expert_wait_seconds / copied).min(1.0),
-                _ => 1.0,
-            },
-        ),
-        (
-            "hearth_worker_device_peak_bytes",
-            "Most bytes of the device's memory in use at once",
-            |w| w.stats.device_peak_bytes as f64,
-        ),
-        (
-            "hearth_worker_device_budget_bytes",
-            "Bytes of the device's memory that the worker may use",
-            |w| w.stats.device_budget_bytes as f64,
-        ),
-        (
-            "hearth_worker_plan_generation",
-            "Plan that the worker runs",
-            |w| w.plan_generation as f64,
-        ),
-    ];
-    for (name, help, part) in gauges {
+    for (name, help, part) in WORKER_GAUGES {
         let mut metric = writer
             .encoder
             .encode_descriptor(name, help, None, MetricType::Gauge)?;
@@ -496,64 +498,66 @@ fn placements(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt
     Ok(())
 }
 
+/// Counters of each worker: name, help, value.
+const WORKER_COUNTERS: &[(&str, &str, Part)] = &[
+    (
+        "hearth_worker_prefix_hit_tokens",
+        "Prompt tokens whose KV was reused",
+        |w| w.stats.prefix_hit_tokens as f64,
+    ),
+    (
+        "hearth_worker_prefix_query_tokens",
+        "Prompt tokens looked up",
+        |w| w.stats.prefix_query_tokens as f64,
+    ),
+    ("hearth_worker_prompt_tokens", "Prompt tokens", |w| {
+        w.stats.prompt_tokens as f64
+    }),
+    ("hearth_worker_generated_tokens", "Generated tokens", |w| {
+        w.stats.generated_tokens as f64
+    }),
+    (
+        "hearth_worker_weight_read_bytes",
+        "Bytes of weights read",
+        |w| w.stats.weight_bytes_read as f64,
+    ),
+    (
+        "hearth_worker_kv_moved_bytes",
+        "Bytes of KV sent and received",
+        |w| w.stats.kv_bytes_moved as f64,
+    ),
+    (
+        "hearth_worker_expert_copy_bytes",
+        "Bytes of experts copied to the device",
+        |w| w.stats.expert_copy_bytes as f64,
+    ),
+    (
+        "hearth_worker_expert_copy_seconds",
+        "Seconds in which the link copied experts",
+        |w| w.stats.expert_copy_seconds,
+    ),
+    (
+        "hearth_worker_expert_wait_seconds",
+        "Seconds in which computation waited for these copies",
+        |w| w.stats.expert_wait_seconds,
+    ),
+    ("hearth_worker_steps", "Forward passes", |w| {
+        w.stats.steps as f64
+    }),
+    (
+        "hearth_worker_step_seconds",
+        "Seconds in forward passes",
+        |w| w.stats.step_seconds,
+    ),
+    (
+        "hearth_worker_preemptions",
+        "Sequences recomputed for lack of KV blocks",
+        |w| w.stats.preemptions as f64,
+    ),
+];
+
 fn worker_counters(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt::Error> {
-    let counters: [(&str, &str, Part); 9] = [
-        (
-            "hearth_worker_prefix_hit_tokens",
-            "Prompt tokens whose KV was reused",
-            |w| w.stats.prefix_hit_tokens as f64,
-        ),
-        (
-            "hearth_worker_prefix_query_tokens",
-            "Prompt tokens looked up",
-            |w| w.stats.prefix_query_tokens as f64,
-        ),
-        ("hearth_worker_prompt_tokens", "Prompt tokens", |w| {
-            w.stats.prompt_tokens as f64
-        }),
-        ("hearth_worker_generated_tokens", "Generated tokens", |w| {
-            w.stats.generated_tokens as f64
-        }),
-        (
-            "hearth_worker_weight_read_bytes",
-            "Bytes of weights read",
-            |w| w.stats.weight_bytes_read as f64,
-        ),
-        (
-            "hearth_worker_kv_moved_bytes",
-            "Bytes of KV sent and received",
-            |w| w.stats.kv_bytes_moved as f64,
-        ),
-        (
-            "hearth_worker_expert_copy_bytes",
-            "Bytes of experts copied to the device",
-            |w| w.stats.expert_copy_bytes as f64,
-        ),
-        (
-            "hearth_worker_expert_copy_seconds",
-            "Seconds in which the link copied experts",
-            |w| w.stats.expert_copy_seconds,
-        ),
-        (
-            "hearth_worker_expert_wait_seconds",
-            "Seconds in which computation waited for these copies",
-            |w| w.stats.expert_wait_seconds,
-        ),
-        ("hearth_worker_steps", "Forward passes", |w| {
-            w.stats.steps as f64
-        }),
-        (
-            "hearth_worker_step_seconds",
-            "Seconds in forward passes",
-            |w| w.stats.step_seconds,
-        ),
-        (
-            "hearth_worker_preemptions",
-            "Sequences recomputed for lack of KV blocks",
-            |w| w.stats.preemptions as f64,
-        ),
-    ];
-    for (name, help, part) in counters {
+    for (name, help, part) in WORKER_COUNTERS {
         let mut metric = writer
             .encoder
             .encode_descriptor(name, help, None, MetricType::Counter)?;

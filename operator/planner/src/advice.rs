@@ -1,8 +1,6 @@
 //! Changes that would fit instead; each is tried before it is suggested.
 
-use hearth_crds::{
-    InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, PrefillMode, format_bytes,
-};
+use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, format_bytes};
 
 use crate::cpus::{CpuLack, CpuRoom, core_count};
 use crate::error::{Advice, AskedBy, PlanError};

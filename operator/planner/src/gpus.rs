@@ -4,7 +4,10 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_crds::{ComputeCapability, GpuProfile, NodeProfileStatus, PlanRole, format_bytes};
+use hearth_crds::{
+    Activations, ComputeCapability, GpuProfile, NodeProfileStatus, PlanActivations, PlanRole,
+    format_bytes,
+};
 
 use crate::link::LinkRates;
 use crate::memory::{BLOCK_TOKENS, Demand, GpuNeed, LEAST_SLOTS};

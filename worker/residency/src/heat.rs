@@ -157,7 +157,9 @@ mod tests {
     #[test]
     fn modules_that_were_never_used_go_first_by_id() {
         let mut heat = Heat::new(HALF_LIFE);
-        [3, 2, 1].map(|expert| heat.set_idle(id(expert), true));
+        for expert in [3, 2, 1] {
+            heat.set_idle(id(expert), true);
+        }
         heat.used(&[id(1)]);
         assert_eq!(heat.coldest().map(|(id, _)| id), Some(id(2)));
         heat.used(&[id(2), id(3)]);

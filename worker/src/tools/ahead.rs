@@ -103,7 +103,7 @@ fn run<B: Backend>(
     }
     let name = ["decode, waiting", "decode, ahead"][depth - 1];
     let (ms, lanes) = clock.since(&started, name);
-    Ok((ms / steps as f64, lanes))
+    Ok((ms / steps as f64, lanes.device))
 }
 
 fn landed<B: Backend>(backend: &B, tokens: &B::Tokens) -> anyhow::Result<Vec<u32>> {

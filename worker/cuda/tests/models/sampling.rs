@@ -250,7 +250,8 @@ fn draws_reach_both_ends() {
             temperature: 1.0,
             ..SampleSpec::default()
         };
-        assert_eq!(gpu.sample(&logits, &[spec]).unwrap(), [Ok(token)]);
+        let chosen = gpu.sample(&logits, &[spec]).unwrap();
+        assert_eq!(gpu.landed(&chosen).unwrap(), [Ok(token)]);
     }
 }
 

@@ -106,6 +106,7 @@ impl VirtualDevice {
             read_gbps: measured.read_gbps,
             bf16_gflops: measured.bf16_gflops,
             operation_us: measured.operation_us,
+            exchange_us: measured.exchange_us,
             ..known
         })
     }

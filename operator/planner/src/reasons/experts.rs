@@ -207,6 +207,12 @@ fn dual_batch(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
 /// Explains the prompt length, in tokens, from which a prefill rank that streams takes a prompt.
 pub(super) fn route(draft: &Draft<'_>, ranks: &[PlanRank], routing: &PlanRouting) -> String {
     let below = routing.chunked_below_tokens;
+    if below == PlanRouting::ALWAYS_CHUNKED {
+        return format!(
+            "all prompts are prefilled by the decode rank: each of up to {} tokens is predicted to be faster in chunks",
+            draft.demand.context_length
+        );
+    }
     let begin = format!("prompts below {below} tokens are prefilled by the decode rank");
     if draft.input.spec.prefill.chunked_below_tokens.is_some() {
         return format!("{begin}: spec.prefill.chunkedBelowTokens says so");

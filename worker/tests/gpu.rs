@@ -345,6 +345,8 @@ fn tools_run_on_a_gpu() {
             "5,6,7",
             "--kv-dtype",
             "f32",
+            "--activations",
+            "f32",
             "--device",
             device,
             "--out",

@@ -165,7 +165,7 @@ fn one_time(device: &DeviceArg, host: &DeviceArg) -> anyhow::Result<()> {
     };
     match (stretch(device), stretch(host)) {
         (None, None) => Ok(()),
-        (Some(of_device), None) if of_device == 1.0 => Ok(()),
+        (Some(1.0), None) => Ok(()),
         (Some(of_device), Some(of_host)) if of_device == of_host => Ok(()),
         (Some(of_device), Some(of_host)) => anyhow::bail!(
             "--device has stretch={of_device} and --host stretch={of_host}: times of both are compared\n  give them the same"

@@ -201,13 +201,15 @@ fn a_gpu_that_is_lost_meanwhile_has_an_exit_code_of_its_own() {
     assert!(!said.contains("panicked"), "{said}");
 }
 
+/// A question to a GPU in an environment with this variable.
+fn with(name: &str, value: &str, more: &[&str]) -> Command {
+    let mut command = ask("cuda", more);
+    command.env(name, value);
+    command
+}
+
 #[test]
-fn what_is_missing_is_said_with_its_remedy() {
-    let with = |name: &str, value: &str, more: &[&str]| {
-        let mut command = ask("cuda", more);
-        command.env(name, value);
-        command
-    };
+fn a_device_that_will_not_do_is_refused_with_its_remedy() {
     ends(
         with("HEARTH_HOST_MODEL_DEVICES", "0", &[]),
         DEVICE_LOST_EXIT_CODE.into(),
@@ -238,6 +240,10 @@ fn what_is_missing_is_said_with_its_remedy() {
         with("HEARTH_HOST_MODEL_MEMORY_INFO_ERROR", "2", &[]),
         &["cuMemGetInfo: CUDA_ERROR_OUT_OF_MEMORY", "free some"],
     );
+}
+
+#[test]
+fn what_is_missing_is_said_with_its_remedy() {
     refused(
         with("HEARTH_HOST_MODEL_MEMORY", "8000000", &[]),
         &["too little memory", "give it more memory"],

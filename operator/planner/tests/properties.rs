@@ -322,22 +322,7 @@ fn follow(
                 assert!(*cores > 0, "{error}");
                 continue;
             }
-            Advice::RunOnCpus(asked_by) => {
-                let AskedBy {
-                    gpus_per_worker,
-                    stream_loading,
-                    dual_batch,
-                } = *asked_by;
-                if gpus_per_worker || !(stream_loading || dual_batch) {
-                    changed.prefill.gpus_per_worker = Some(0);
-                }
-                if stream_loading {
-                    changed.prefill.mode = PrefillMode::Auto;
-                }
-                if dual_batch {
-                    changed.decode.dual_batch = DualBatch::Auto;
-                }
-            }
+            Advice::RunOnCpus(asked_by) => run_on_cpus(&mut changed, *asked_by),
             Advice::FreeGpuMemory(bytes) => {
                 for gpu in machines.iter_mut().flat_map(|machine| &mut machine.gpus) {
                     gpu.free_bytes += bytes;
@@ -368,5 +353,23 @@ fn follow(
             "{error}\nafter {advice}: {}",
             planned.unwrap_err()
         );
+    }
+}
+
+/// Takes back all that asks for a GPU.
+fn run_on_cpus(deployment: &mut InferenceDeploymentSpec, asked_by: AskedBy) {
+    let AskedBy {
+        gpus_per_worker,
+        stream_loading,
+        dual_batch,
+    } = asked_by;
+    if gpus_per_worker || !(stream_loading || dual_batch) {
+        deployment.prefill.gpus_per_worker = Some(0);
+    }
+    if stream_loading {
+        deployment.prefill.mode = PrefillMode::Auto;
+    }
+    if dual_batch {
+        deployment.decode.dual_batch = DualBatch::Auto;
     }
 }

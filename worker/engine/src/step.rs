@@ -273,8 +273,16 @@ impl<F: Forward> StepLoop<F> {
                 continue;
             };
             if let Err(error) = self.import(sequence, command) {
+                self.note_lost_device();
                 self.fail(sequence, error);
             }
+        }
+    }
+
+    /// Reports a device that is lost: it does not come back.
+    fn note_lost_device(&self) {
+        if let Some(why) = self.forward.device_lost() {
+            self.shared.set_health(Health::DeviceLost(why));
         }
     }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use hearth_kernels::trace::Trace;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::device::DeviceOptions;
 use crate::trace_file;
@@ -17,6 +17,8 @@ const KEPT_EVENTS: usize = 1 << 17;
 pub(super) struct Traces {
     kept: Option<(PathBuf, Arc<Trace>)>,
     rank: String,
+    /// SIGUSR1, from the start on: a process without a handler ends at it.
+    requests: std::io::Result<Signal>,
 }
 
 impl Traces {
@@ -35,12 +37,13 @@ impl Traces {
         Self {
             kept,
             rank: rank.to_owned(),
+            requests: signal(SignalKind::user_defined1()),
         }
     }
 
     /// Writes a file whenever SIGUSR1 comes; never returns.
-    pub(super) async fn write_when_told(&self, device: &str) -> Infallible {
-        let mut requests = match signal(SignalKind::user_defined1()) {
+    pub(super) async fn write_when_told(mut self, device: &str) -> Infallible {
+        let requests = match &mut self.requests {
             Ok(requests) => requests,
             Err(error) => {
                 tracing::warn!(%error, "SIGUSR1 cannot be handled: no trace can be asked for");

@@ -318,7 +318,7 @@ fn a_layer_keeps_the_experts_that_its_tokens_like() {
     let x = device.zeros(500, HIDDEN).unwrap();
     let favourites = |router| {
         let logits = device.linear(&x, router, None).unwrap();
-        let mut counts = vec![0; 32];
+        let mut counts = [0; 32];
         let chosen = choices_by(&device, &logits);
         chosen.experts.iter().for_each(|&e| counts[e as usize] += 1);
         let mut by_use: Vec<usize> = (0..32).collect();
@@ -349,7 +349,7 @@ fn routing_is_a_function_of_seed_call_and_row() {
             assert!(token[3] < 32);
         }
         assert_eq!(first.weights, vec![0.25; 2000]);
-        let mut counts = vec![0; 32];
+        let mut counts = [0; 32];
         first.experts.iter().for_each(|&e| counts[e as usize] += 1);
         counts.sort_unstable();
         match routing {

@@ -1,7 +1,7 @@
 //! GPUs that no longer answer although their nodes are Ready.
 //!
-//! A worker that loses its GPU ends with an exit code of its own. If the next process finds the GPU so too, this deployment's
-//! plans leave it out, and record it: the Pods that show it are gone with the plan before. It counts as lost until its node
+//! A worker that loses its GPU ends with an exit code of its own. If a process that was restarted ends so, this deployment's
+//! plans leave the GPU out, and record it: the Pods that show it are gone with the plan before. It counts as lost until its node
 //! was away or was measured anew, which a reset, a repair or a new GPU comes with, or for [`LOST_FOR`].
 
 use std::time::Duration;
@@ -108,8 +108,7 @@ fn shown_by(observed: &Observed, pod: &PodView) -> Option<LostGpu> {
     })
 }
 
-/// The end of a container that has lost its device again in the process after the first loss: a device that can be opened
-/// again goes on without a new plan.
+/// The end of a restarted container that has lost its device: one that can be opened again goes on without a new plan.
 fn lasting_loss(pod: &PodView) -> Option<&ContainerEnd> {
     let container = pod.container.as_ref()?;
     let end = container.last_end.as_ref()?;

@@ -54,6 +54,14 @@ impl Deployment {
             };
             rank.endpoint.clone_from(&same.endpoint);
         }
+        if let Some(old) = before
+            .iter()
+            .find(|old| plan.ranks.iter().all(|rank| rank.name != old.name))
+        {
+            bail!("{told}\n  the new plan has no {}: start again", old.name);
+        }
+        // The gateway goes on with what it was started with.
+        plan.routing.clone_from(&self.prepared.plan.routing);
         let is_changed = |rank: &&PlanRank| {
             rank.role != PlanRole::Gateway && !before.iter().any(|old| is_same_work(old, rank))
         };

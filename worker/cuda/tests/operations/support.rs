@@ -107,6 +107,7 @@ pub(crate) fn own(budget_bytes: u64) -> Own {
     let turn = take_turn();
     let backend = open(CudaOptions {
         budget_bytes: Some(budget_bytes),
+        activations: Activations::F32,
         ..options()
     });
     backend.bind_thread().unwrap();

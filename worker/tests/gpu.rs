@@ -399,7 +399,7 @@ fn tools_run_on_a_gpu() {
     .unwrap();
     assert!(output.status.success(), "{}", text(&output));
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(report["device"], "cuda Hearth host model");
+    assert_eq!(report["device"], "cuda Hearth host model bf16 activations");
     assert!(report["read_bandwidth_gbps"].as_f64().unwrap() > 0.0);
 
     let output = worker(&["profile", "--json"]).output().unwrap();

@@ -7,7 +7,7 @@ use anyhow::Context;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::trace::Trace;
-use hearth_kernels::{Backend, CpuBackend, KvDType};
+use hearth_kernels::{Backend, CpuBackend, KernelError, KvDType};
 use hearth_model::{ExpertCache, Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
     HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
@@ -481,14 +481,17 @@ impl Files<'_> {
         }
     }
 
-    /// Adds the remedies that a model with experts has where not all of it fits.
+    /// Adds the remedies that a model with experts has to the error that not all of it fits.
     fn or_elsewhere(&self, error: anyhow::Error) -> anyhow::Error {
-        match self.config.moe {
-            Some(_) => anyhow::anyhow!(
-                "{error}\n  or stream its experts (--residency stream-loading), or leave them to the CPUs (--residency host-experts)"
-            ),
-            None => error,
+        let does_not_fit = error
+            .chain()
+            .any(|cause| matches!(cause.downcast_ref(), Some(KernelError::OutOfMemory { .. })));
+        if !does_not_fit || self.config.moe.is_none() {
+            return error;
         }
+        anyhow::anyhow!(
+            "{error}\n  or stream its experts (--residency stream-loading), or leave them to the CPUs (--residency host-experts)"
+        )
     }
 
     fn model<B: Backend>(

@@ -1,7 +1,7 @@
 //! Errors at the device boundary.
 
 /// An operation that a backend could not carry out.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
     /// Operands whose shapes do not fit each other; the caller's fault.

@@ -80,7 +80,10 @@ pub fn obstacle(ahead: &[PathBuf], nvrtc: Option<&Path>) -> Option<String> {
     };
     let error = is_usable().err()?;
     // The remedy is on the next line.
-    let text = modules::text(&error);
+    let text = match error {
+        KernelError::Device { detail, .. } => detail,
+        other => other.to_string(),
+    };
     text.lines().next().map(str::to_owned)
 }
 

@@ -35,14 +35,14 @@ pub(crate) struct Modules {
     cache: Cache,
     /// Directory of NVRTC if the system does not find it.
     nvrtc: Option<PathBuf>,
-    compiler: OnceLock<Result<Compiler, String>>,
+    compiler: OnceLock<Result<Compiler, KernelError>>,
     loaded: Mutex<HashMap<Variant, Slot>>,
     /// Compiling threads.
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// A module that is loaded, unavailable, or being prepared.
-type Slot = Arc<OnceLock<Result<Module, String>>>;
+type Slot = Arc<OnceLock<Result<Module, KernelError>>>;
 
 struct Module {
     raw: CUmodule,
@@ -84,9 +84,9 @@ impl Modules {
     ) -> Result<Function, KernelError> {
         let slot = self.slot(variant);
         let module = slot
-            .get_or_init(|| self.load(variant).map_err(|e| text(&e)))
+            .get_or_init(|| self.load(variant))
             .as_ref()
-            .map_err(fault)?;
+            .map_err(KernelError::clone)?;
         let mut functions = lock(&module.functions);
         match functions.get(name) {
             Some((function, allowed)) if *allowed >= shared_bytes => Ok(*function),
@@ -109,7 +109,7 @@ impl Modules {
             let spawned = std::thread::Builder::new()
                 .name(format!("compile {}", variant.file))
                 .spawn(move || {
-                    slot.get_or_init(|| modules.load(&variant).map_err(|e| text(&e)));
+                    slot.get_or_init(|| modules.load(&variant));
                 });
             match spawned {
                 Ok(thread) => lock(&self.threads).push(thread),
@@ -144,13 +144,17 @@ impl Modules {
         if let Some(cubin) = self.cache.read(&key) {
             match load_image(&cubin) {
                 Ok(module) => return Ok(module),
+                Err(error @ KernelError::DeviceLost { .. }) => return Err(error),
                 Err(error) => tracing::warn!(%error, key, "a cached kernel is recompiled"),
             }
         }
-        let compiler = self.compiler.get_or_init(|| {
-            Compiler::new(&architecture, self.nvrtc.as_deref()).map_err(|e| text(&e))
-        });
-        let cubin = compiler.as_ref().map_err(fault)?.compile(variant)?;
+        let compiler = self
+            .compiler
+            .get_or_init(|| Compiler::new(&architecture, self.nvrtc.as_deref()));
+        let cubin = compiler
+            .as_ref()
+            .map_err(KernelError::clone)?
+            .compile(variant)?;
         if let Err(error) = self.cache.write(&key, &cubin) {
             tracing::warn!(%error, "a compiled kernel cannot be cached");
         }
@@ -200,14 +204,6 @@ fn load_image(cubin: &[u8]) -> Result<Module, KernelError> {
         raw,
         functions: Mutex::default(),
     })
-}
-
-/// The error's text, for an error that is reported several times.
-pub(super) fn text(error: &KernelError) -> String {
-    match error {
-        KernelError::Device { detail, .. } => detail.clone(),
-        other => other.to_string(),
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -49,7 +49,8 @@ pub(super) async fn supervise(
 struct Deployment {
     prepared: Prepared,
     running: Running,
-    sender: mpsc::UnboundedSender<ProcessEvent>,
+    /// Weak, so that the events end with the last process.
+    sender: mpsc::WeakUnboundedSender<ProcessEvent>,
     events: mpsc::UnboundedReceiver<ProcessEvent>,
     wanted: BTreeMap<String, watch::Sender<Wanted>>,
     tasks: JoinSet<()>,
@@ -72,7 +73,7 @@ impl Deployment {
         let mut deployment = Self {
             prepared,
             running,
-            sender,
+            sender: sender.downgrade(),
             events,
             wanted: BTreeMap::new(),
             tasks: JoinSet::new(),
@@ -103,10 +104,12 @@ impl Deployment {
             arguments: arguments(args, rank, &self.prepared),
             log: self.prepared.directory.log(&rank.name),
         };
+        let Some(sender) = self.sender.upgrade() else {
+            bail!("all processes ended")
+        };
         let (want, receiver) = watch::channel(Wanted::Running);
         self.wanted.insert(rank.name.clone(), want);
-        self.tasks
-            .spawn(process::keep(spec, self.sender.clone(), receiver));
+        self.tasks.spawn(process::keep(spec, sender, receiver));
         Ok(())
     }
 

@@ -279,11 +279,14 @@ impl<F: Forward> StepLoop<F> {
         }
     }
 
-    /// Reports a device that is lost: it does not come back.
-    fn note_lost_device(&self) {
-        if let Some(why) = self.forward.device_lost() {
+    /// Reports a device that is lost, which does not come back; returns whether it is.
+    fn note_lost_device(&self) -> bool {
+        let lost = self.forward.device_lost();
+        let is_lost = lost.is_some();
+        if let Some(why) = lost {
             self.shared.set_health(Health::DeviceLost(why));
         }
+        is_lost
     }
 
     fn import(&mut self, sequence: SequenceId, command: ImportCommand) -> Result<(), EngineError> {
@@ -484,9 +487,7 @@ impl<F: Forward> StepLoop<F> {
             "a forward pass failed"
         );
         self.failures_in_a_row += 1;
-        if let Some(why) = self.forward.device_lost() {
-            self.shared.set_health(Health::DeviceLost(why));
-        } else if self.failures_in_a_row >= FAILURES_UNTIL_UNHEALTHY {
+        if !self.note_lost_device() && self.failures_in_a_row >= FAILURES_UNTIL_UNHEALTHY {
             let count = self.failures_in_a_row;
             let text =
                 format!("{count} forward passes failed in a row, the last one with: {reason}");

@@ -208,6 +208,11 @@ impl ModelFacts {
         2.0 * share * self.parameter_count as f64
     }
 
+    /// Floating-point operations of the output projection for one token.
+    pub fn head_flops(&self) -> f64 {
+        2.0 * f64::from(self.hidden) * f64::from(self.vocab)
+    }
+
     /// Floating-point operations of one routed expert for one token; 0 for a dense model.
     pub fn expert_flops(&self) -> f64 {
         match self.expert_hidden {

@@ -72,11 +72,9 @@ impl Predictor<'_> {
         let facts = self.facts;
         let experts = facts.expected_distinct_experts(tokens).round().max(1.0);
         let chosen = f64::from(tokens) * f64::from(facts.experts_per_token);
-        let products_ms = self.rates.ms(
-            facts.expert_bytes() as f64,
-            chosen / experts * facts.expert_flops(),
-        );
-        products_ms + self.rates.operation_ms
+        let rows = chosen / experts;
+        let bytes = facts.expert_bytes() as f64 + rows * Operations::bytes_of_choice(facts);
+        self.rates.ms(bytes, rows * facts.expert_flops()) + self.rates.operation_ms
     }
 
     fn expert_copy_ms(&self, copy_gbps: f64) -> f64 {
@@ -103,14 +101,14 @@ impl Predictor<'_> {
     fn dense_ms(&self, step: Step) -> f64 {
         let facts = self.facts;
         let no_logits = f64::from(step.tokens.saturating_sub(step.logit_rows));
-        let flops = facts.dense_flops() * f64::from(step.tokens)
-            - facts.flops_of(facts.bytes.head as f64) * no_logits;
+        let flops = facts.dense_flops() * f64::from(step.tokens) - facts.head_flops() * no_logits;
         let products_ms = self.rates.ms(facts.step_bytes(0), flops.max(0.0));
         let attention_ms = self.rates.ms(
             step.cache_positions * self.kv_bytes_per_token as f64,
             facts.attention_flops_per_position() * step.attended_positions,
         );
-        products_ms + attention_ms
+        let activation_bytes = Operations::activation_bytes(facts) * f64::from(step.tokens);
+        products_ms + attention_ms + self.rates.ms(activation_bytes, 0.0)
     }
 
     /// Parts of a step whose routed experts are computed by CPUs. On a rank without such, the CPUs' part is 0.
@@ -152,7 +150,7 @@ impl Predictor<'_> {
         let shared_bytes = facts.bytes.shared_expert as f64;
         let shared_ms = rates.ms(shared_bytes, facts.flops_of(shared_bytes) * tokens);
         let head_bytes = facts.bytes.head as f64;
-        let head_flops = facts.flops_of(head_bytes) * f64::from(step.logit_rows);
+        let head_flops = facts.head_flops() * f64::from(step.logit_rows);
         let split = match on_host.cached_share > 0.0 {
             true => SPLIT_OPERATIONS * layers,
             false => 0.0,
@@ -177,12 +175,14 @@ impl Predictor<'_> {
         let layers = f64::from(facts.routed_layers());
         let distinct = facts.expected_distinct_experts(step.tokens);
         let chosen = f64::from(step.tokens) * f64::from(facts.experts_per_token);
-        let bytes = facts.expert_bytes() as f64;
-        let flops = chosen / distinct.max(1.0) * facts.expert_flops();
+        let stored_bytes = facts.expert_bytes() as f64;
+        let rows = chosen / distinct.max(1.0);
+        let bytes = stored_bytes + rows * Operations::bytes_of_choice(facts);
+        let flops = rows * facts.expert_flops();
         let on_host_ms = host.ms(bytes, flops) + host.operation_ms;
         let on_device_ms = self.rates.ms(bytes, flops) + self.rates.operation_ms;
         let missed = distinct * (1.0 - on_host.cached_share);
-        let copy_ms = bytes / 1e9 / on_host.copy_gbps * 1e3;
+        let copy_ms = stored_bytes / 1e9 / on_host.copy_gbps * 1e3;
         let misses_ms = |copies: f64| {
             let link_ms = copies * copy_ms + copies.min(1.0) * on_device_ms;
             link_ms.max((missed - copies) * on_host_ms)

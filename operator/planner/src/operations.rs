@@ -45,6 +45,38 @@ impl Operations {
         }
     }
 
+    /// Bytes of activations that a token's operations read and write in all layers, but for routed experts: norms, residual
+    /// sums and products by the width of the residual stream, rotations and attention by that of heads, shared experts by
+    /// their inner width. Counted on a modelled device.
+    pub(crate) fn activation_bytes(facts: &ModelFacts) -> f64 {
+        let heads = f64::from(facts.heads);
+        let attention = match facts.kv {
+            KvShape::Heads {
+                kv_heads,
+                key_dim,
+                value_dim,
+            } => {
+                let kv = f64::from(kv_heads) * f64::from(key_dim + value_dim);
+                8.0 * heads * f64::from(key_dim) + 5.0 * kv
+            }
+            KvShape::Latent { rank, rope_dim } => 10.5 * heads * f64::from(rank + rope_dim),
+        };
+        let (hidden, shared) = match facts.bytes.shared_expert {
+            0 => (20.0, 0.0),
+            _ => (32.0, 8.0),
+        };
+        let of_layer = hidden * f64::from(facts.hidden)
+            + shared * f64::from(facts.expert_hidden)
+            + 2.0 * f64::from(facts.experts)
+            + attention;
+        4.0 * of_layer * f64::from(facts.layers)
+    }
+
+    /// Bytes of activations that a routed expert reads and writes for one of the rows that chose it.
+    pub(crate) fn bytes_of_choice(facts: &ModelFacts) -> f64 {
+        4.0 * (3.0 * f64::from(facts.hidden) + 2.0 * f64::from(facts.expert_hidden))
+    }
+
     /// All of a pass whose attention runs in `tiles` of rows.
     pub(crate) fn total(self, tiles: f64) -> f64 {
         self.attention * tiles + self.feed_forward + ENDS_OPERATIONS

@@ -140,9 +140,11 @@ fn rates(
     let copy_gbps = size / copy_seconds(backend, &matrix)? / 1e9;
     let copy_beside_reads_gbps = size / beside_reads(backend, &matrix, cpus)? / 1e9;
     let weight = backend.weight(&matrix)?;
+    // So few values that their bytes take no time.
+    let few = backend.zeros(1, COLUMNS)?;
+    let mut sum = backend.zeros(1, COLUMNS)?;
+    let operation_seconds = seconds(backend, || backend.add_assign(&mut sum, &few))?;
     let one = backend.zeros(1, columns)?;
-    let mut sum = backend.zeros(1, columns)?;
-    let operation_seconds = seconds(backend, || backend.add_assign(&mut sum, &one))?;
     // Without what any operation takes, but for what is lost in the noise of the measurement.
     let alone = |measured: f64| (measured - operation_seconds).max(measured / 10.0);
     let read_seconds = seconds(backend, || backend.linear(&one, &weight, None).map(drop))?;
@@ -156,7 +158,7 @@ fn rates(
         read_gbps: three_digits(size / alone(read_seconds) / 1e9),
         bf16_gflops: three_digits(flops / alone(product_seconds) / 1e9),
         operation_us: three_digits(operation_seconds * 1e6),
-        exchange_us: three_digits(exchange_seconds(backend, &one)? * 1e6),
+        exchange_us: three_digits(exchange_seconds(backend, &few)? * 1e6),
         ..GpuProfile::default()
     })
 }

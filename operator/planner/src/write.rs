@@ -178,6 +178,7 @@ impl Draft<'_> {
             pinning: self.pinning(role),
             device_name: device.name().to_owned(),
             gpus: self.held_gpus(role, slot),
+            in_pod_of: None,
             claims_gpus: slot.is_some() && self.claims_gpus(n),
             gpu_uuids: device.gpu_uuid().map(str::to_owned).into_iter().collect(),
             gpu_memory_bytes: slot.map_or(0, |slot| slot.memory_bytes + cache_bytes),

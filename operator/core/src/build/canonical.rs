@@ -203,6 +203,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         pinning,
         device_name: _,
         gpus,
+        in_pod_of: _,
         claims_gpus,
         gpu_uuids,
         gpu_memory_bytes,

@@ -26,7 +26,8 @@ const RESERVE_SHARE: u64 = 32;
 pub enum GpuOffer<'a> {
     /// One machine: every GPU that its profile shows. As many ranks share a GPU as fit its free memory.
     Machine,
-    /// A cluster, where a GPU is given to one container, and so to one rank or to two of one Pod. Virtual devices are shared as on one machine: nothing allocates them.
+    /// A cluster, where a GPU is given to one container, and so to one rank or to two of one Pod. Virtual devices are
+    /// shared as on one machine: nothing allocates them.
     Cluster {
         /// GPUs that device plugins can still allocate, by node; 0 for a node that is missing. The plugin picks the
         /// GPU, so a plan must fit on each GPU of the node.

@@ -170,6 +170,10 @@ pub struct PlanRank {
     /// GPUs that it holds; its Pod requests them from the cluster's device plugin.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
+    /// Name of the rank in whose Pod it runs, as another process of the same container: that Pod holds the GPU that both
+    /// compute on, which is given to one container alone. Unset: it has a Pod to itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub in_pod_of: Option<String>,
     /// Whether its Pod claims the GPUs that it computes on by their UUIDs (dynamic resource allocation) instead of
     /// requesting any from a device plugin.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -548,6 +552,12 @@ impl InferencePlanSpec {
     /// Returns the rank with that name.
     pub fn rank(&self, name: &str) -> Option<&PlanRank> {
         self.ranks.iter().find(|rank| rank.name == name)
+    }
+
+    /// Returns the second rank of the Pod of the rank with that name; `None` if it has the Pod to itself.
+    pub fn second_in_pod_of(&self, name: &str) -> Option<&PlanRank> {
+        let mut ranks = self.ranks.iter();
+        ranks.find(|rank| rank.in_pod_of.as_deref() == Some(name))
     }
 
     /// Returns all ranks of a role, by ascending index.

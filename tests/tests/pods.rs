@@ -5,34 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use hearth_tests::{Rank, Ranks, copy_of_demo, free_port, root, run, skipped, worker};
+use hearth_tests::{Rank, Ranks, copy_of_demo, free_port, probe, root, run, skipped, worker};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 /// Size limit of a container's termination message.
 const REPORT_BYTES: u64 = 4096;
-
-/// Probes as a kubelet does: SERVING is 1, NOT_SERVING 2; `None` while nothing answers.
-async fn probe(address: &str, service: &str) -> Option<u8> {
-    let mut message = vec![0x0a, service.len() as u8];
-    message.extend(service.as_bytes());
-    let mut body = vec![0, 0, 0, 0, message.len() as u8];
-    body.extend(message);
-    let client = reqwest::Client::builder()
-        .http2_prior_knowledge()
-        .build()
-        .expect("client");
-    let request = client
-        .post(format!("http://{address}/grpc.health.v1.Health/Check"))
-        .header("content-type", "application/grpc")
-        .header("te", "trailers")
-        .timeout(Duration::from_secs(1))
-        .body(body);
-    let answer = request.send().await.ok()?.bytes().await.ok()?;
-    assert_eq!(answer[..6], [0, 0, 0, 0, 2, 8], "{answer:?}");
-    answer.get(6).copied()
-}
 
 async fn until_probe(rank: &mut Rank, address: &str, service: &str, expected: u8) {
     let deadline = Instant::now() + Duration::from_secs(60);

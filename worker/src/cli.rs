@@ -31,6 +31,8 @@ enum Command {
     Prefill(roles::RankArgs),
     /// Decode streams of tokens
     Decode(roles::RankArgs),
+    /// Run several workers of a plan, each as a process of its own, for a container that they share
+    Supervise(roles::SuperviseArgs),
     /// Measure a node and hold its models, for the operator
     Agent(roles::AgentArgs),
     /// Write the logits of every position of a token sequence to a safetensors file
@@ -65,6 +67,7 @@ impl Cli {
             Command::Gateway(args) => roles::gateway(&args),
             Command::Prefill(args) => roles::prefill(&args, environment),
             Command::Decode(args) => roles::decode(&args, environment),
+            Command::Supervise(args) => roles::supervise(&args),
             Command::Agent(args) => roles::agent(&args),
             #[cfg(feature = "cuda")]
             Command::CudaCompile(args) => tools::cuda_compile(&args, environment),

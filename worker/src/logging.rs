@@ -27,6 +27,11 @@ pub(crate) fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
+/// Writes a line to standard output. If the write fails, as when nobody reads it any more, only the line is lost.
+pub(crate) fn print_line(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
 /// Prints data to standard output. A closed reader (`| head`) is not an error: the rest is not wanted.
 ///
 /// # Errors

@@ -75,6 +75,8 @@ pub const SERVICE_PORT: u16 = 80;
 pub const METRICS_PORT: u16 = 9402;
 /// Port of workers' and agents' gRPC service, with mutual TLS.
 pub const WORKER_PORT: u16 = 9400;
+/// Port of the gRPC service of a Pod's second rank.
+pub const SECOND_WORKER_PORT: u16 = 9403;
 /// Port of workers' and agents' plain gRPC health service, for the kubelet.
 pub const HEALTH_PORT: u16 = 9401;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hearth_crds::{InferencePlan, PlanRank, PlanRole, Route, Routes};
 
-use crate::names::{GATEWAY_PORT, WORKER_PORT, host_port};
+use crate::names::{GATEWAY_PORT, SECOND_WORKER_PORT, WORKER_PORT, host_port};
 use crate::observed::PodView;
 
 /// Numbers of ready Pods that a gateway can send requests to now, by role: `(decode, prefill)`.
@@ -12,7 +12,7 @@ pub fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) {
     let routes: Routes = serde_json::from_str(&gateway.routes).unwrap_or_default();
     let is_up = |route: &&Route| {
         pods.iter().any(|pod| {
-            pod.is_ready && !pod.is_deleting && endpoint(pod).as_ref() == Some(&route.endpoint)
+            pod.is_ready && !pod.is_deleting && endpoints(pod).any(|at| at == route.endpoint)
         })
     };
     let count = |role| {
@@ -38,7 +38,27 @@ pub fn is_gateway(pod: &PodView) -> bool {
     pod.role.is_gateway()
 }
 
-/// `host:port` of a Pod; `None` if it has no address.
+/// Routes to the ranks of a worker's Pod, the first one first; none before it has an address.
+pub fn routes_to<'a>(
+    pod: &'a PodView,
+    ranks: impl Iterator<Item = (&'a str, PlanRole)> + 'a,
+) -> impl Iterator<Item = Route> + 'a {
+    let ranks = ranks.zip(endpoints(pod));
+    ranks.map(|((name, role), endpoint)| Route {
+        name: name.to_owned(),
+        role,
+        endpoint,
+    })
+}
+
+/// `host:port` of each rank of a Pod, the first one first; none before it has an address.
+pub fn endpoints(pod: &PodView) -> impl Iterator<Item = String> {
+    let second = pod.second.as_ref().filter(|_| !pod.ip.is_empty());
+    let second = second.map(|_| host_port(&pod.ip, SECOND_WORKER_PORT));
+    endpoint(pod).into_iter().chain(second)
+}
+
+/// `host:port` of a Pod's first rank; `None` if it has no address.
 pub fn endpoint(pod: &PodView) -> Option<String> {
     let port = if is_gateway(pod) {
         GATEWAY_PORT

@@ -1,11 +1,11 @@
 //! Predicted costs of placing a rank.
 
 use hearth_crds::{
-    GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations,
+    GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations, ScalingMode,
 };
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
-use crate::gpus::{GpuLack, GpuOffer, GpuSlot, GpuSlots, activations_on, assign_slots};
+use crate::gpus::{GpuLack, GpuOffer, GpuRules, GpuSlot, GpuSlots, activations_on, assign_slots};
 use crate::host_experts::{HostChoice, HostExperts};
 use crate::link::LinkRates;
 use crate::memory::{Demand, NodeBudget};
@@ -58,14 +58,27 @@ impl<'a> Estimator<'a> {
     /// GPU slots of a node's ranks.
     pub(crate) fn slots(&self, node: usize, ranks: NodeRanks) -> Result<GpuSlots<'a>, GpuLack> {
         let asked = self.spec.prefill.gpus_per_worker.unwrap_or(0);
-        let gpus_per_prefill = asked.max(u32::from(ranks.devices.prefill.is_gpu()));
         assign_slots(
             self.nodes[node],
             ranks,
             self.demand,
             self.gpus,
-            (gpus_per_prefill, &|gpu| self.turning_point_tokens(gpu)),
+            GpuRules {
+                per_prefill: asked.max(u32::from(ranks.devices.prefill.is_gpu())),
+                may_share: self.may_share_pods(),
+                gains_until: &|gpu| self.turning_point_tokens(gpu),
+            },
         )
+    }
+
+    /// Whether a prefill and a decode rank may be in one Pod: not where one holds several GPUs, where the kubelet gives a
+    /// container CPUs of its own, which both would use, or where an autoscaler counts the Pods of prefill ranks.
+    fn may_share_pods(&self) -> bool {
+        let prefill = &self.spec.prefill;
+        let scaling = prefill.scaling.as_ref();
+        prefill.gpus_per_worker.unwrap_or(0) <= 1
+            && scaling.is_none_or(|scaling| scaling.mode != ScalingMode::External)
+            && !self.is_exclusive()
     }
 
     /// Tokens of the longest prompt that a GPU streams faster through a ring of more than two slots.

@@ -26,7 +26,8 @@ const RESERVE_SHARE: u64 = 32;
 pub enum GpuOffer<'a> {
     /// One machine: every GPU that its profile shows. As many ranks share a GPU as fit its free memory.
     Machine,
-    /// A cluster, where no two ranks share a GPU. Virtual devices are shared as on one machine: nothing allocates them.
+    /// A cluster, where a GPU is given to one container, and so to one rank or to two of one Pod. Virtual devices are
+    /// shared as on one machine: nothing allocates them.
     Cluster {
         /// GPUs that device plugins can still allocate, by node; 0 for a node that is missing. The plugin picks the
         /// GPU, so a plan must fit on each GPU of the node.
@@ -264,34 +265,32 @@ pub(crate) fn has_usable(node: &NodeProfileStatus, offer: GpuOffer<'_>) -> bool 
     offer.at(node).count() != Some(0) && gpu_rooms(node, offer).is_ok()
 }
 
+/// What the spec says about the GPUs of ranks.
+#[derive(Clone, Copy)]
+pub(crate) struct GpuRules<'a> {
+    /// GPUs that a prefill rank holds; it computes on one of them.
+    pub per_prefill: u32,
+    /// Whether a prefill and a decode rank may be in one container, for which a GPU that is given to one is shared.
+    pub may_share: bool,
+    /// The tokens of the longest prompt that a GPU streams faster through a longer ring.
+    pub gains_until: &'a dyn Fn(&GpuProfile) -> u32,
+}
+
 /// Assigns the ranks of a node to its GPUs: each to the one with the most memory left, prefill ranks first. The memory
-/// left after that becomes KV cache. A prefill rank holds `gpus_per_prefill` GPUs and computes on one of them;
-/// `gains_until` says the tokens of the longest prompt that a GPU streams faster through a longer ring.
+/// left after that becomes KV cache.
 pub(crate) fn assign_slots<'a>(
     node: &'a NodeProfileStatus,
     ranks: NodeRanks,
     demand: &Demand<'_>,
     offer: GpuOffer<'_>,
-    (gpus_per_prefill, gains_until): (u32, &dyn Fn(&GpuProfile) -> u32),
+    rules: GpuRules<'_>,
 ) -> Result<GpuSlots<'a>, GpuLack> {
     let (prefill, decode) = (
         ranks.gpu_ranks(PlanRole::Prefill),
         ranks.gpu_ranks(PlanRole::Decode),
     );
     let is_own = offer.at(node).count().is_some();
-    if let Some(free) = offer.at(node).count() {
-        let needs = ranks
-            .prefill
-            .saturating_mul(gpus_per_prefill)
-            .saturating_add(decode);
-        if needs > free {
-            return Err(GpuLack::Count {
-                node: node.node.clone(),
-                needs,
-                free,
-            });
-        }
-    }
+    let pairs = pairs(node, ranks, offer, rules)?;
     if prefill + decode == 0 {
         return Ok(GpuSlots::default());
     }
@@ -299,22 +298,60 @@ pub(crate) fn assign_slots<'a>(
         node: node.node.clone(),
         why,
     })?;
-    if is_own && rooms.len() < (prefill + decode) as usize {
+    if is_own && rooms.len() < (prefill + decode - pairs) as usize {
         return Err(GpuLack::Count {
             node: node.node.clone(),
-            needs: prefill + decode,
+            needs: prefill + decode - pairs,
             free: u32::try_from(rooms.len()).unwrap_or(u32::MAX),
         });
     }
     let mut taken: Vec<(PlanRole, usize)> = Vec::new();
     for (role, count) in [(PlanRole::Prefill, prefill), (PlanRole::Decode, decode)] {
-        for _ in 0..count {
-            let used: Vec<usize> = taken.iter().filter(|_| is_own).map(|(_, n)| *n).collect();
+        for i in 0..count {
+            let used: Vec<usize> = match (is_own, role) {
+                (false, _) => Vec::new(),
+                (true, PlanRole::Decode) if i < pairs => {
+                    let shared = taken[i as usize].1;
+                    (0..rooms.len()).filter(|n| *n != shared).collect()
+                }
+                (true, _) => taken.iter().map(|(_, n)| *n).collect(),
+            };
             let wanted = (role, ranks.devices.of(role));
             taken.push((role, take(node, &mut rooms, &used, wanted, demand)?));
         }
     }
-    Ok(divided(&rooms, &taken, (ranks, gains_until), demand))
+    Ok(divided(&rooms, &taken, (ranks, rules.gains_until), demand))
+}
+
+/// The number of decode ranks that share the GPU of a prefill rank, the first with the first: as few as the number of
+/// GPUs allows. Only ranks share one of which each leaves the routed experts in the node's memory.
+fn pairs(
+    node: &NodeProfileStatus,
+    ranks: NodeRanks,
+    offer: GpuOffer<'_>,
+    rules: GpuRules<'_>,
+) -> Result<u32, GpuLack> {
+    let Some(free) = offer.at(node).count() else {
+        return Ok(0);
+    };
+    let held = ranks.prefill.saturating_mul(rules.per_prefill);
+    let needs = held.saturating_add(ranks.gpu_ranks(PlanRole::Decode));
+    let devices = (ranks.devices.prefill, ranks.devices.decode);
+    let most = match devices {
+        (Device::StreamingGpu, Device::GpuAndCpus) if rules.may_share => {
+            ranks.prefill.min(ranks.decode)
+        }
+        _ => 0,
+    };
+    let pairs = needs.saturating_sub(free).min(most);
+    match needs - pairs {
+        needs if needs > free => Err(GpuLack::Count {
+            node: node.node.clone(),
+            needs,
+            free,
+        }),
+        _ => Ok(pairs),
+    }
 }
 
 /// Reserves the minimum that a rank needs on the GPU with the most memory left (the first if equal), among those with room

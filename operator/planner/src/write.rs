@@ -87,7 +87,27 @@ impl Draft<'_> {
     /// Ranks by role, then by index.
     fn ranks(&self) -> Vec<PlanRank> {
         let roles = PlanRole::ALL.into_iter();
-        roles.flat_map(|role| self.ranks_of_role(role)).collect()
+        let mut ranks: Vec<PlanRank> = roles.flat_map(|role| self.ranks_of_role(role)).collect();
+        self.share_pods(&mut ranks);
+        ranks
+    }
+
+    /// Puts prefill ranks into the Pods of the decode ranks on the same GPU, where a GPU is given to one container alone.
+    fn share_pods(&self, ranks: &mut [PlanRank]) {
+        let is_given = |rank: &PlanRank| {
+            let node = self.node_of(rank).map(|(_, node)| node);
+            let offer = node.map(|node| self.estimator.gpus().at(node));
+            rank.gpus > 0 && offer.is_some_and(|offer| offer.count().is_some())
+        };
+        let decode: Vec<PlanRank> = ranks_of(ranks, PlanRole::Decode).cloned().collect();
+        for rank in ranks.iter_mut().filter(|r| r.role == PlanRole::Prefill) {
+            let mut there = decode.iter().filter(|_| is_given(rank));
+            let host = there.find(|host| host.node == rank.node && host.device() == rank.device());
+            if let Some(host) = host {
+                rank.in_pod_of = Some(host.name.clone());
+                rank.gpus = 0;
+            }
+        }
     }
 
     /// Ranks of one role, node by node, numbered across the nodes.
@@ -178,6 +198,7 @@ impl Draft<'_> {
             pinning: self.pinning(role),
             device_name: device.name().to_owned(),
             gpus: self.held_gpus(role, slot),
+            in_pod_of: None,
             claims_gpus: slot.is_some() && self.claims_gpus(n),
             gpu_uuids: device.gpu_uuid().map(str::to_owned).into_iter().collect(),
             gpu_memory_bytes: slot.map_or(0, |slot| slot.memory_bytes + cache_bytes),

@@ -4,14 +4,17 @@
 
 mod support;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
     GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRingLength, PlanRouting,
     ResidencyPolicy,
 };
 use hearth_planner::{GpuOffer, PlanError, PlanInput, plan};
-use support::{GIB, dense_1_7b, gpu, laptop, plan_input_here, qwen3_30b, server, small_vm, spec};
+use support::{
+    GIB, claims, dense_1_7b, gpu, laptop, plan_input_here, plugin, qwen3_30b, server, small_vm,
+    spec,
+};
 
 /// Context that leaves room for both workers on 8 GiB.
 const SHORT: &str = "model: {source: {builtin: {name: hearth-demo}}, contextLength: 2048}\n";
@@ -293,6 +296,76 @@ fn a_virtual_device_is_shared_in_a_cluster_as_on_one_machine() {
     let alone = planned(SHORT, machine.clone()).unwrap();
     let shared = planned_in_cluster(SHORT, machine);
     assert_eq!(alone.ranks, shared.ranks);
+}
+
+/// A plan for a node of a cluster with these GPUs that can be had there.
+fn with_gpus(yaml: &str, profile: &NodeProfileStatus, offer: GpuOffer<'_>) -> InferencePlanSpec {
+    let (spec, facts) = (serde_norway::from_str(yaml).unwrap(), qwen3_30b());
+    let profiles = std::slice::from_ref(profile);
+    let input = PlanInput {
+        gpus: offer,
+        ..plan_input_here(&spec, &facts, profiles)
+    };
+    plan(&input).unwrap()
+}
+
+/// The Pod in which each worker is, and the GPUs that it holds.
+fn pods(plan: &InferencePlanSpec) -> [(Option<&str>, u32); 2] {
+    ["prefill-0", "decode-0"].map(|name| {
+        let rank = rank(plan, name);
+        (rank.in_pod_of.as_deref(), rank.gpus)
+    })
+}
+
+/// A GPU goes to one container: both workers on it are in one Pod, with the shares that they would have on a machine.
+#[test]
+fn one_gpu_of_a_cluster_serves_both_workers_in_one_pod() {
+    let machine = laptop(40 * GIB);
+    let here = planned(SHORT, machine.clone()).unwrap();
+    assert_eq!(pods(&here), [(None, 1), (None, 1)]);
+    let free = BTreeMap::from([(machine.node.clone(), 1)]);
+    let uuids = BTreeSet::from([machine.gpus[0].uuid.clone()]);
+    let uuids = BTreeMap::from([(machine.node.clone(), uuids)]);
+    for offer in [plugin(&free), claims(&uuids)] {
+        let shared = with_gpus(SHORT, &machine, offer);
+        assert_eq!(pods(&shared), [(Some("decode-0"), 0), (None, 1)]);
+        let [prefill, decode] = ["prefill-0", "decode-0"].map(|name| rank(&shared, name));
+        assert_eq!(policy(prefill), ResidencyPolicy::StreamLoading);
+        assert_eq!(policy(decode), ResidencyPolicy::HostExperts);
+        assert_eq!(prefill.device(), decode.device());
+        let on_gpu = prefill.gpu_memory_bytes + decode.gpu_memory_bytes;
+        assert!(on_gpu <= machine.gpus[0].memory_bytes, "{on_gpu}");
+        assert_eq!(shared.min_version, 2);
+        assert_line(
+            &shared.why,
+            "prefill-0 on RTX 4060",
+            "runs in the Pod of decode-0",
+        );
+    }
+}
+
+#[test]
+fn workers_share_no_gpu_where_each_can_have_its_own_or_a_pod_cannot_hold_both() {
+    let mut machine = laptop(40 * GIB);
+    machine.gpus.push(GpuProfile {
+        uuid: "GPU-second".to_owned(),
+        ..machine.gpus[0].clone()
+    });
+    let free = |count: u32| BTreeMap::from([(machine.node.clone(), count)]);
+    let own = with_gpus(SHORT, &machine, plugin(&free(2)));
+    assert_eq!(pods(&own), [(None, 1), (None, 1)]);
+    assert_ne!(
+        rank(&own, "prefill-0").device(),
+        rank(&own, "decode-0").device()
+    );
+    let alone = |more: &str| {
+        let plan = with_gpus(&format!("{SHORT}{more}"), &machine, plugin(&free(1)));
+        let held: u32 = plan.ranks.iter().map(|rank| rank.gpus).sum();
+        plan.ranks.iter().all(|rank| rank.in_pod_of.is_none()) && held <= 1
+    };
+    assert!(!alone(""));
+    assert!(alone("placement: {pinning: Exclusive}\n"));
+    assert!(alone("prefill: {scaling: {mode: External}}\n"));
 }
 
 #[test]

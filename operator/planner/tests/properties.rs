@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
     ComputeCapability, DualBatch, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
-    NodeProfileStatus, Pinning, PlanRole, PrefillMode,
+    NodeProfileStatus, Pinning, PlanRank, PlanRole, PrefillMode,
 };
 use hearth_planner::{Advice, AskedBy, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanInput, plan};
 use proptest::prelude::*;
@@ -112,7 +112,8 @@ fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus]) 
     }
 }
 
-/// Checks each GPU's memory: all of every rank on it, within what is free; with a device plugin, one rank each.
+/// Checks each GPU's memory: all of every rank on it, within what is free; in a cluster, one rank
+/// each, or two in one Pod.
 fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], offer: GpuOffer<'_>) {
     for profile in profiles {
         let here = || plan.ranks.iter().filter(|rank| rank.node == profile.node);
@@ -146,7 +147,14 @@ fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], off
                         true => Some(gpu.memory_bytes),
                         false => least,
                     };
-                    assert!(on_it.len() <= 1 && Some(used) <= least, "{used} on {gpu:?}");
+                    assert!(Some(used) <= least, "{used} on {gpu:?}");
+                    let hosts = on_it.iter().filter(|rank| rank.in_pod_of.is_none());
+                    let holder = hosts.clone().next().map(|host| host.name.as_str());
+                    let is_there = |rank: &PlanRank| {
+                        rank.in_pod_of.is_none() || rank.in_pod_of.as_deref() == holder
+                    };
+                    assert!(hosts.count() <= 1 && on_it.iter().all(|rank| is_there(rank)));
+                    assert!(on_it.len() <= 2, "{on_it:?}");
                 }
             }
             let capability = gpu.compute_capability.unwrap();

@@ -2,7 +2,7 @@
 //! hangs, and for the claim of a model whose files are still being located.
 
 use std::collections::{BTreeMap, HashMap};
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -36,7 +36,7 @@ pub(crate) struct UncachedState {
     /// Latencies that the gateway measured recently.
     pub(crate) measured: Option<Measured>,
     /// Resources that workers actually got, and whether they hang, by worker address.
-    pub(crate) placements: BTreeMap<IpAddr, Placement>,
+    pub(crate) placements: BTreeMap<SocketAddr, Placement>,
     /// Serial of the newest certificate.
     pub(crate) certificate: Option<String>,
 }

@@ -2,7 +2,7 @@
 //! resources that their workers got from the machines.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -55,7 +55,7 @@ struct Deployment {
     gateways: BTreeMap<String, History>,
     told: Option<Measured>,
     /// Placements of its workers, by worker address.
-    placements: BTreeMap<IpAddr, Placement>,
+    placements: BTreeMap<SocketAddr, Placement>,
 }
 
 impl Measures {
@@ -65,7 +65,7 @@ impl Measures {
     }
 
     /// Resources that a deployment's workers got from their machines, by worker address.
-    pub(crate) fn placements(&self, deployment: &Key) -> BTreeMap<IpAddr, Placement> {
+    pub(crate) fn placements(&self, deployment: &Key) -> BTreeMap<SocketAddr, Placement> {
         let deployments = self.lock();
         let known = deployments.get(deployment);
         known.map_or_else(BTreeMap::new, |known| known.placements.clone())
@@ -139,7 +139,7 @@ impl Measures {
         // Gateways that are gone are remembered; the latest report wins.
         let mut told: Vec<&History> = known.gateways.values().collect();
         told.sort_by_key(|history| history.last);
-        let placements: BTreeMap<IpAddr, Placement> = told
+        let placements: BTreeMap<SocketAddr, Placement> = told
             .into_iter()
             .flat_map(|history| history.placements.clone())
             .collect();
@@ -231,7 +231,7 @@ struct History {
     samples: VecDeque<(Instant, Sample)>,
     last: Option<Instant>,
     /// Placements of its workers that it last reported.
-    placements: BTreeMap<IpAddr, Placement>,
+    placements: BTreeMap<SocketAddr, Placement>,
 }
 
 impl History {

@@ -62,6 +62,52 @@ pub(super) fn that_cannot_be_opened_are_told(cluster: &Cluster) {
     });
 }
 
+/// There is a GPU less than workers: two of them are one Pod with one container, which gets one GPU and runs both.
+pub(super) fn are_shared_in_one_pod(cluster: &Cluster) {
+    let spec = json!({
+        "prefill": {"mode": "StreamLoading", "replicas": 2},
+        "decode": {"dualBatch": "On", "maxBatch": 4},
+    });
+    plan_with_profile(cluster, "node-2", &[("GPU-a", 24), ("GPU-b", 24)], spec);
+    let plan = cluster.get("inferenceplan", "default", "demo-1");
+    let plan = plan.expect("a plan");
+    let ranks = plan["spec"]["ranks"].as_array().expect("ranks");
+    let held = ranks.iter().filter(|rank| rank["gpuUuids"].is_array());
+    let held: Vec<_> = held
+        .map(|rank| (&rank["name"], &rank["gpus"], &rank["inPodOf"]))
+        .collect();
+    let (one, none) = (json!(1), Value::Null);
+    let (first, second, decode) = (json!("prefill-0"), json!("prefill-1"), json!("decode-0"));
+    assert_eq!(
+        held,
+        [
+            (&first, &none, &decode),
+            (&second, &one, &none),
+            (&decode, &one, &none)
+        ]
+    );
+    let pod = wait_until("the Pod of both", PATIENCE, || {
+        pods(cluster, "demo", "decode").pop()
+    });
+    let container = &pod["spec"]["containers"][0];
+    assert_eq!(
+        container["resources"]["limits"]["nvidia.com/gpu"], "1",
+        "{container:#}"
+    );
+    assert_eq!(container["args"][0], "supervise", "{container:#}");
+    assert_eq!(pods(cluster, "demo", "prefill").len(), 1);
+    // Both start there, and what one of them lacks is told.
+    wait_until("a worker says what it lacks", 2 * PATIENCE, || {
+        let (_, message) = said(&infd(cluster, "demo"), "DecodeReady");
+        message.contains("NVIDIA driver").then_some(())
+    });
+    show_no_gpus(cluster, "node-2");
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    wait_until("its Pods are gone", PATIENCE, || {
+        pods(cluster, "demo", "").is_empty().then_some(())
+    });
+}
+
 /// Another user has claimed the larger of two GPUs: the plan names the other one, and the worker's claim gets exactly
 /// that.
 pub(super) fn are_claimed_by_uuid(cluster: &Cluster) {
@@ -85,7 +131,8 @@ pub(super) fn are_claimed_by_uuid(cluster: &Cluster) {
     pod["spec"]["containers"][0]["resources"] = json!({"claims": [{"name": "gpu"}]});
     cluster.run_pod(&pod);
 
-    plan_with_profile(cluster, "node-1", &[(&theirs, 48), (&ours, 24)]);
+    let spec = json!({"prefill": {"gpusPerWorker": 1}});
+    plan_with_profile(cluster, "node-1", &[(&theirs, 48), (&ours, 24)], spec);
     let plan = cluster.get("inferenceplan", "default", "demo-1");
     let plan = plan.expect("a plan");
     let ranks = plan["spec"]["ranks"].as_array().expect("ranks");
@@ -122,9 +169,9 @@ pub(super) fn are_claimed_by_uuid(cluster: &Cluster) {
     ]);
 }
 
-/// Makes a plan for the demo with a GPU while a node's profile shows these GPUs, by UUID and GiB. The node's agent
+/// Makes a plan for the demo of this spec with a GPU while a node's profile shows these GPUs, by UUID and GiB. The node's agent
 /// overwrites this with what it sees at its next look, within a minute: the plan is made before.
-fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
+fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)], mut spec: Value) {
     let gpu = |(uuid, gib): &(&str, u64)| {
         json!({"uuid": uuid, "name": "fake", "memoryBytes": gib << 30, "freeBytes": gib << 30,
             "computeCapability": {"major": 8, "minor": 9}, "pcieGbps": 31.5, "readGbps": 300.0,
@@ -132,8 +179,7 @@ fn plan_with_profile(cluster: &Cluster, node: &str, gpus: &[(&str, u64)]) {
     };
     let gpus: Vec<Value> = gpus.iter().map(gpu).collect();
     let patch = json!({"status": {"gpus": gpus}}).to_string();
-    let spec = json!({"prefill": {"gpusPerWorker": 1},
-        "placement": {"nodeSelector": {"kubernetes.io/hostname": node}}});
+    spec["placement"] = json!({"nodeSelector": {"kubernetes.io/hostname": node}});
     wait_until("a plan with a GPU", PATIENCE, || {
         cluster.kubectl(&[
             "patch",

@@ -136,6 +136,7 @@ fn models_arrive_and_gpus_are_claimed() {
     cluster.import_toolbox();
     gpus::are_not_held_for_nothing(&cluster);
     gpus::that_cannot_be_opened_are_told(&cluster);
+    gpus::are_shared_in_one_pod(&cluster);
     gpus::are_claimed_by_uuid(&cluster);
 }
 

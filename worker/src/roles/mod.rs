@@ -13,6 +13,7 @@ mod process;
 mod rank;
 mod report;
 mod routes;
+mod supervise;
 mod traces;
 mod turn;
 
@@ -20,3 +21,4 @@ pub(crate) use agent::{AgentArgs, run as agent};
 pub(crate) use gateway::{GatewayArgs, run as gateway};
 pub(crate) use linger::{LingerArgs, run as linger};
 pub(crate) use rank::{RankArgs, decode, prefill};
+pub(crate) use supervise::{SuperviseArgs, run as supervise};

@@ -1,6 +1,6 @@
 //! Identity of this process, and its certificates.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,10 +48,7 @@ impl ProcessArgs {
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
                 .context("the kernel cannot signal the parent's end")?;
         }
-        let text = std::fs::read(&self.plan)
-            .with_context(|| format!("--plan {} cannot be read", self.plan.display()))?;
-        let plan: InferencePlanSpec = read_versioned(&text)
-            .with_context(|| format!("--plan {} cannot be carried out", self.plan.display()))?;
+        let plan = read_plan(&self.plan)?;
         let Some(rank) = plan.rank(&self.rank).cloned() else {
             let names: Vec<&str> = plan.ranks.iter().map(|rank| rank.name.as_str()).collect();
             bail!(
@@ -79,6 +76,17 @@ impl ProcessArgs {
     }
 }
 
+/// Reads the plan that a process was given.
+///
+/// # Errors
+/// An error that names the file if it cannot be read, or is none that this version can carry out.
+pub(super) fn read_plan(file: &Path) -> anyhow::Result<InferencePlanSpec> {
+    let text =
+        std::fs::read(file).with_context(|| format!("--plan {} cannot be read", file.display()))?;
+    read_versioned(&text)
+        .with_context(|| format!("--plan {} cannot be carried out", file.display()))
+}
+
 /// The certificates of a process.
 #[derive(Args)]
 pub(crate) struct TlsArgs {
@@ -91,6 +99,19 @@ pub(crate) struct TlsArgs {
 }
 
 impl TlsArgs {
+    /// These arguments again, for another process.
+    pub(super) fn arguments(&self) -> Vec<String> {
+        let directory = self.tls_dir.as_ref().map(|dir| dir.display().to_string());
+        let flags = [
+            ("--tls-dir", directory),
+            ("--tls-name", self.tls_name.clone()),
+        ];
+        let given = flags
+            .into_iter()
+            .filter_map(|(flag, value)| Some([flag.to_owned(), value?]));
+        given.flatten().collect()
+    }
+
     /// Reads the certificates in `--tls-dir`.
     ///
     /// # Errors

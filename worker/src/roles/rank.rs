@@ -435,7 +435,7 @@ fn device_options(
             activations: rank.activations.into(),
             // A device plugin may assign another GPU of the node, and the plan is valid for each; a claim names its
             // GPU.
-            or_any: rank.gpus > 0 && !rank.claims_gpus,
+            or_any: (rank.gpus > 0 || rank.in_pod_of.is_some()) && !rank.claims_gpus,
             ..options
         }));
     }

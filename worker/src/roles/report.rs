@@ -6,6 +6,8 @@ use std::time::Duration;
 use hearth_engine::Engine;
 use serde::Serialize;
 
+use crate::logging::print_line;
+
 /// A report from a worker to its supervisor.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
@@ -83,9 +85,8 @@ pub(crate) async fn report_streams(engine: &Engine) -> Infallible {
 impl Report<'_> {
     /// Prints the line; if the supervisor has gone, the process continues to serve.
     pub(crate) fn send(&self) {
-        use std::io::Write;
         if let Ok(line) = serde_json::to_string(self) {
-            let _ = writeln!(std::io::stdout(), "{line}");
+            print_line(line);
         }
     }
 }

@@ -15,16 +15,14 @@ use sha2::{Digest, Sha256};
 use super::lines::Lines;
 use super::template;
 
-/// The plan as one rank receives it: with this rank alone, and without the reasons.
-pub(super) fn slice(
-    plan: &InferencePlanSpec,
-    rank: &PlanRank,
-    endpoint: &str,
-) -> InferencePlanSpec {
-    let mut rank = rank.clone();
-    rank.endpoint = Some(endpoint.to_owned());
+/// The plan as a Pod receives it: with its ranks alone, each with the endpoint beside it, and without the reasons.
+pub(super) fn slice(plan: &InferencePlanSpec, ranks: &[(&PlanRank, String)]) -> InferencePlanSpec {
+    let with_endpoint = |(rank, endpoint): &(&PlanRank, String)| PlanRank {
+        endpoint: Some(endpoint.clone()),
+        ..(*rank).clone()
+    };
     InferencePlanSpec {
-        ranks: vec![rank],
+        ranks: ranks.iter().map(with_endpoint).collect(),
         mixed_numerics: Vec::new(),
         inputs: None,
         objectives: ObjectivesSpec::default(),
@@ -42,7 +40,9 @@ pub(super) struct Essence<'a> {
     pub(super) image: &'a str,
     pub(super) plan: &'a InferencePlanSpec,
     pub(super) rank: &'a PlanRank,
-    /// Whether the rank requests the memory for the weights that the ranks of its node map.
+    /// The second rank of its Pod.
+    pub(super) second: Option<&'a PlanRank>,
+    /// Whether the Pod requests the memory for the weights that the ranks of its node map.
     pub(super) holds_weights: bool,
     /// Name of a fetched model in the nodes' stores.
     pub(super) model_key: Option<&'a str>,
@@ -84,6 +84,9 @@ impl Essence<'_> {
         template::write(template, self.rank.role.is_worker(), lines);
         put_plan(lines, self.plan, self.rank.role);
         put_rank(lines, self.rank);
+        if let Some(second) = self.second {
+            put_rank(lines, second);
+        }
         if self.rank.role == PlanRole::Gateway {
             let EndpointSpec {
                 type_: _,
@@ -203,6 +206,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         pinning,
         device_name: _,
         gpus,
+        in_pod_of: _,
         claims_gpus,
         gpu_uuids,
         gpu_memory_bytes,

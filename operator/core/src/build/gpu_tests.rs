@@ -1,10 +1,12 @@
 //! Pods that hold GPUs: through the device plugin, or by claims.
 
-use hearth_crds::InferenceDeployment;
+use hearth_crds::{InferenceDeployment, InferencePlanSpec, PlanRole};
 use serde_json::json;
 
+use super::rank_holding;
 use super::tests::{pods_of, resources};
-use crate::observed::Settings;
+use crate::names::ANNOTATION_PLAN;
+use crate::observed::{Holding, Settings};
 use crate::testing::samples::{deployment, plan, settings};
 
 #[test]
@@ -18,6 +20,101 @@ fn gpus_are_asked_of_the_device_plugin() {
         json!({"nvidia.com/gpu": "2"})
     );
     assert_eq!(resources(&pods[2].pod)["limits"], json!(null));
+}
+
+/// A plan whose prefill rank computes on the GPU that the Pod of the first decode rank holds.
+fn shared() -> InferencePlanSpec {
+    let mut plan = plan();
+    for rank in &mut plan.ranks[1..3] {
+        rank.gpu_uuids = vec!["GPU-1".to_owned()];
+        rank.gpu_memory_bytes = 1 << 30;
+    }
+    plan.ranks[2].gpus = 1;
+    plan.ranks[1].in_pod_of = Some("decode-0".to_owned());
+    plan
+}
+
+#[test]
+fn ranks_that_share_a_gpu_are_one_pod_with_one_container() {
+    let plan = shared();
+    let pods = pods_of(&settings(), &deployment(), &plan);
+    let names: Vec<&str> = pods.iter().map(|pod| pod.rank.as_str()).collect();
+    assert_eq!(names, ["gateway-0", "decode-0", "decode-1"]);
+    let pod = &pods[1];
+    let second = pod.second.as_ref().expect("a second rank");
+    assert_eq!(
+        (&*second.rank, second.role),
+        ("prefill-0", PlanRole::Prefill)
+    );
+    assert_eq!(pods[2].second, None);
+    let spec = pod.pod.spec.as_ref().expect("a spec");
+    let [container] = spec.containers.as_slice() else {
+        panic!("not one container: {spec:?}");
+    };
+    let arguments = container.args.clone().unwrap_or_default().join(" ");
+    assert!(
+        arguments.starts_with("supervise --plan /etc/hearth/place/plan.json --rank decode-0 --rank prefill-0 --tls-dir "),
+        "{arguments}"
+    );
+    let ports = container.ports.iter().flatten();
+    let ports: Vec<i32> = ports.map(|port| port.container_port).collect();
+    assert_eq!(ports, [9400, 9401, 9403]);
+    let annotations = pod.pod.metadata.annotations.as_ref().expect("annotations");
+    let told: InferencePlanSpec =
+        serde_json::from_str(&annotations[ANNOTATION_PLAN]).expect("a plan");
+    let told = told.ranks.iter();
+    let told: Vec<_> = told
+        .map(|rank| (&*rank.name, rank.endpoint.as_deref()))
+        .collect();
+    let [first, second] = [("decode-0", "[::]:9400"), ("prefill-0", "[::]:9403")];
+    assert_eq!(told, [first, second].map(|(name, at)| (name, Some(at))));
+}
+
+/// The Pod holds what both ranks would hold alone, and one GPU; the second rank holds nothing beside that.
+#[test]
+fn a_pod_of_two_ranks_holds_the_sum_and_one_gpu() {
+    let both = shared();
+    let mut apart = shared();
+    apart.ranks[1].in_pod_of = None;
+    apart.ranks[1].gpus = 1;
+    let held = |plan: &InferencePlanSpec| {
+        let pods = pods_of(&settings(), &deployment(), plan);
+        let workers = pods
+            .iter()
+            .filter(|pod| pod.node == "a" && pod.role.is_worker());
+        workers.fold((0, 0, 0), |(cpu, memory, gpus), pod| {
+            (
+                cpu + pod.cpu_millis,
+                memory + pod.memory_bytes,
+                gpus + pod.gpus,
+            )
+        })
+    };
+    let (cpu_millis, memory_bytes, gpus) = held(&apart);
+    assert_eq!(gpus, 2);
+    assert_eq!(held(&both), (cpu_millis, memory_bytes, 1));
+    let pods = pods_of(&settings(), &deployment(), &both);
+    let asked = resources(&pods[1].pod);
+    assert_eq!(asked["limits"], json!({"nvidia.com/gpu": "1"}));
+    assert_eq!(asked["requests"]["memory"], memory_bytes.to_string());
+    let [prefill, decode] = [1, 2].map(|n| rank_holding(&both, &both.ranks[n]));
+    assert_eq!(prefill, Holding::default());
+    assert_eq!((decode.memory_bytes, decode.gpus), (memory_bytes, 1));
+}
+
+#[test]
+fn a_pod_is_another_if_its_second_rank_changes() {
+    let names = |plan: &InferencePlanSpec| {
+        let pods = pods_of(&settings(), &deployment(), plan);
+        pods.into_iter().map(|pod| pod.name).collect::<Vec<_>>()
+    };
+    let before = names(&shared());
+    assert_eq!(before, names(&shared()));
+    let mut changed = shared();
+    changed.ranks[1].scratch_bytes += 1;
+    let after = names(&changed);
+    assert_ne!(before[1], after[1]);
+    assert_eq!((&before[0], &before[2]), (&after[0], &after[2]));
 }
 
 #[test]

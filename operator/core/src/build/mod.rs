@@ -1,6 +1,6 @@
 //! Builds objects of the cluster from a plan: pure, no client.
 //!
-//! - [`rank_pod`]: the Pod of one rank, named after a digest of everything that defines it, so that an unchanged rank
+//! - [`rank_pod`]: the Pod of one rank, or of two that share a container, named after a digest of everything that defines it, so that an unchanged rank
 //!   keeps its Pod across plans.
 //! - [`inspect_pod`]: a Pod that reads a model's facts where only a Pod can.
 //! - [`objects`]: Service, PodDisruptionBudgets and NetworkPolicies.
@@ -17,6 +17,7 @@ mod claims;
 mod digest_tests;
 #[cfg(test)]
 mod gpu_tests;
+mod holding;
 mod lines;
 mod objects;
 mod pod;
@@ -48,11 +49,12 @@ use crate::names::{
     APP, BUILTIN_DIRECTORY, LABEL_APP, LABEL_COMPONENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY,
     LABEL_ROLE, MANAGER, SOURCE_DIRECTORY, plan_name,
 };
-use crate::observed::Settings;
+use crate::observed::{SecondRank, Settings};
 use crate::plan_record::{model_key_of, spec_of_plan};
 pub use canonical::short_digest;
+pub use holding::rank_holding;
 pub use objects::{objects, prefill_scaler, role_selector};
-pub use pod::{inspect_pod, rank_holding, rank_pod};
+pub use pod::{inspect_pod, rank_pod};
 
 /// Inputs to the objects besides the plan.
 #[derive(Clone, Copy, Debug)]
@@ -72,6 +74,8 @@ pub struct DesiredPod {
     pub rank: String,
     /// Its role.
     pub role: PlanRole,
+    /// The rank that shares its container: see [`PlanRank::in_pod_of`].
+    pub second: Option<SecondRank>,
     /// Digest of the Pod as this operator writes it.
     pub form: String,
     /// Name of the Pod, which ends in the digest of everything that defines it.
@@ -97,7 +101,8 @@ pub struct DesiredPod {
 /// The Pods of all ranks, in the plan's order.
 pub fn rank_pods(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<DesiredPod> {
     let pod = |rank: &PlanRank| rank_pod(context, plan, rank);
-    plan.ranks.iter().map(pod).collect()
+    let with_pods = plan.ranks.iter().filter(|rank| rank.in_pod_of.is_none());
+    with_pods.map(pod).collect()
 }
 
 /// The plan as it is stored.

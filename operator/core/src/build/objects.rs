@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 
 use super::BuildContext;
 use crate::names::{
-    GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, METRICS_PORT, ROLE_INSPECT, SERVICE_PORT,
-    WORKER_PORT, scaler_name,
+    GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, METRICS_PORT, ROLE_INSPECT, SECOND_WORKER_PORT,
+    SERVICE_PORT, WORKER_PORT, scaler_name,
 };
 
 /// Service, PodDisruptionBudgets of the roles that the plan has, and NetworkPolicies unless they are disabled.
@@ -22,10 +22,11 @@ pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<Dyna
     let is_suspended = context.deployment.spec.suspend;
     let mut objects = vec![service(context)];
     for role in [PlanRole::Gateway, PlanRole::Prefill, PlanRole::Decode] {
-        let ranks = plan.ranks_of(role).count();
-        if ranks > 0 {
+        let ranks = plan.ranks_of(role);
+        let pods = ranks.filter(|rank| rank.in_pod_of.is_none()).count();
+        if pods > 0 {
             // A suspended deployment needs no Pods.
-            let least = if is_suspended { 0 } else { ranks };
+            let least = if is_suspended { 0 } else { pods };
             objects.push(disruption_budget(context, role.as_str(), least));
         }
     }
@@ -112,14 +113,15 @@ fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
         ],
         "egress": [{
             "to": [{"podSelector": of_roles(context, &[PlanRole::Prefill.as_str(), PlanRole::Decode.as_str()])}],
-            "ports": [tcp(WORKER_PORT)],
+            "ports": [tcp(WORKER_PORT), tcp(SECOND_WORKER_PORT)],
         }],
     });
     let name = format!("{}-gateway", context.name());
     object::<NetworkPolicy>(context, &name, PlanRole::Gateway.as_str(), spec)
 }
 
-/// Workers are called by the gateway and by decode workers, and call prefill workers. They are given addresses, so
+/// Workers are called by the gateway and by decode workers, and call prefill workers, which may be the second of a decode
+/// worker's Pod. They are given addresses, so
 /// they need no DNS. The kubelet's probes come from the node itself, which is always allowed.
 fn workers_policy(context: &BuildContext<'_>) -> DynamicObject {
     let (gateway, prefill, decode) = (
@@ -132,12 +134,18 @@ fn workers_policy(context: &BuildContext<'_>) -> DynamicObject {
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [{
             "from": [{"podSelector": of_roles(context, &[gateway, decode])}],
-            "ports": [tcp(WORKER_PORT)],
+            "ports": [tcp(WORKER_PORT), tcp(SECOND_WORKER_PORT)],
         }],
-        "egress": [{
-            "to": [{"podSelector": of_roles(context, &[prefill])}],
-            "ports": [tcp(WORKER_PORT)],
-        }],
+        "egress": [
+            {
+                "to": [{"podSelector": of_roles(context, &[prefill])}],
+                "ports": [tcp(WORKER_PORT)],
+            },
+            {
+                "to": [{"podSelector": of_roles(context, &[decode])}],
+                "ports": [tcp(SECOND_WORKER_PORT)],
+            },
+        ],
     });
     let name = format!("{}-workers", context.name());
     object::<NetworkPolicy>(context, &name, "workers", spec)

@@ -1,7 +1,5 @@
 //! Pods of ranks, and Pods that read a model's facts.
 
-use std::collections::BTreeMap;
-
 use hearth_crds::{InferencePlanSpec, ModelSource, PlanRank, PlanRole, TolerationSpec};
 use k8s_openapi::api::core::v1::{
     Affinity, Capabilities, Container, ContainerPort, DownwardAPIVolumeFile,
@@ -14,17 +12,20 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 use super::canonical::{Essence, short_digest, slice};
 use super::claims::{claimed, hold_gpus};
+use super::holding::{Held, amounts};
 use super::probes::{LINGER_S, watch_over};
 use super::{BuildContext, DesiredPod, model_path, source_digest, template, texts, words};
 use crate::decision::EXIT_S;
 use crate::names::{
     ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION, ANNOTATION_RANK_HASH,
-    ANNOTATION_ROUTES, ANNOTATION_SOURCE, GATEWAY_PORT, GPU_RESOURCE, HEALTH_PORT, KEYS_DIRECTORY,
-    LABEL_RANK, LABEL_ROLE, METRICS_PORT, PLACE_DIRECTORY, ROLE_INSPECT, SOURCE_DIRECTORY,
+    ANNOTATION_ROUTES, ANNOTATION_SOURCE, GATEWAY_PORT, HEALTH_PORT, KEYS_DIRECTORY, LABEL_RANK,
+    LABEL_ROLE, METRICS_PORT, PLACE_DIRECTORY, ROLE_INSPECT, SECOND_WORKER_PORT, SOURCE_DIRECTORY,
     TLS_DIRECTORY, WORKER_PORT, WORKER_PROGRAM, certificates_secret, tls_name,
 };
-use crate::observed::PASSING_TAINT;
+use crate::observed::{PASSING_TAINT, SecondRank};
 
+/// Command of the worker's program that runs two ranks.
+const SUPERVISE: &str = "supervise";
 /// Flag with the address at which a gateway serves its metrics.
 const METRICS_FLAG: &str = "--metrics";
 /// User and group ID of all processes.
@@ -36,7 +37,7 @@ const WORKER_GRACE_S: i64 = 120;
 /// Deadline of an inspect Pod in seconds: reading a model's headers takes seconds, but a mount may hang.
 const INSPECT_DEADLINE_S: i64 = 900;
 
-/// The Pod of one rank.
+/// The Pod of one rank, and of the second one in it if the plan has one there.
 pub fn rank_pod(
     context: &BuildContext<'_>,
     plan: &InferencePlanSpec,
@@ -44,22 +45,22 @@ pub fn rank_pod(
 ) -> DesiredPod {
     let role = rank.role.as_str();
     let is_gateway = rank.role == PlanRole::Gateway;
-    let slice = slice(plan, rank, &endpoint(is_gateway));
-    let holding = Holding::of(plan, rank);
+    let second = plan.second_in_pod_of(&rank.name);
+    let mut ranks = vec![(rank, endpoint(is_gateway))];
+    ranks.extend(second.map(|second| (second, any_address(SECOND_WORKER_PORT))));
+    let slice = slice(plan, &ranks);
+    let held = Held::of(plan, rank);
     let image = image(context, plan);
-    let arguments = rank_arguments(context, rank, is_gateway);
+    let arguments = rank_arguments(context, (rank, second), is_gateway);
     let mut container = container(context, role, image, arguments);
-    container.ports = Some(ports(is_gateway));
-    container.resources = Some(holding.resources());
+    container.ports = Some(ports(is_gateway, second.is_some()));
+    container.resources = Some(held.resources());
     watch_over(&mut container, rank);
     let mut spec = pod_spec(context, container, rank_volumes(context, is_gateway));
     spec.affinity = Some(on_node(&rank.node));
     let claim_template = hold_gpus(context, rank, &mut spec);
     spec.restart_policy = Some("Always".to_owned());
-    spec.termination_grace_period_seconds = Some(match rank.role {
-        PlanRole::Gateway => LINGER_S + GATEWAY_GRACE_S + i64::from(EXIT_S),
-        PlanRole::Prefill | PlanRole::Decode => WORKER_GRACE_S + i64::from(EXIT_S),
-    });
+    spec.termination_grace_period_seconds = Some(grace_s(rank.role));
 
     let mut pod = Pod {
         metadata: context.metadata("", role),
@@ -71,17 +72,15 @@ pub fn rank_pod(
         .get_or_insert_default()
         .extend(texts([(LABEL_ROLE, role), (LABEL_RANK, &rank.name)]));
     let deployment = context.deployment;
-    template::add(
-        &deployment.spec.pod_template,
-        rank.role.is_worker(),
-        &mut pod,
-    );
+    let added = &deployment.spec.pod_template;
+    template::add(added, rank.role.is_worker(), &mut pod);
     let essence = Essence {
         owner: deployment.metadata.uid.as_deref().unwrap_or_default(),
         image,
         plan,
         rank,
-        holds_weights: holding.weight_bytes > 0,
+        second,
+        holds_weights: held.weight_bytes > 0,
         model_key: context.model_key,
         spec: &deployment.spec,
     };
@@ -102,17 +101,27 @@ pub fn rank_pod(
     DesiredPod {
         rank: rank.name.clone(),
         role: rank.role,
+        second: second.map(SecondRank::of),
         form,
         name,
         node: rank.node.clone(),
-        cpu_millis: holding.cpu_millis,
-        memory_bytes: holding.memory_bytes,
+        cpu_millis: held.cpu_millis,
+        memory_bytes: held.memory_bytes,
         gpus: rank.gpus,
-        exclusive_cpus: holding.exclusive_cpus,
+        exclusive_cpus: held.exclusive_cpus,
         claimed_gpus: claimed(rank).to_vec(),
         claim_template,
         pod,
     }
+}
+
+/// Grace period of a Pod in seconds.
+fn grace_s(role: PlanRole) -> i64 {
+    i64::from(EXIT_S)
+        + match role {
+            PlanRole::Gateway => LINGER_S + GATEWAY_GRACE_S,
+            PlanRole::Prefill | PlanRole::Decode => WORKER_GRACE_S,
+        }
 }
 
 /// The volumes of a rank's Pod, each with its mount path.
@@ -182,87 +191,6 @@ pub fn inspect_pod(context: &BuildContext<'_>, source: &ModelSource, node: Optio
     pod
 }
 
-/// Resources of its node that a rank holds once its Pod exists.
-pub fn rank_holding(plan: &InferencePlanSpec, rank: &PlanRank) -> crate::observed::Holding {
-    let holding = Holding::of(plan, rank);
-    crate::observed::Holding {
-        cpu_millis: holding.cpu_millis,
-        memory_bytes: holding.memory_bytes,
-        gpus: holding.gpus,
-        exclusive_cpus: holding.exclusive_cpus,
-        claimed_gpus: claimed(rank).iter().cloned().collect(),
-        virtual_bytes: rank.virtual_memory_bytes(),
-    }
-}
-
-/// Bytes of mapped weights for each byte of page tables: a 4 KiB page takes an entry of eight bytes.
-const MAPPED_BYTES_PER_TABLE_BYTE: u64 = 512;
-
-/// Resources of its node that a rank holds.
-struct Holding {
-    memory_bytes: u64,
-    /// The part of `memory_bytes` for the weights that the node's ranks share.
-    weight_bytes: u64,
-    cpu_millis: u64,
-    exclusive_cpus: Vec<u32>,
-    gpus: u32,
-    /// The part of `gpus` that is requested from the device plugin.
-    plugin_gpus: u32,
-}
-
-impl Holding {
-    /// The first of the workers that keep most of the weights in the node's memory accounts for them: all workers there
-    /// map one copy, the kernel charges its pages to the process that touches them first, and workers whose limit has no
-    /// room for them wait for it. A worker that rereads them within a limit of its own accounts for its window. Weights
-    /// on a GPU take none of the node's memory. Page tables are charged to each process.
-    fn of(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
-        let here = || plan.ranks.iter().filter(|other| other.node == rank.node);
-        let most = here().map(PlanRank::host_weight_bytes).max().unwrap_or(0);
-        let first = here().find(|other| most > 0 && other.host_weight_bytes() == most);
-        let weights = match first {
-            Some(first) if first.name == rank.name => rank.host_weight_bytes(),
-            _ => 0,
-        };
-        Self {
-            memory_bytes: weights
-                .max(rank.own_weight_bytes())
-                .saturating_add(rank.host_weight_bytes() / MAPPED_BYTES_PER_TABLE_BYTE)
-                .saturating_add(rank.host_kv_bytes())
-                .saturating_add(rank.virtual_memory_bytes())
-                .saturating_add(rank.scratch_bytes),
-            weight_bytes: weights,
-            cpu_millis: rank.cpu_millis(),
-            exclusive_cpus: rank.exclusive_cpus().to_vec(),
-            gpus: rank.gpus,
-            plugin_gpus: if rank.claims_gpus { 0 } else { rank.gpus },
-        }
-    }
-
-    /// A Pod with exclusive CPUs is Guaranteed, as the kubelet's static policy requires. Any other has no limits: idle
-    /// CPUs are for any Pod that has work, and the plan bounds the memory.
-    fn resources(&self) -> ResourceRequirements {
-        let cpu = if self.cpu_millis.is_multiple_of(1000) {
-            (self.cpu_millis / 1000).to_string()
-        } else {
-            format!("{}m", self.cpu_millis)
-        };
-        let requests = amounts([("cpu", cpu), ("memory", self.memory_bytes.to_string())]);
-        let mut limits = if self.exclusive_cpus.is_empty() {
-            BTreeMap::new()
-        } else {
-            requests.clone()
-        };
-        if self.plugin_gpus > 0 {
-            limits.extend(amounts([(GPU_RESOURCE, self.plugin_gpus.to_string())]));
-        }
-        ResourceRequirements {
-            requests: Some(requests),
-            limits: Some(limits).filter(|limits| !limits.is_empty()),
-            ..ResourceRequirements::default()
-        }
-    }
-}
-
 fn endpoint(is_gateway: bool) -> String {
     let port = if is_gateway {
         GATEWAY_PORT
@@ -277,25 +205,35 @@ fn any_address(port: u16) -> String {
     format!("[::]:{port}")
 }
 
-fn rank_arguments(context: &BuildContext<'_>, rank: &PlanRank, is_gateway: bool) -> Vec<String> {
+fn rank_arguments(
+    context: &BuildContext<'_>,
+    (rank, second): (&PlanRank, Option<&PlanRank>),
+    is_gateway: bool,
+) -> Vec<String> {
     let grace_s = if is_gateway {
         GATEWAY_GRACE_S
     } else {
         WORKER_GRACE_S
     };
-    let mut arguments = words([
-        rank.role.as_str(),
-        "--plan",
-        &format!("{PLACE_DIRECTORY}/plan.json"),
-        "--rank",
-        &rank.name,
+    let command = match second {
+        Some(_) => SUPERVISE,
+        None => rank.role.as_str(),
+    };
+    let plan = format!("{PLACE_DIRECTORY}/plan.json");
+    let mut arguments = words([command, "--plan", &plan, "--rank", &rank.name]);
+    arguments.extend(
+        second
+            .iter()
+            .flat_map(|second| words(["--rank", &second.name])),
+    );
+    arguments.extend(words([
         "--tls-dir",
         TLS_DIRECTORY,
         "--tls-name",
         &tls_name(&context.name(), &context.namespace()),
         "--grace",
         &grace_s.to_string(),
-    ]);
+    ]));
     if is_gateway {
         arguments.extend(words([
             "--routes",
@@ -549,7 +487,7 @@ fn source_volume(context: &BuildContext<'_>, source: &ModelSource) -> Option<Vol
     })
 }
 
-fn ports(is_gateway: bool) -> Vec<ContainerPort> {
+fn ports(is_gateway: bool, has_second: bool) -> Vec<ContainerPort> {
     let port = |name: &str, port: u16| ContainerPort {
         name: Some(name.to_owned()),
         container_port: i32::from(port),
@@ -559,13 +497,8 @@ fn ports(is_gateway: bool) -> Vec<ContainerPort> {
     if is_gateway {
         vec![port("http", GATEWAY_PORT), port("metrics", METRICS_PORT)]
     } else {
-        vec![port("grpc", WORKER_PORT), port("health", HEALTH_PORT)]
+        let second = has_second.then(|| port("grpc-second", SECOND_WORKER_PORT));
+        let ports = [port("grpc", WORKER_PORT), port("health", HEALTH_PORT)];
+        ports.into_iter().chain(second).collect()
     }
-}
-
-fn amounts<const N: usize>(pairs: [(&str, String); N]) -> BTreeMap<String, Quantity> {
-    pairs
-        .into_iter()
-        .map(|(name, amount)| (name.to_owned(), Quantity(amount)))
-        .collect()
 }

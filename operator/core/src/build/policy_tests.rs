@@ -212,7 +212,12 @@ const FLOWS: &[(&str, &str, u16, bool)] = &[
     ("gateway", "decode", 9400, true),
     ("gateway", "prefill", 9400, true),
     ("decode", "prefill", 9400, true),
+    // The second rank of a Pod, which may read prompts for other decode workers.
+    ("gateway", "decode", 9403, true),
+    ("decode", "decode", 9403, true),
     // Nothing else talks to workers.
+    ("client", "decode", 9403, false),
+    ("prefill", "decode", 9403, false),
     ("client", "decode", 9400, false),
     ("client", "prefill", 9400, false),
     ("internet", "decode", 9400, false),

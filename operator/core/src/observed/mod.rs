@@ -10,7 +10,7 @@ mod settings;
 mod turn;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use hearth_crds::{InferenceDeployment, InferencePlan, ModelFacts};
@@ -19,7 +19,7 @@ use jiff::Timestamp;
 pub use forbidden::Forbidden;
 pub use node::{AgentEndpoint, NodeView, Taint};
 pub use placement::Placement;
-pub use pod::{ContainerEnd, ContainerView, PodRole, PodView};
+pub use pod::{ContainerEnd, ContainerView, PodRole, PodView, SecondRank};
 pub use requests::{Holding, Others, Requests, Sight};
 pub use scaler::ScalerView;
 pub use settings::{LedgerSettings, NodeSettings, PASSING_TAINT, Settings};
@@ -65,7 +65,7 @@ pub struct Observed {
     pub measured: Option<Measured>,
     /// Resources that workers actually got on their machines, by the workers' addresses, as far as a gateway has
     /// reported them.
-    pub placements: BTreeMap<IpAddr, Placement>,
+    pub placements: BTreeMap<SocketAddr, Placement>,
     /// Serial of the deployment's newest certificate; `None` while its Secret does not exist.
     pub certificate: Option<String>,
     /// Address of the Service's load balancer, or its node port as `port`; `None` for a ClusterIP.

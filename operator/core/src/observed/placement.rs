@@ -2,7 +2,7 @@
 //! each.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::net::SocketAddr;
 
 /// The gateway's series with one sample for each worker.
 const SERIES: &str = "hearth_worker_placement_info{";
@@ -27,20 +27,24 @@ pub struct Placement {
 }
 
 /// Reads a gateway's reports, by the workers' addresses.
-pub fn read(metrics: &str) -> BTreeMap<IpAddr, Placement> {
+pub fn read(metrics: &str) -> BTreeMap<SocketAddr, Placement> {
     let hung = metrics.lines().filter_map(|line| {
         let labels_and_value = line.strip_prefix(HUNG_SERIES)?;
         let (text, value) = labels_and_value.rsplit_once(' ')?;
         let is_hung = value.parse::<f64>().is_ok_and(|value| value > 0.0);
-        host(labels(text).filter(|_| is_hung)?.get("address")?)
+        labels(text)
+            .filter(|_| is_hung)?
+            .get("address")?
+            .parse()
+            .ok()
     });
-    let hung: BTreeSet<IpAddr> = hung.collect();
+    let hung: BTreeSet<SocketAddr> = hung.collect();
     let series = metrics.lines().filter_map(|line| line.strip_prefix(SERIES));
     series
         .filter_map(|line| {
             let mut labels = labels(line)?;
             let mut take = |name: &str| labels.remove(name).unwrap_or_default();
-            let address = host(&take("address"))?;
+            let address = take("address").parse().ok()?;
             let placement = Placement {
                 cpus: take("cpus"),
                 numa_nodes: take("numa_nodes"),
@@ -52,12 +56,6 @@ pub fn read(metrics: &str) -> BTreeMap<IpAddr, Placement> {
             Some((address, placement))
         })
         .collect()
-}
-
-/// The address of `host:port`.
-fn host(endpoint: &str) -> Option<IpAddr> {
-    let (host, _port) = endpoint.rsplit_once(':')?;
-    host.trim_matches(['[', ']']).parse().ok()
 }
 
 /// Parses the labels of a series after its opening brace: `a="b",c="d \"e\""} 1`.
@@ -112,8 +110,8 @@ mod tests {
             is_hung: true,
             ..Placement::default()
         };
-        let expected = [("10.0.0.1", first), ("fd00::1", second)];
-        let expected = expected.map(|(ip, placement)| (ip.parse().expect("address"), placement));
+        let expected = [("10.0.0.1:9000", first), ("[fd00::1]:9000", second)];
+        let expected = expected.map(|(at, placement)| (at.parse().expect("address"), placement));
         assert_eq!(placements, BTreeMap::from(expected));
     }
 }

@@ -1,6 +1,6 @@
 //! Pods of a deployment, reduced to what decisions need.
 
-use hearth_crds::PlanRole;
+use hearth_crds::{PlanRank, PlanRole};
 use jiff::Timestamp;
 
 use crate::names::ROLE_INSPECT;
@@ -33,6 +33,31 @@ impl PodRole {
     }
 }
 
+/// The second rank of a Pod: another process of the same container, at a port of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SecondRank {
+    /// The rank's name.
+    pub rank: String,
+    /// Its role.
+    pub role: PlanRole,
+}
+
+impl SecondRank {
+    /// A rank as a plan has it.
+    pub fn of(rank: &PlanRank) -> Self {
+        Self {
+            rank: rank.name.clone(),
+            role: rank.role,
+        }
+    }
+
+    /// The rank of that name; `None` if it begins with no role that this version knows.
+    pub fn named(rank: String) -> Option<Self> {
+        let role = PlanRole::named(rank.rsplit_once('-')?.0)?;
+        Some(Self { rank, role })
+    }
+}
+
 /// A Pod of a deployment, reduced to what decisions need.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PodView {
@@ -44,6 +69,8 @@ pub struct PodView {
     pub role: PodRole,
     /// The rank's name; empty for inspect Pods.
     pub rank: String,
+    /// The rank that shares its container with `rank`; `None` for most.
+    pub second: Option<SecondRank>,
     /// See [`crate::names::ANNOTATION_FORM`].
     pub form: String,
     /// Generation of the plan that it was made for.
@@ -101,6 +128,29 @@ pub struct PodView {
 }
 
 impl PodView {
+    /// Whether it runs a rank of that role.
+    pub fn has_role(&self, role: PlanRole) -> bool {
+        let second = self.second.as_ref();
+        self.role == PodRole::Rank(role) || second.is_some_and(|second| second.role == role)
+    }
+
+    /// Whether it runs the rank of that name.
+    pub fn has_rank(&self, name: &str) -> bool {
+        let second = self.second.as_ref();
+        self.rank == name || second.is_some_and(|second| second.rank == name)
+    }
+
+    /// Its ranks, the first one first; none if it has a role that this version does not know.
+    pub fn ranks(&self) -> impl Iterator<Item = (&str, PlanRole)> {
+        let first = match self.role {
+            PodRole::Rank(role) => Some((self.rank.as_str(), role)),
+            PodRole::Inspect | PodRole::Other => None,
+        };
+        let second = self.second.as_ref();
+        let second = second.map(|second| (second.rank.as_str(), second.role));
+        first.into_iter().chain(second)
+    }
+
     /// Whether it has ended as a whole: none of its containers will run again.
     pub fn has_ended(&self) -> bool {
         matches!(self.phase.as_str(), "Failed" | "Succeeded")

@@ -3,15 +3,12 @@
 use hearth_crds::Route;
 
 use super::{Mode, Sorted};
-use crate::observed::{PodRole, PodView};
-use crate::routes::{endpoint, is_gateway, routes_of, text};
+use crate::observed::PodView;
+use crate::routes::{endpoints, is_gateway, routes_of, routes_to, text};
 
 impl Sorted<'_> {
     /// Whether a gateway of the target was last told to send requests to `pod`.
     pub(super) fn is_routed(&self, pod: &PodView) -> bool {
-        let Some(endpoint) = endpoint(pod) else {
-            return false;
-        };
         self.made
             .iter()
             .flatten()
@@ -19,7 +16,7 @@ impl Sorted<'_> {
             .any(|gateway| {
                 routes_of(gateway)
                     .iter()
-                    .any(|route| route.endpoint == endpoint)
+                    .any(|route| endpoints(pod).any(|endpoint| endpoint == route.endpoint))
             })
     }
 
@@ -27,13 +24,8 @@ impl Sorted<'_> {
     fn target_routes(&self) -> Vec<Route> {
         self.wants()
             .filter(|(_, want)| !want.is_gateway())
-            .filter_map(|(index, want)| {
-                Some(Route {
-                    name: want.rank.clone(),
-                    role: want.role,
-                    endpoint: endpoint(self.made[index]?)?,
-                })
-            })
+            .filter_map(|(index, want)| Some(routes_to(self.made[index]?, want.ranks())))
+            .flatten()
             .collect()
     }
 
@@ -55,16 +47,7 @@ impl Sorted<'_> {
                 && !self.makes_room(pod, mode)
         });
         workers
-            .filter_map(|pod| {
-                let PodRole::Rank(role) = pod.role else {
-                    return None;
-                };
-                Some(Route {
-                    name: pod.rank.clone(),
-                    role,
-                    endpoint: endpoint(pod)?,
-                })
-            })
+            .flat_map(|pod| routes_to(pod, pod.ranks()))
             .collect()
     }
 
@@ -104,7 +87,7 @@ impl Sorted<'_> {
         let absent = self.absent.iter().filter(|_| !self.workers_are_ready());
         let alive: Vec<String> = others
             .chain(absent)
-            .filter_map(|pod| endpoint(pod))
+            .flat_map(|pod| endpoints(pod))
             .collect();
         for route in routes_of(gateway) {
             let is_new = routes

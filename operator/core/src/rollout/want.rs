@@ -3,6 +3,7 @@
 use hearth_crds::PlanRole;
 
 use crate::build::DesiredPod;
+use crate::observed::SecondRank;
 use crate::observed::forbidden::Counted;
 
 /// A Pod that the target plan wants.
@@ -10,6 +11,8 @@ use crate::observed::forbidden::Counted;
 pub(crate) struct Want {
     pub(crate) name: String,
     pub(crate) rank: String,
+    /// See [`DesiredPod::second`].
+    pub(crate) second: Option<SecondRank>,
     /// See [`DesiredPod::form`].
     pub(crate) form: String,
     pub(crate) role: PlanRole,
@@ -27,6 +30,7 @@ impl Want {
         Self {
             name: pod.name.clone(),
             rank: pod.rank.clone(),
+            second: pod.second.clone(),
             form: pod.form.clone(),
             role: pod.role,
             node: pod.node.clone(),
@@ -36,6 +40,19 @@ impl Want {
             exclusive_cpus: pod.exclusive_cpus.clone(),
             claimed_gpus: pod.claimed_gpus.clone(),
         }
+    }
+
+    /// Names and roles of its ranks, the first one first.
+    pub(crate) fn ranks(&self) -> impl Iterator<Item = (&str, PlanRole)> {
+        let second = self.second.as_ref();
+        let second = second.map(|second| (second.rank.as_str(), second.role));
+        std::iter::once((self.rank.as_str(), self.role)).chain(second)
+    }
+
+    /// Name of its rank of that role; `None` if it has none.
+    pub(crate) fn rank_of(&self, role: PlanRole) -> Option<&str> {
+        self.ranks()
+            .find_map(|(rank, its)| (its == role).then_some(rank))
     }
 
     /// Amounts that such Pods count towards a ResourceQuota.

@@ -30,7 +30,7 @@ use crate::decision::Decision;
 use crate::model::fetched::{Download, percent};
 use crate::model::{ModelState, ModelStep};
 use crate::observed::forbidden::is_quota;
-use crate::observed::{Observed, PodRole, PodView};
+use crate::observed::{Observed, PodView};
 use crate::plan_record::{failure, has_failed, has_served, instead_of};
 use crate::rollout::{Mode, Progress, Want};
 use crate::routes::reachable;
@@ -170,7 +170,7 @@ fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
         )),
         Some(pod) if pod.is_ready && !pod.is_deleting => None,
         Some(pod) if pod.has_lost_readiness && !pod.is_deleting => {
-            let is_hung = placements::of_pod(observed, pod).is_some_and(|told| told.is_hung);
+            let is_hung = placements::is_hung(observed, pod);
             Some(lost_readiness(what, pod, is_hung))
         }
         Some(pod) => Some(cause(what, pod)),
@@ -369,23 +369,26 @@ impl StatusInput<'_> {
     /// ended or are ending.
     fn existing(&self, role: PlanRole) -> impl Iterator<Item = &Arc<PodView>> {
         self.left.iter().filter(move |pod| {
-            pod.role == PodRole::Rank(role)
+            pod.has_role(role)
                 && !pod.is_deleting
                 && !matches!(pod.phase.as_str(), "Succeeded" | "Failed")
         })
     }
 
     fn wants_of(&self, role: PlanRole) -> impl Iterator<Item = &Want> {
-        self.wants.iter().filter(move |want| want.role == role)
+        self.wants
+            .iter()
+            .filter(move |want| want.rank_of(role).is_some())
     }
 
     /// Number of ranks that have a ready Pod, possibly of the previous plan.
     fn ready_count(&self, role: PlanRole) -> usize {
-        let is_up = |want: &&Want| {
+        let is_up = |rank: &&str| {
             let mut pods = self.observed.pods.iter();
-            pods.any(|pod| pod.rank == want.rank && self.is_up(pod))
+            pods.any(|pod| pod.has_rank(rank) && self.is_up(pod))
         };
-        self.wants_of(role).filter(is_up).count()
+        let ranks = self.wants.iter().filter_map(|want| want.rank_of(role));
+        ranks.filter(is_up).count()
     }
 
     fn is_up(&self, pod: &PodView) -> bool {

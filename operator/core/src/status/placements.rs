@@ -1,21 +1,25 @@
 //! Resources that workers actually got on their machines: reported by their gateway in the labels of one series each,
 //! and written into the status.
 
-use std::net::IpAddr;
-
 use hearth_crds::RankPlacement;
 
 use crate::conditions::Verdict;
 use crate::observed::{Observed, Placement, PodView};
 use crate::rollout::Want;
+use crate::routes::endpoints;
 
 /// Maximum number of shortfalls that the condition names; the status has all.
 const NAMED: usize = 3;
 
-/// A gateway's report on a Pod.
-pub(crate) fn of_pod<'a>(observed: &'a Observed, pod: &PodView) -> Option<&'a Placement> {
-    let ip: IpAddr = pod.ip.parse().ok()?;
-    observed.placements.get(&ip)
+/// Whether a gateway reports that a rank of a Pod sends nothing.
+pub(crate) fn is_hung(observed: &Observed, pod: &PodView) -> bool {
+    let mut told = endpoints(pod).filter_map(|endpoint| at(observed, &endpoint));
+    told.any(|told| told.is_hung)
+}
+
+/// A gateway's report on the rank at `endpoint`.
+fn at<'a>(observed: &'a Observed, endpoint: &str) -> Option<&'a Placement> {
+    observed.placements.get(&endpoint.parse().ok()?)
 }
 
 /// Resources that the target's ranks actually got, in its order. If a gateway has not reported on a Pod (again), the
@@ -23,12 +27,19 @@ pub(crate) fn of_pod<'a>(observed: &'a Observed, pod: &PodView) -> Option<&'a Pl
 pub(crate) fn status(observed: &Observed, wants: &[Want]) -> Vec<RankPlacement> {
     let old = observed.deployment.status.as_ref();
     let old = old.map_or(&[][..], |status| &status.placement);
-    let placed = wants.iter().filter_map(|want| {
-        let pod = pod_of(observed, want)?;
-        match of_pod(observed, pod) {
-            Some(placement) => Some(of(pod, placement)),
-            None => old.iter().find(|old| old.pod == pod.name).cloned(),
-        }
+    let running = wants
+        .iter()
+        .filter_map(|want| Some((want, pod_of(observed, want)?)));
+    let placed = running.flat_map(|(want, pod)| {
+        let ranks = want.ranks().zip(endpoints(pod));
+        ranks.filter_map(|((rank, _), endpoint)| match at(observed, &endpoint) {
+            Some(placement) => Some(of(rank, pod, placement)),
+            None => {
+                let mut old = old.iter();
+                old.find(|old| old.pod == pod.name && old.rank == rank)
+                    .cloned()
+            }
+        })
     });
     placed.collect()
 }
@@ -50,8 +61,8 @@ pub(crate) fn verdict(observed: &Observed, wants: &[Want], placed: &[RankPlaceme
         let named = &short[..short.len().min(NAMED)];
         return Verdict::no("LessThanPlanned", format!("{}{more}", named.join(", ")));
     }
-    let workers = wants.iter().filter(|want| pod_of(observed, want).is_some());
-    match (workers.count(), placed.len()) {
+    let running = wants.iter().filter(|want| pod_of(observed, want).is_some());
+    match (running.flat_map(Want::ranks).count(), placed.len()) {
         (0, _) => Verdict::unknown("NoWorkers", "no worker runs"),
         (workers, told) if told < workers => Verdict::unknown(
             "NotTold",
@@ -64,10 +75,10 @@ pub(crate) fn verdict(observed: &Observed, wants: &[Want], placed: &[RankPlaceme
     }
 }
 
-fn of(pod: &PodView, placement: &Placement) -> RankPlacement {
+fn of(rank: &str, pod: &PodView, placement: &Placement) -> RankPlacement {
     let told = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
     RankPlacement {
-        rank: pod.rank.clone(),
+        rank: rank.to_owned(),
         pod: pod.name.clone(),
         node: pod.node.clone(),
         cpus: placement.cpus.clone(),

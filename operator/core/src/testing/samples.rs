@@ -129,6 +129,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         pinning: hearth_crds::Pinning::Shared,
         device_name: "cpu".to_owned(),
         gpus: 0,
+        in_pod_of: None,
         gpu_uuids: Vec::new(),
         claims_gpus: false,
         gpu_memory_bytes: 0,

@@ -416,8 +416,8 @@ fn what_workers_got_stands_in_the_status_and_less_than_planned_is_a_condition() 
             shortfalls: shortfalls.to_owned(),
             ..Placement::default()
         };
-        let ip = ip.parse().unwrap();
-        cluster.observed.placements.insert(ip, placement);
+        let address = format!("{ip}:9400").parse().unwrap();
+        cluster.observed.placements.insert(address, placement);
         cluster.reconcile();
     };
     got(&mut cluster, "decode-0", "");

@@ -12,10 +12,10 @@ use kube_core::ResourceExt;
 use crate::decide::decide;
 use crate::decision::{Decision, Grace, ScalerStep, Transition};
 use crate::names::{
-    ANNOTATION_CERTIFICATE, ANNOTATION_FORM, ANNOTATION_PLAN_GENERATION, ANNOTATION_ROUTES,
-    ANNOTATION_SOURCE, LABEL_RANK, LABEL_ROLE,
+    ANNOTATION_CERTIFICATE, ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION,
+    ANNOTATION_ROUTES, ANNOTATION_SOURCE, LABEL_RANK, LABEL_ROLE,
 };
-use crate::observed::{NodeView, Observed, PodRole, PodView, ScalerView};
+use crate::observed::{NodeView, Observed, PodRole, PodView, ScalerView, SecondRank};
 use crate::testing::{deployment, observed};
 
 pub(super) struct FakeCluster {
@@ -160,13 +160,21 @@ impl FakeCluster {
             "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution\
              /nodeSelectorTerms/0/matchFields/0/values/0",
         );
+        let slice: serde_json::Value =
+            serde_json::from_str(&annotation(ANNOTATION_PLAN)).unwrap_or_default();
+        let second = slice
+            .pointer("/ranks/1/name")
+            .and_then(|name| name.as_str());
         let memory = value.pointer("/spec/containers/0/resources/requests/memory");
         let memory = memory.and_then(|memory| memory.as_str());
+        let gpus = value.pointer("/spec/containers/0/resources/limits/nvidia.com~1gpu");
+        let gpus = gpus.and_then(|gpus| gpus.as_str());
         PodView {
             name: pod.name_any(),
             uid: self.made.to_string(),
             role: PodRole::of_label(&label(LABEL_ROLE)),
             rank: label(LABEL_RANK),
+            second: second.and_then(|name| SecondRank::named(name.to_owned())),
             form: annotation(ANNOTATION_FORM),
             plan_generation: annotation(ANNOTATION_PLAN_GENERATION).parse().unwrap_or(0),
             source: annotation(ANNOTATION_SOURCE),
@@ -179,6 +187,7 @@ impl FakeCluster {
             phase: "Pending".to_owned(),
             created: Some(now),
             memory_bytes: memory.and_then(|memory| memory.parse().ok()).unwrap_or(0),
+            gpus: gpus.and_then(|gpus| gpus.parse().ok()).unwrap_or(0),
             ..PodView::default()
         }
     }

@@ -13,6 +13,7 @@ mod refusals;
 mod rollout;
 mod scale;
 mod scaling;
+mod shared_gpus;
 mod sim;
 mod suspend;
 mod template;

@@ -102,8 +102,8 @@ fn a_worker_that_hangs_is_told_from_one_that_loads() {
         is_hung: true,
         ..Placement::default()
     };
-    let ip = "10.9.0.1".parse().unwrap();
-    cluster.observed.placements.insert(ip, told);
+    let address = "10.9.0.1:9400".parse().unwrap();
+    cluster.observed.placements.insert(address, told);
     cluster.reconcile();
     assert_eq!(cluster.says(DECODE_READY), ("False", "Hung"));
     assert_eq!(cluster.says(DEGRADED), ("True", "Hung"));

@@ -165,6 +165,7 @@ impl Sim {
             uid: self.made.to_string(),
             role: PodRole::Rank(want.role),
             rank: want.rank.clone(),
+            second: want.second.clone(),
             form: want.form.clone(),
             plan_generation: self.generation,
             routes,
@@ -400,6 +401,7 @@ pub(super) fn want(rank: &str, hash: &str, node: &str, mib: u64) -> Want {
     };
     Want {
         name: format!("demo-{rank}-{hash}"),
+        second: None,
         rank: rank.to_owned(),
         form: hash.to_owned(),
         role,

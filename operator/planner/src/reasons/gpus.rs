@@ -134,13 +134,12 @@ fn on_gpu(
         Some(capability) => format!("compute capability {capability}"),
         None => "computed by the CPUs".to_owned(),
     };
-    let more = if rank.gpus > 1 {
-        format!(
-            "; it computes on one of the {} GPUs that it holds",
-            rank.gpus
-        )
-    } else {
-        String::new()
+    let more = match (&rank.in_pod_of, rank.gpus) {
+        (Some(host), _) => format!("; it runs in the Pod of {host}, which holds the GPU for both"),
+        (None, held) if held > 1 => {
+            format!("; it computes on one of the {held} GPUs that it holds")
+        }
+        (None, _) => String::new(),
     };
     format!(
         "{} on {} of {} ({}, {capability}): {weights} {}{cache}, KV {} and {room} {} are {} of its {free}{more}{tail}",

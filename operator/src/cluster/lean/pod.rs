@@ -8,7 +8,7 @@ use hearth_controller_core::names::{
     old_certificates_secret,
 };
 use hearth_controller_core::observed::{
-    AgentEndpoint, ContainerEnd, ContainerView, PodRole, PodView,
+    AgentEndpoint, ContainerEnd, ContainerView, PodRole, PodView, SecondRank,
 };
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -207,6 +207,7 @@ struct Slice {
 #[derive(Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct SliceRank {
+    name: String,
     cpus: Vec<u32>,
     pinning: String,
     claims_gpus: bool,
@@ -222,7 +223,7 @@ impl LeanPod {
         let routes_annotation = self.spec.note_of("routes.json");
         let routes_annotation = routes_annotation.filter(|name| name != ANNOTATION_ROUTES);
         let slice = annotation(plan_note.as_deref().unwrap_or(ANNOTATION_PLAN));
-        let (generation, mut rank) = read_slice(&slice);
+        let (generation, mut rank, second) = read_slice(&slice);
         let is_exclusive = rank.pinning == "Exclusive";
         let node = self.spec.node_name.clone().unwrap_or_default();
         let role = label(LABEL_ROLE);
@@ -235,6 +236,7 @@ impl LeanPod {
             uid: self.metadata.uid.clone().unwrap_or_default(),
             role: PodRole::of_label(&role),
             rank: label(LABEL_RANK),
+            second,
             form: annotation(ANNOTATION_FORM),
             plan_generation: annotation(ANNOTATION_PLAN_GENERATION)
                 .parse()
@@ -421,11 +423,13 @@ fn text(texts: Option<&BTreeMap<String, String>>, name: &str) -> String {
         .unwrap_or_default()
 }
 
-/// Generation and rank of a Pod's copy of the plan.
-fn read_slice(json: &str) -> (u64, SliceRank) {
+/// Generation and ranks of a Pod's copy of the plan.
+fn read_slice(json: &str) -> (u64, SliceRank, Option<SecondRank>) {
     let slice: Slice = serde_json::from_str(json).unwrap_or_default();
-    let rank = slice.ranks.into_iter().next();
-    (slice.generation, rank.unwrap_or_default())
+    let mut ranks = slice.ranks.into_iter();
+    let first = ranks.next().unwrap_or_default();
+    let second = ranks.next().and_then(|rank| SecondRank::named(rank.name));
+    (slice.generation, first, second)
 }
 
 #[cfg(test)]
@@ -442,7 +446,7 @@ mod tests {
                 "annotations": {
                     "hearth.dev/plan-generation": "3", "hearth.dev/form": "abcdef01",
                     "hearth.dev/plan": json!({"generation": 3, "ranks": [{"name": "decode-0", "cpus": [2, 3],
-                        "pinning": "Exclusive"}]}).to_string(),
+                        "pinning": "Exclusive"}, {"name": "prefill-0"}]}).to_string(),
                 },
             },
             "spec": {
@@ -470,7 +474,7 @@ mod tests {
             ("office", "office", "10.0.0.9")
         );
         assert_eq!((view.plan_generation, &*view.form), (3, "abcdef01"));
-        assert!(view.is_ready && !view.is_setting_up);
+        assert!(view.is_ready && !view.is_setting_up && view.has_rank("prefill-0"));
     }
 
     #[test]

@@ -1,0 +1,120 @@
+//! Resources of a node that Pods of ranks hold.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use hearth_crds::{InferencePlanSpec, PlanRank};
+use k8s_openapi::api::core::v1::ResourceRequirements;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+
+use super::claims::claimed;
+use crate::names::GPU_RESOURCE;
+use crate::observed::Holding;
+
+/// Resources of its node that a rank holds once its Pod exists: those of a second rank are held by the first of its Pod.
+pub fn rank_holding(plan: &InferencePlanSpec, rank: &PlanRank) -> Holding {
+    let held = Held::of(plan, rank);
+    Holding {
+        cpu_millis: held.cpu_millis,
+        memory_bytes: held.memory_bytes,
+        gpus: held.gpus,
+        exclusive_cpus: held.exclusive_cpus,
+        claimed_gpus: held.claimed_gpus,
+        virtual_bytes: held.virtual_bytes,
+    }
+}
+
+/// Bytes of mapped weights for each byte of page tables: a 4 KiB page takes an entry of eight bytes.
+const MAPPED_BYTES_PER_TABLE_BYTE: u64 = 512;
+
+/// Resources of its node that the Pod of a rank holds.
+#[derive(Default)]
+pub(super) struct Held {
+    pub(super) memory_bytes: u64,
+    /// The part of `memory_bytes` for the weights that the node's ranks share.
+    pub(super) weight_bytes: u64,
+    pub(super) cpu_millis: u64,
+    pub(super) exclusive_cpus: Vec<u32>,
+    pub(super) gpus: u32,
+    /// The part of `gpus` that is requested from the device plugin.
+    plugin_gpus: u32,
+    claimed_gpus: BTreeSet<String>,
+    virtual_bytes: u64,
+}
+
+impl Held {
+    /// What the Pod of a rank holds; nothing for a rank in the Pod of another.
+    pub(super) fn of(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
+        if rank.in_pod_of.is_some() {
+            return Self::default();
+        }
+        let mut held = Self::of_one(plan, rank);
+        if let Some(second) = plan.second_in_pod_of(&rank.name) {
+            let second = Self::of_one(plan, second);
+            held.memory_bytes = held.memory_bytes.saturating_add(second.memory_bytes);
+            held.weight_bytes = held.weight_bytes.saturating_add(second.weight_bytes);
+            held.cpu_millis += second.cpu_millis;
+        }
+        held
+    }
+
+    /// The first of the workers that keep most of the weights in the node's memory accounts for them: all workers there
+    /// map one copy, the kernel charges its pages to the process that touches them first, and workers whose limit has no
+    /// room for them wait for it. A worker that rereads them within a limit of its own accounts for its window. Weights
+    /// on a GPU take none of the node's memory. Page tables are charged to each process.
+    fn of_one(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
+        let here = || plan.ranks.iter().filter(|other| other.node == rank.node);
+        let most = here().map(PlanRank::host_weight_bytes).max().unwrap_or(0);
+        let first = here().find(|other| most > 0 && other.host_weight_bytes() == most);
+        let weights = match first {
+            Some(first) if first.name == rank.name => rank.host_weight_bytes(),
+            _ => 0,
+        };
+        Self {
+            memory_bytes: weights
+                .max(rank.own_weight_bytes())
+                .saturating_add(rank.host_weight_bytes() / MAPPED_BYTES_PER_TABLE_BYTE)
+                .saturating_add(rank.host_kv_bytes())
+                .saturating_add(rank.virtual_memory_bytes())
+                .saturating_add(rank.scratch_bytes),
+            weight_bytes: weights,
+            cpu_millis: rank.cpu_millis(),
+            exclusive_cpus: rank.exclusive_cpus().to_vec(),
+            gpus: rank.gpus,
+            plugin_gpus: if rank.claims_gpus { 0 } else { rank.gpus },
+            claimed_gpus: claimed(rank).iter().cloned().collect(),
+            virtual_bytes: rank.virtual_memory_bytes(),
+        }
+    }
+
+    /// A Pod with exclusive CPUs is Guaranteed, as the kubelet's static policy requires. Any other has no limits: idle
+    /// CPUs are for any Pod that has work, and the plan bounds the memory.
+    pub(super) fn resources(&self) -> ResourceRequirements {
+        let cpu = if self.cpu_millis.is_multiple_of(1000) {
+            (self.cpu_millis / 1000).to_string()
+        } else {
+            format!("{}m", self.cpu_millis)
+        };
+        let requests = amounts([("cpu", cpu), ("memory", self.memory_bytes.to_string())]);
+        let mut limits = if self.exclusive_cpus.is_empty() {
+            BTreeMap::new()
+        } else {
+            requests.clone()
+        };
+        if self.plugin_gpus > 0 {
+            limits.extend(amounts([(GPU_RESOURCE, self.plugin_gpus.to_string())]));
+        }
+        ResourceRequirements {
+            requests: Some(requests),
+            limits: Some(limits).filter(|limits| !limits.is_empty()),
+            ..ResourceRequirements::default()
+        }
+    }
+}
+
+/// Quantities by resource.
+pub(super) fn amounts<const N: usize>(pairs: [(&str, String); N]) -> BTreeMap<String, Quantity> {
+    pairs
+        .into_iter()
+        .map(|(name, amount)| (name.to_owned(), Quantity(amount)))
+        .collect()
+}

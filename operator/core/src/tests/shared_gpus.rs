@@ -1,0 +1,159 @@
+//! A GPU of a device plugin that a prefill and a decode rank share, in one Pod.
+
+use hearth_crds::{ComputeCapability, DEVICE_LOST_EXIT_CODE, GpuProfile, PlanRank, Routes};
+
+use super::fake_cluster::FakeCluster;
+use crate::conditions::{DECODE_READY, DEGRADED, PLACED, PREFILL_READY, READY};
+use crate::observed::{ContainerEnd, ContainerView, Placement};
+
+const SPEC: &str = "prefill: {mode: StreamLoading, chunkedBelowTokens: 0}\ndecode: {maxBatch: 4, dualBatch: 'On'}\n";
+
+/// Nodes with one GPU each, which a device plugin gives to one container.
+fn with_gpus(nodes: &[&str]) -> FakeCluster {
+    let mut cluster = FakeCluster::new(SPEC);
+    for name in nodes {
+        let gpu = GpuProfile {
+            uuid: format!("GPU-{name}"),
+            name: "RTX".to_owned(),
+            memory_bytes: 8 << 30,
+            free_bytes: 8 << 30,
+            compute_capability: Some(ComputeCapability { major: 8, minor: 9 }),
+            pcie_gbps: 31.5,
+            read_gbps: 300.0,
+            bf16_gflops: 100_000.0,
+            ..GpuProfile::default()
+        };
+        cluster.node(name, |node| {
+            node.gpus = 1;
+            node.profile.as_mut().expect("a profile").gpus = vec![gpu];
+        });
+    }
+    cluster.settle();
+    cluster
+}
+
+/// The plan's ranks on GPUs, with the Pod that each is in.
+fn on_gpus(cluster: &FakeCluster) -> Vec<(String, String, Option<String>)> {
+    let plan = cluster.observed.plans.last().expect("a plan");
+    let ranks = plan.spec.ranks.iter().filter(|rank| rank.is_on_gpu());
+    let place = |rank: &PlanRank| (rank.name.clone(), rank.node.clone(), rank.in_pod_of.clone());
+    ranks.map(place).collect()
+}
+
+fn both_on(node: &str) -> Vec<(String, String, Option<String>)> {
+    let place = |name: &str, host: Option<&str>| {
+        (name.to_owned(), node.to_owned(), host.map(str::to_owned))
+    };
+    vec![
+        place("prefill-0", Some("decode-0")),
+        place("decode-0", None),
+    ]
+}
+
+/// The gateway's routes as `rank at port`.
+fn routes(cluster: &FakeCluster) -> Vec<String> {
+    let mut pods = cluster.observed.pods.iter();
+    let gateway = pods.find(|pod| pod.role.is_gateway()).expect("a gateway");
+    let routes: Routes = serde_json::from_str(&gateway.routes).expect("routes");
+    let words = routes.workers.iter().map(|route| {
+        let (_, port) = route.endpoint.rsplit_once(':').expect("a port");
+        format!("{} at {port}", route.name)
+    });
+    words.collect()
+}
+
+fn pools(cluster: &FakeCluster) -> Vec<(&str, &str)> {
+    let pools = cluster.status().pool_statuses.iter();
+    pools
+        .map(|pool| (pool.name.as_str(), pool.summary.as_str()))
+        .collect()
+}
+
+#[test]
+fn two_ranks_in_one_pod_are_two_workers_of_the_gateway_and_of_the_status() {
+    let mut cluster = with_gpus(&["office"]);
+    assert_eq!(on_gpus(&cluster), both_on("office"));
+    let ranks = cluster.ranks();
+    let ranks: Vec<&str> = ranks.iter().map(|(rank, _)| rank.as_str()).collect();
+    assert_eq!(ranks, ["decode-0", "gateway-0"]);
+    assert_eq!(routes(&cluster), ["decode-0 at 9400", "prefill-0 at 9403"]);
+    let ready = [("gateway", "1/1"), ("prefill", "1/1"), ("decode", "1/1")];
+    assert_eq!(pools(&cluster), ready);
+    assert_eq!(cluster.says(READY), ("True", "Serving"));
+
+    let mut pods = cluster.observed.pods.iter();
+    let ip = pods
+        .find(|pod| pod.rank == "decode-0")
+        .expect("a Pod")
+        .ip
+        .clone();
+    for (port, cpus) in [(9400, "0-1"), (9403, "2-3")] {
+        let placement = Placement {
+            cpus: cpus.to_owned(),
+            ..Placement::default()
+        };
+        let address = format!("{ip}:{port}").parse().expect("an address");
+        cluster.observed.placements.insert(address, placement);
+    }
+    cluster.reconcile();
+    assert_eq!(cluster.says(PLACED), ("True", "AsPlanned"));
+    let placed = cluster.status().placement.iter();
+    let placed: Vec<_> = placed
+        .map(|it| (it.rank.as_str(), it.cpus.as_str()))
+        .collect();
+    assert_eq!(placed, [("decode-0", "0-1"), ("prefill-0", "2-3")]);
+
+    cluster.pod("demo-decode-0", |pod| pod.is_ready = false);
+    cluster.reconcile();
+    for kind in [PREFILL_READY, DECODE_READY, READY] {
+        assert_eq!(cluster.condition(kind).status, "False", "{kind}");
+    }
+}
+
+/// There is one GPU, so that the old Pod must make room; afterwards both ranks are routed to again.
+#[test]
+fn a_rollout_of_a_pod_of_two_ranks_waits_for_the_gpu() {
+    let mut cluster = with_gpus(&["office"]);
+    let spec = SPEC.replace("maxBatch: 4", "maxBatch: 2");
+    cluster.change(&spec);
+    cluster.settle();
+    let plan = cluster.observed.plans.last().expect("a plan");
+    assert_eq!(plan.spec.generation, 2);
+    assert_eq!(on_gpus(&cluster), both_on("office"));
+    assert_eq!(routes(&cluster), ["decode-0 at 9400", "prefill-0 at 9403"]);
+    assert_eq!(cluster.says(READY), ("True", "Serving"));
+    assert_eq!(cluster.observed.pods.len(), 2);
+}
+
+#[test]
+fn a_gpu_that_is_lost_is_lost_for_both() {
+    let mut cluster = with_gpus(&["attic", "office"]);
+    let [(_, node, _), _] = &on_gpus(&cluster)[..] else {
+        panic!("not both on GPUs: {:?}", on_gpus(&cluster));
+    };
+    let other = match node.as_str() {
+        "attic" => "office",
+        _ => "attic",
+    };
+    let node = node.clone();
+    cluster.pod("demo-decode-0", |pod| {
+        pod.is_ready = false;
+        pod.container = Some(ContainerView {
+            restarts: 1,
+            last_end: Some(ContainerEnd {
+                exit_code: DEVICE_LOST_EXIT_CODE.into(),
+                reason: "Error".to_owned(),
+                message: "error: prefill-0: cuda does not answer: Xid 79\n".to_owned(),
+            }),
+            ..ContainerView::default()
+        });
+    });
+    cluster.settle();
+    assert_eq!(on_gpus(&cluster), both_on(other));
+    assert_eq!(cluster.says(DEGRADED), ("True", "GpuLost"));
+    let told = &cluster.condition(DEGRADED).message;
+    assert!(
+        told.contains(&format!("GPU GPU-{node} of {node} is lost")) && told.contains("Xid 79"),
+        "{told}"
+    );
+}

@@ -2,16 +2,17 @@
 
 use hearth_crds::{KvShape, ModelFacts};
 
-/// Attention over keys and values: norm, three projections, two norms of heads, two rotations, append, scores, output.
-const HEADS_OPERATIONS: f64 = 11.0;
-/// Latent attention, absorbed: norm, six operations for the latent and eight for the queries, append, scores, expansion, output.
-const LATENT_OPERATIONS: f64 = 19.0;
-/// A dense block: norm, two projections, their product, output.
-const DENSE_OPERATIONS: f64 = 5.0;
+/// Attention over keys and values: norm, projections, heads into the cache, scores, output.
+const HEADS_OPERATIONS: f64 = 5.0;
+/// Latent attention, absorbed: norm, compressed projections, latents into the cache, projection and absorption of the queries,
+/// scores, expansion, output.
+const LATENT_OPERATIONS: f64 = 8.0;
+/// A dense block: norm, projections, their product, output.
+const DENSE_OPERATIONS: f64 = 4.0;
 /// The way to a choice of experts: norm, logits, choice.
 const ROUTER_OPERATIONS: f64 = 3.0;
 /// Shared experts: those of a dense block without its norm, and the addition to the routed ones.
-const SHARED_OPERATIONS: f64 = 5.0;
+const SHARED_OPERATIONS: f64 = 4.0;
 /// Experts on the device beside one operation each: the choice for the host, and their sum.
 const LOCAL_OPERATIONS: f64 = 2.0;
 /// Embedding, the last rows, norm, head, and the logits for the host.

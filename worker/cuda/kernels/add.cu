@@ -17,3 +17,13 @@ extern "C" __global__ void add(float* x, const float* delta, long long n) {
     }
     for (long long i = first; i < n; ++i) x[i] += delta[i];
 }
+
+// Grid (rows, ceil(cols / 1024)), 256 threads: y [rows][cols] = x + more, or x alone.
+extern "C" __global__ void sum_rows(float* y, Rows x, Rows more, int rows, int cols) {
+    int c = quad_column();
+    if (c >= cols) return;
+    long long at = (long long)blockIdx.x * cols;
+    float4 v = row_quad(x, at, c, cols);
+    if (more.values != nullptr) v = add_quads(v, row_quad(more, at, c, cols));
+    store_quad(y + at, c, cols, v);
+}

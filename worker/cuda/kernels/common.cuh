@@ -37,6 +37,27 @@ struct AttentionTile {
     int table;
 };
 
+// Activations [rows][cols] as a kernel reads them: values, or a product's segments, which their reader adds in order from zero,
+// and the bias to the sum. `values` is null if there are none.
+struct Rows {
+    const float* values;
+    const float* bias;
+    long long stride;      // elements from one segment to the next
+    int segments;          // 0: values
+    int reserved;
+};
+
+constexpr int MOST_JOINT = 3;      // products of the same rows in one launch
+
+// Products y[i] = x w[i] of the same rows: y[i] [rows][n[i]], or its partial sums [segments][rows][n[i]].
+struct Joint {
+    Weight w[MOST_JOINT];
+    float* y[MOST_JOINT];
+    const float* bias[MOST_JOINT];
+    int n[MOST_JOINT];
+    int count;
+};
+
 constexpr int BLOCK = 128;         // columns of one scale
 constexpr int SEGMENT = 512;       // columns of one partial sum
 constexpr int KEY_TILE = 64;       // positions of one softmax step
@@ -66,6 +87,21 @@ __device__ __forceinline__ unsigned short float_to_bf16(float x) {
     unsigned bits = float_bits(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (unsigned short)((bits >> 16) | 0x40u);
     return (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Removes the nearest bf16 of x (ties to even) from x and returns it: what is left has eight bits fewer. Where that would
+// be infinite, x is truncated instead. A number that is not finite is its own leading term, with a bit that keeps a NaN
+// one, and leaves zero.
+__device__ __forceinline__ unsigned take_nearest(float& x) {
+    unsigned bits = float_bits(x);
+    if ((bits & 0x7f800000u) == 0x7f800000u) {
+        x = 0.0f;
+        return ((bits & 0x007fffffu) != 0 ? bits | 0x00400000u : bits) >> 16;
+    }
+    unsigned rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    unsigned term = ((rounded & 0x7f800000u) == 0x7f800000u ? bits : rounded) >> 16;
+    x = __fsub_rn(x, bits_float(term << 16));
+    return term;
 }
 
 // Converts two e4m3, each given as a signed 16-bit integer, to bf16. Exponent and mantissa shifted into place, below

@@ -27,9 +27,25 @@ __device__ __forceinline__ void store_slots(float* y, const float (&sum)[4], con
     }
 }
 
-// h[slot][inter] = silu(gate x) * (up x) with x the row slot_rows[slot] of x_rows; grid (ceil(inter / 64), tiles).
+// Stores the same as terms [TERMS][slots][padded] (split.cu), zeros from n on.
+__device__ __forceinline__ void store_slot_terms(
+    unsigned short* terms, const float (&sum)[4], const Tile& tile, int output, int n, int slots, int padded) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int column = output + i / 2 * 8 + (threadIdx.x & 31) / 4;
+        int slot = (threadIdx.x & 3) * 2 + i % 2;
+        if (column >= padded || slot >= tile.count) continue;
+        float rest = column < n ? sum[i] : 0.0f;
+        unsigned short* to = terms + (long long)(tile.first + slot) * padded + column;
+#pragma unroll
+        for (int term = 0; term < TERMS; ++term) to[(long long)term * slots * padded] = (unsigned short)take_nearest(rest);
+    }
+}
+
+// h[slot][inter] = silu(gate x) * (up x) with x the row slot_rows[slot] of x_rows; grid (ceil(inter / 64), tiles). With h_terms, h
+// goes there instead, as split.cu writes it for `slots` slots; grid (h_padded / 64, tiles).
 extern "C" __global__ void experts_gate_up_decode(
-    float* h, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
+    float* h, unsigned short* h_terms, int slots, int h_padded, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
     const int* slot_rows, int inter, int padded) {
     __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
     __shared__ float gates[WARPS / 2][4][32];
@@ -49,7 +65,11 @@ extern "C" __global__ void experts_gate_up_decode(
     if (gate) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) total[0][0][i] = silu_times(gates[pair][i][lane], total[0][0][i]);
-    store_slots(h, total[0][0], tile, output, 0, inter);
+    if (h_terms != nullptr) {
+        store_slot_terms(h_terms, total[0][0], tile, output, inter, slots, h_padded);
+    } else {
+        store_slots(h, total[0][0], tile, output, 0, inter);
+    }
 }
 
 extern "C" __global__ void experts_gate_up_tiled(

@@ -1,5 +1,5 @@
 // FP8 weights times FP8 activations by wgmma, which only sm_90a has: on other architectures this file is empty.
-// Parameters and result are those of linear_decode, for any number of rows; a block has 128 outputs and 128 tokens:
+// One product for any number of rows; a block has 128 outputs and 128 tokens:
 // grid (ceil(n / 128), ceil(rows / 128), segments or 1), 256 threads, SHARED_BYTES of dynamic shared memory. With
 // gridDim.z > 1 each z computes one segment into `partials`.
 //

@@ -2,30 +2,7 @@
 //
 // A record is one token's keys of all heads, then its values of all heads; `offsets` are the records' byte offsets in the layer.
 
-#include "quads.cuh"
-
-#if KV_TYPE == 0
-typedef float Element;
-#else
-typedef unsigned short Element;
-#endif
-
-__device__ __forceinline__ void store_elements(Element* to, float4 v) {
-#if KV_TYPE == 0
-    *reinterpret_cast<float4*>(to) = v;
-#else
-    *reinterpret_cast<uint2*>(to) = make_uint2(float_to_bf16(v.x) | (unsigned)float_to_bf16(v.y) << 16,
-                                               float_to_bf16(v.z) | (unsigned)float_to_bf16(v.w) << 16);
-#endif
-}
-
-__device__ __forceinline__ void store_element(Element* to, float v) {
-#if KV_TYPE == 0
-    *to = v;
-#else
-    *to = float_to_bf16(v);
-#endif
-}
+#include "kv.cuh"
 
 // Grid (rows, ceil((key_cols + value_cols) / 1024)), 256 threads. values may be null when value_cols is 0.
 extern "C" __global__ void kv_append(

@@ -1,9 +1,9 @@
 // Linear layers: y[r][n] = bias[n] + sum over k of x[r][k] w[n][k], with x as written by split.cu.
 //
 // linear_decode takes 1..8 rows and reads each weight once, at memory speed. If its blocks are too few to fill the
-// device, the grid has one row per segment, and linear_fold follows. linear_tiled takes any number of rows; it needs
-// 96 KiB of dynamic shared memory. Where its blocks would leave most of the device idle, each tile is cut over several
-// (gridDim.z): the first adds up its segments, the others keep theirs apart, and linear_fold adds them in order.
+// device, the grid has one row per segment, and the reader of y adds these (row_quad). linear_tiled takes any number of
+// rows; it needs 96 KiB of dynamic shared memory. Where its blocks would leave most of the device idle, each tile is cut
+// over several (gridDim.z): the first adds up its segments, the others keep theirs apart, and the reader of y adds all.
 #include "matmul.cuh"
 
 // Stores the lane's sums of 16 outputs from `output` and tokens `token` .. `token + 7` to y[row][n] where they exist.
@@ -17,34 +17,45 @@ __device__ __forceinline__ void store_sums(float* y, const float (&sum)[4], cons
     }
 }
 
-extern "C" __global__ void linear_decode(
-    float* y, float* partials, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
+// One of several products, and the column of blocks in it.
+struct JointPart {
+    Weight w;
+    float* y;
+    const float* bias;
+    int n;
+    int column;
+};
+
+// Parts are chosen one by one: parameters that are indexed would be copied to local memory.
+__device__ __forceinline__ JointPart joint_part(const Joint& joint, int column) {
+    JointPart part = {joint.w[0], joint.y[0], joint.bias[0], joint.n[0], column};
+    int first = 0;
+#pragma unroll
+    for (int i = 1; i < MOST_JOINT; ++i) {
+        first += (joint.n[i - 1] + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+        if (i < joint.count && column >= first) part = {joint.w[i], joint.y[i], joint.bias[i], joint.n[i], column - first};
+    }
+    return part;
+}
+
+// Grid (columns of blocks of all products, segments or 1), 256 threads.
+extern "C" __global__ void linear_decode(const void* terms, const float* scales, Joint joint, int rows, int padded) {
     __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
+    JointPart part = joint_part(joint, blockIdx.x);
+    float* y = part.y;
+    const float* bias = part.bias;
     Tokens x = {static_cast<const unsigned char*>(terms), scales, nullptr, 0, rows, rows, padded};
-    int output = blockIdx.x * TILE_OUTPUTS + threadIdx.x / 32 * 16;
+    int output = part.column * TILE_OUTPUTS + threadIdx.x / 32 * 16;
     int first = 0, end = padded / BLOCK;
     if (gridDim.y > 1) {
         first = blockIdx.y * BLOCKS_OF_SEGMENT;
         end = min(first + BLOCKS_OF_SEGMENT, end);
+        y += (long long)blockIdx.y * rows * part.n;
+        bias = nullptr;
     }
     float total[1][1][4];
-    decode_products(total, w, output, n, x, first, end, stages);
-    if (gridDim.y > 1) {
-        store_sums(partials + (long long)blockIdx.y * rows * n, total[0][0], nullptr, output, 0, rows, n);
-    } else {
-        store_sums(y, total[0][0], bias, output, 0, rows, n);
-    }
-}
-
-// y = bias + the sum of the partials in order; any one-dimensional grid.
-extern "C" __global__ void linear_fold(
-    float* y, const float* partials, const float* bias, int rows, int n, int segments) {
-    long long count = (long long)rows * n;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (long long)gridDim.x * blockDim.x) {
-        float total = 0.0f;
-        for (int segment = 0; segment < segments; ++segment) total = __fadd_rn(total, partials[segment * count + i]);
-        y[i] = bias != nullptr ? __fadd_rn(total, bias[i % n]) : total;
-    }
+    decode_products(total, part.w, output, part.n, x, first, end, stages);
+    store_sums(y, total[0][0], bias, output, 0, rows, part.n);
 }
 
 // Stores a thread's sums of a tile.
@@ -56,7 +67,7 @@ __device__ __forceinline__ void store_tile(
 }
 
 extern "C" __global__ void linear_tiled(
-    float* y, float* partials, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
+    float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, shared);
     GridPlace place = place_in_groups(GROUP_ROWS);
     int first_row = place.row * TILE_TOKENS, output = place.column * TILE_OUTPUTS;
@@ -68,12 +79,11 @@ extern "C" __global__ void linear_tiled(
     float total[2][4][4];
     auto keep_apart = [&](int segment) {
         if (blockIdx.z == 0) return;
-        store_tile(partials + (long long)(segment - each + 1) * rows * n, total, nullptr, output, first_row, rows, n);
+        store_tile(y + (long long)(segment - each + 1) * rows * n, total, nullptr, output, first_row, rows, n);
         clear(total);
     };
     int end = min((first + each) * BLOCKS_OF_SEGMENT, blocks);
     tiled_products(total, halves, n, x, first * BLOCKS_OF_SEGMENT, end, shared, keep_apart);
     if (blockIdx.z > 0) return;
-    bool is_whole = gridDim.z == 1;
-    store_tile(is_whole ? y : partials, total, is_whole ? bias : nullptr, output, first_row, rows, n);
+    store_tile(y, total, gridDim.z == 1 ? bias : nullptr, output, first_row, rows, n);
 }

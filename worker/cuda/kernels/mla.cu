@@ -7,6 +7,9 @@
 // A block handles one head, 64 outputs and 32 rows; a thread sums 4 outputs of 4 rows. Weights are converted to f32
 // once per block, in steps of 32 k; the next step's are being loaded while this one is summed.
 
+#include "quads.cuh"
+#include "rotate.cuh"
+#include "terms.cuh"
 #include "weight_element.cuh"
 
 constexpr int MLA_THREADS = 128;
@@ -26,6 +29,10 @@ struct MlaShape {
     int k_count;
     int n_count;
     int rows;
+    int in_pitch;      // elements of a row of inputs, and before this head's
+    int in_first;
+    int out_pitch;     // the same of outputs
+    int out_first;
 };
 
 struct MlaTile {
@@ -54,7 +61,7 @@ __device__ __forceinline__ Place quad_place(int u) {
 
 // Elements past the matrix are zero, in both weights and inputs.
 template <bool EXPAND>
-__device__ __forceinline__ void fetch_step(MlaStep& step, const float* x, const Weight& kv_b, const MlaShape& shape, int first_k) {
+__device__ __forceinline__ void fetch_step(MlaStep& step, const Rows& x, const Weight& kv_b, const MlaShape& shape, int first_k) {
     int first_n = blockIdx.y * MLA_OUTPUTS;
     int rows = EXPAND ? shape.n_count - first_n : shape.k_count - first_k;
     int cols = EXPAND ? shape.k_count - first_k : shape.n_count - first_n;
@@ -68,12 +75,12 @@ __device__ __forceinline__ void fetch_step(MlaStep& step, const float* x, const 
     }
     int k = first_k + threadIdx.x % MLA_STEP;
     int row = blockIdx.z * MLA_ROWS + threadIdx.x / MLA_STEP;
-    long long pitch = (long long)shape.heads * shape.k_count;
-    const float* from = x + row * pitch + shape.head * shape.k_count + k;
 #pragma unroll
     for (int u = 0; u < MLA_INPUTS; ++u) {
         int ahead = u * (MLA_THREADS / MLA_STEP);
-        step.inputs[u] = row + ahead < shape.rows && k < shape.k_count ? from[ahead * pitch] : 0.0f;
+        step.inputs[u] = 0.0f;
+        if (row + ahead < shape.rows && k < shape.k_count)
+            step.inputs[u] = row_value(x, (long long)(row + ahead) * shape.in_pitch, shape.in_first + k);
     }
 }
 
@@ -116,7 +123,7 @@ __device__ __forceinline__ void sum_step(float (&sums)[4][4], const MlaTile& til
 }
 
 template <bool EXPAND>
-__device__ __forceinline__ void project(float* out, const float* x, const Weight& kv_b, const MlaShape& shape) {
+__device__ __forceinline__ void project(float* out, void* terms, int padded, const Rows& x, const Weight& kv_b, const MlaShape& shape) {
     __shared__ MlaTile tile;
     int n = threadIdx.x % (MLA_OUTPUTS / 4) * 4;
     int row = threadIdx.x / (MLA_OUTPUTS / 4) * 4;
@@ -134,25 +141,83 @@ __device__ __forceinline__ void project(float* out, const float* x, const Weight
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         int at = blockIdx.z * MLA_ROWS + row + r;
-        float* to = out + ((long long)at * shape.heads + shape.head) * shape.n_count;
+        int first = blockIdx.y * MLA_OUTPUTS + n;
+        if (at >= shape.rows) continue;
+        float* to = out + (long long)at * shape.out_pitch + shape.out_first;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            int column = blockIdx.y * MLA_OUTPUTS + n + c;
-            if (at < shape.rows && column < shape.n_count) to[column] = sums[r][c];
+        for (int c = 0; c < 4; ++c)
+            if (first + c < shape.n_count) to[first + c] = sums[r][c];
+        if (terms == nullptr) continue;
+        if (shape.n_count % 4 == 0) {
+            if (first < shape.n_count) store_terms(terms, nullptr, sums[r], at, shape.out_first + first, shape.rows, padded);
+            continue;
         }
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            if (first + c < shape.n_count) store_term(terms, sums[r][c], at, shape.out_first + first + c, shape.rows, padded);
+    }
+}
+
+// The columns of the terms past the last head's are zeros: one block of each 32 rows writes them.
+__device__ __forceinline__ void pad_terms(void* terms, int rows, int cols, int padded) {
+    if (terms == nullptr || blockIdx.x + 1 != gridDim.x || blockIdx.y + 1 != gridDim.y) return;
+    int count = padded - cols;
+    for (int i = threadIdx.x; i < MLA_ROWS * count; i += MLA_THREADS) {
+        int row = blockIdx.z * MLA_ROWS + i / count;
+        if (row < rows) store_term(terms, 0.0f, row, cols + i % count, rows, padded);
+    }
+}
+
+// The rotated part of one head's queries for 32 rows.
+__device__ __forceinline__ void rotate_queries(
+    float* query, const Rows& q, const MlaShape& shape, const unsigned* positions, const float* inv_freq, float magnitude, bool interleaved,
+    int rotated, int pairs) {
+    int items = rotated - pairs, from = shape.in_first + shape.k_count;
+    for (int i = threadIdx.x; i < MLA_ROWS * items; i += MLA_THREADS) {
+        int row = blockIdx.z * MLA_ROWS + i / items, item = i % items;
+        if (row >= shape.rows) return;
+        long long at = (long long)row * shape.in_pitch;
+        float* to = query + (long long)row * shape.out_pitch + shape.out_first + shape.n_count;
+        if (item >= pairs) {
+            to[pairs + item] = row_value(q, at, from + pairs + item);
+            continue;
+        }
+        int first = first_of_pair(item, interleaved), second = second_of_pair(item, pairs, interleaved);
+        float a = row_value(q, at, from + first), b = row_value(q, at, from + second);
+        rotate(a, b, turn_of(positions[row], inv_freq[item], magnitude));
+        to[first] = a;
+        to[second] = b;
     }
 }
 
 // Grid (heads, ceil(rank / 64), ceil(rows / 32)), 128 threads: q_nope [rows][heads][nope] -> q_latent [rows][heads][rank].
 extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_absorb(
-    float* q_latent, const float* q_nope, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
-    MlaShape shape = {heads, (int)blockIdx.x, (int)blockIdx.x * (nope + v), nope, rank, rows};
-    project<false>(q_latent, q_nope, kv_b, shape);
+    float* q_latent, Rows q_nope, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
+    int head = blockIdx.x;
+    MlaShape shape = {heads, head, head * (nope + v), nope, rank, rows, heads * nope, head * nope, heads * rank, head * rank};
+    project<false>(q_latent, nullptr, 0, q_nope, kv_b, shape);
 }
 
-// Grid (heads, ceil(v / 64), ceil(rows / 32)), 128 threads: latent [rows][heads][rank] -> out [rows][heads][v].
+// Grid (heads, ceil(rank / 64) + 1, ceil(rows / 32)), 128 threads: q [rows][heads][nope + rotated] -> query [rows][heads][rank +
+// rotated], the first part absorbed, and of the other one the first 2 * pairs elements rotated.
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_query(
+    float* query, Rows q, Weight kv_b, const unsigned* positions, const float* inv_freq, float magnitude, int interleaved, int rows,
+    int heads, int nope, int v, int rank, int rotated, int pairs) {
+    int head = blockIdx.x, in = nope + rotated, out = rank + rotated;
+    MlaShape shape = {heads, head, head * (nope + v), nope, rank, rows, heads * in, head * in, heads * out, head * out};
+    if (blockIdx.y + 1 == gridDim.y) {
+        rotate_queries(query, q, shape, positions, inv_freq, magnitude, interleaved != 0, rotated, pairs);
+    } else {
+        project<false>(query, nullptr, 0, q, kv_b, shape);
+    }
+}
+
+// Grid (heads, ceil(v / 64), ceil(rows / 32)), 128 threads: latent [rows][heads][rank] -> out [rows][heads][v], and its terms as
+// split.cu writes them if `terms` is not null.
 extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_expand(
-    float* out, const float* latent, Weight kv_b, int rows, int heads, int nope, int v, int rank) {
-    MlaShape shape = {heads, (int)blockIdx.x, (int)blockIdx.x * (nope + v) + nope, rank, v, rows};
-    project<true>(out, latent, kv_b, shape);
+    float* out, void* terms, Rows latent, Weight kv_b, int rows, int heads, int nope, int v, int rank, int padded) {
+    int head = blockIdx.x;
+    MlaShape shape = {heads, head, head * (nope + v) + nope, rank, v, rows, heads * rank, head * rank, heads * v, head * v};
+    project<true>(out, terms, padded, latent, kv_b, shape);
+    pad_terms(terms, rows, heads * v, padded);
 }

@@ -1,6 +1,6 @@
 // Rotary position embedding, in place.
 
-#include "common.cuh"
+#include "rotate.cuh"
 
 constexpr int ROPE_THREADS = 256;
 constexpr int ROPE_HEADS = 8;      // heads per block: they share the angles
@@ -11,15 +11,10 @@ constexpr int MAX_PAIRS = 512;
 extern "C" __global__ void rope(
     float* x, const unsigned* positions, const float* inv_freq, float magnitude, int interleaved, int rows, int heads, int head_dim,
     int pairs) {
-    __shared__ float cosines[MAX_PAIRS];
-    __shared__ float sines[MAX_PAIRS];
+    __shared__ Turn turns[MAX_PAIRS];
     int row = blockIdx.x;
     if (row >= rows) return;
-    for (int i = threadIdx.x; i < pairs; i += ROPE_THREADS) {
-        float angle = __fmul_rn((float)positions[row], inv_freq[i]);
-        cosines[i] = __fmul_rn(cosf(angle), magnitude);
-        sines[i] = __fmul_rn(sinf(angle), magnitude);
-    }
+    for (int i = threadIdx.x; i < pairs; i += ROPE_THREADS) turns[i] = turn_of(positions[row], inv_freq[i], magnitude);
     __syncthreads();
 
     int first_head = blockIdx.y * ROPE_HEADS;
@@ -28,12 +23,6 @@ extern "C" __global__ void rope(
     for (int i = threadIdx.x; i < count; i += ROPE_THREADS) {
         int pair = i % pairs;
         float* head = block + i / pairs * head_dim;
-        float* first = head + (interleaved ? 2 * pair : pair);
-        float* second = head + (interleaved ? 2 * pair + 1 : pair + pairs);
-        float a = *first;
-        float b = *second;
-        // Products are rounded before they are added, as the specification does.
-        *first = __fadd_rn(__fmul_rn(a, cosines[pair]), -__fmul_rn(b, sines[pair]));
-        *second = __fadd_rn(__fmul_rn(b, cosines[pair]), __fmul_rn(a, sines[pair]));
+        rotate(head[first_of_pair(pair, interleaved != 0)], head[second_of_pair(pair, pairs, interleaved != 0)], turns[pair]);
     }
 }

@@ -290,6 +290,10 @@ impl<B: Backend> Observer<B> for Observing<'_, B> {
     fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
         self.watch.goes_on(done, blocks)
     }
+
+    fn sees_tensors(&self) -> bool {
+        false
+    }
 }
 
 struct View<'a, B: Backend> {

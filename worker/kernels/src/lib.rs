@@ -9,6 +9,7 @@
 
 pub mod affinity;
 pub mod checks;
+pub mod compose;
 pub mod convert;
 pub mod error;
 pub mod expert_sum;
@@ -33,8 +34,8 @@ pub use host::{BlockScales, DType, HostMatrix, SCALE_BLOCK, StorageFormat};
 pub use kv::{BlockId, KvDType, KvLayout};
 pub use ops::Backend;
 pub use params::{
-    AttentionSpec, ExpertCall, ExpertProducts, ExpertWeights, MlaHeads, RopeLayout, RopeTable,
-    RouterScore, RouterSpec, Routing, Span,
+    AttentionSpec, ExpertCall, ExpertProducts, ExpertWeights, Heads, Latents, MlaHeads, RopeLayout,
+    RopeTable, RouterScore, RouterSpec, Routing, Span,
 };
 pub use probe::{PeakGflops, peak_gflops, read_bandwidth_gbps};
 pub use sampling::{SampleFault, SampleSpec};

@@ -7,8 +7,9 @@
 //! [`Backend`] alone; code that names a device imports the groups that it calls, or `ops::*`.
 
 use crate::{
-    AttentionSpec, BlockId, ExpertCall, ExpertProducts, ExpertWeights, HostMatrix, KernelError,
-    KvLayout, MlaHeads, RopeTable, RouterSpec, Routing, SampleFault, SampleSpec, Span,
+    AttentionSpec, BlockId, ExpertCall, ExpertProducts, ExpertWeights, Heads, HostMatrix,
+    KernelError, KvLayout, Latents, MlaHeads, RopeTable, RouterSpec, Routing, SampleFault,
+    SampleSpec, Span, compose,
 };
 
 /// A device that runs the engine's operations: all groups.
@@ -183,6 +184,11 @@ pub trait ElementwiseOps: MemoryOps {
         weight: &Self::Vector,
         eps: f32,
     ) -> Result<Self::Tensor, KernelError>;
+    /// Returns `x + delta`; a device may leave the sum to what reads it.
+    fn sum(&self, mut x: Self::Tensor, delta: Self::Tensor) -> Result<Self::Tensor, KernelError> {
+        self.add_assign(&mut x, &delta)?;
+        Ok(x)
+    }
     /// Computes `x += delta`.
     fn add_assign(&self, x: &mut Self::Tensor, delta: &Self::Tensor) -> Result<(), KernelError>;
     /// Computes `silu(gate) * up`, element by element.
@@ -243,6 +249,17 @@ pub trait LinearOps: MemoryOps {
     ) -> Result<Self::Tensor, KernelError> {
         self.linear(x, w, None)
     }
+
+    /// Several products of the same `x`, each with its weight and bias as in [`LinearOps::linear`] and with the same bits:
+    /// one launch where a device can. Results are in the order of `products`.
+    fn linears(
+        &self,
+        x: &Self::Tensor,
+        products: &[(&Self::Weight, Option<&Self::Vector>)],
+    ) -> Result<Vec<Self::Tensor>, KernelError> {
+        let product = |(w, bias): &(&Self::Weight, Option<&Self::Vector>)| self.linear(x, w, *bias);
+        products.iter().map(product).collect()
+    }
     /// Latent attention, absorbed queries: `q_latent[h] = q_nope[h] · W_UK[h]`,
     /// `[rows, heads * nope]` → `[rows, heads * rank]`; `W_UK[h]` are head `h`'s first `nope` rows of `kv_b`.
     fn mla_absorb(
@@ -301,7 +318,41 @@ pub trait KvOps: MemoryOps {
 }
 
 /// Attention over the paged KV cache.
-pub trait AttentionOps: KvOps {
+pub trait AttentionOps: KvOps + ElementwiseOps + LinearOps {
+    /// Normalises the heads of queries and keys where the architecture does so, rotates them, and stores keys and values at
+    /// the spans' positions → the queries `[rows, heads * head_dim]`.
+    fn cache_heads(
+        &self,
+        kv: &mut Self::Kv,
+        layer: usize,
+        spans: &[Span],
+        heads: Heads<'_, Self::Tensor, Self::Vector>,
+    ) -> Result<Self::Tensor, KernelError> {
+        compose::cache_heads(self, kv, layer, spans, heads)
+    }
+    /// Normalises both latents, rotates the key's part, and stores the key `[norm(c_KV), rope(k_R)]` at the spans'
+    /// positions → the queries' latent `[rows, q_rank]`, if there is one (DeepSeek-V3, arXiv:2412.19437, equations 1, 3, 4).
+    fn cache_latents(
+        &self,
+        kv: &mut Self::Kv,
+        layer: usize,
+        spans: &[Span],
+        latents: Latents<'_, Self::Tensor, Self::Vector>,
+    ) -> Result<Option<Self::Tensor>, KernelError> {
+        compose::cache_latents(self, kv, layer, spans, latents)
+    }
+    /// Absorbs and rotates queries `[rows, heads * (nope + rope)]` → for each head `[W_UKᵀ q_C, rope(q_R)]`,
+    /// `[rows, heads * (rank + rope)]` (equations 6 to 9).
+    fn latent_queries(
+        &self,
+        q: &Self::Tensor,
+        kv_b: &Self::Weight,
+        heads: MlaHeads,
+        positions: &[u32],
+        rope: &RopeTable,
+    ) -> Result<Self::Tensor, KernelError> {
+        compose::latent_queries(self, q, kv_b, heads, positions, rope)
+    }
     /// Causal attention of each row over positions `0..=its own`: q `[rows, heads * k_dim]` →
     /// `[rows, heads * v_dim]`. Key blocks follow absolute positions, never chunk boundaries.
     fn attention(

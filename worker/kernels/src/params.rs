@@ -60,6 +60,44 @@ pub struct MlaHeads {
     pub rank: usize,
 }
 
+/// Projections of a layer's rows on their way to the cache and to attention, with grouped queries.
+pub struct Heads<'a, T, V> {
+    /// `[rows, heads * head_dim]`, as projected.
+    pub q: T,
+    /// `[rows, kv_heads * head_dim]`, as projected.
+    pub k: T,
+    /// `[rows, kv_heads * head_dim]`.
+    pub v: T,
+    /// Norms of each head of queries and of keys, if the architecture has them (Qwen3).
+    pub norms: Option<(&'a V, &'a V)>,
+    /// Epsilon of the norms.
+    pub eps: f32,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// `[rows]` absolute positions.
+    pub positions: &'a [u32],
+    /// Rotation of queries and keys.
+    pub rope: &'a RopeTable,
+}
+
+/// Compressed projections of a layer's rows, with latent attention.
+pub struct Latents<'a, T, V> {
+    /// `[rows, rank + rope]`: the latent of keys and values, then the key's rotated part.
+    pub kv_a: T,
+    /// Norm of the latent.
+    pub kv_norm: &'a V,
+    /// `[rows, q_rank]`, and its norm, if queries are compressed too.
+    pub q_a: Option<(T, &'a V)>,
+    /// `kv_lora_rank`.
+    pub rank: usize,
+    /// Epsilon of the norms.
+    pub eps: f32,
+    /// `[rows]` absolute positions.
+    pub positions: &'a [u32],
+    /// Rotation of the key's part.
+    pub rope: &'a RopeTable,
+}
+
 /// Function from router logits to scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterScore {

@@ -15,10 +15,20 @@ pub trait Observer<B: Backend> {
         true
     }
 
+    /// Whether [`Observer::tensor`] is to see every intermediate. If not, operations that leave some out may take the place
+    /// of several; bits are the same.
+    fn sees_tensors(&self) -> bool {
+        true
+    }
+
     /// Receives a named intermediate, `[rows, …]`; the blocks' documentation lists the names. A model in row tiles shows
     /// those of attention and of dense feed-forward blocks tile by tile.
     fn tensor(&mut self, _name: &'static str, _layer: Option<usize>, _backend: &B, _x: &B::Tensor) {
     }
 }
 
-impl<B: Backend> Observer<B> for () {}
+impl<B: Backend> Observer<B> for () {
+    fn sees_tensors(&self) -> bool {
+        false
+    }
+}

@@ -139,6 +139,10 @@ impl<B: Backend> Observer<B> for HalfDone<'_, B> {
         self.0.goes_on(done, blocks)
     }
 
+    fn sees_tensors(&self) -> bool {
+        self.0.sees_tensors()
+    }
+
     fn tensor(&mut self, name: &'static str, layer: Option<usize>, backend: &B, x: &B::Tensor) {
         self.0.tensor(name, layer, backend, x);
     }

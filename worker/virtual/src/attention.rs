@@ -1,11 +1,15 @@
 //! The paged KV cache, and attention over it.
 
 use hearth_kernels::ops::{AttentionOps, KvOps};
-use hearth_kernels::{AttentionSpec, BlockId, KernelError, KvLayout, Span, checks};
+use hearth_kernels::{
+    AttentionSpec, BlockId, Heads, KernelError, KvLayout, Latents, MlaHeads, RopeTable, Span,
+    checks,
+};
 
 use crate::device::Computer;
+use crate::tensor::no_values;
 use crate::work::Work;
-use crate::{VirtualBackend, VirtualKv, VirtualTensor};
+use crate::{VirtualBackend, VirtualKv, VirtualTensor, VirtualVector, VirtualWeight};
 
 impl KvOps for VirtualBackend {
     type Kv = VirtualKv;
@@ -34,11 +38,13 @@ impl KvOps for VirtualBackend {
         spans: &[Span],
     ) -> Result<(), KernelError> {
         let layout = kv.layout;
-        checks::kv_layer("kv_append", &layout, layer)?;
-        checks::kv_append(&layout, keys.shape, values.map(|values| values.shape))?;
-        for span in spans {
-            checks::span("kv_append", &layout, kv.blocks, span, keys.shape.0)?;
-        }
+        check_append(
+            kv,
+            layer,
+            spans,
+            keys.shape,
+            values.map(|values| values.shape),
+        )?;
         let read = keys.elements() + values.map_or(0, VirtualTensor::elements);
         let work = Work::new("kv_append", read).bytes(keys.shape.0 * layout.token_layer_bytes());
         self.run(&work, |cpu| {
@@ -102,6 +108,139 @@ impl KvOps for VirtualBackend {
 }
 
 impl AttentionOps for VirtualBackend {
+    fn cache_heads(
+        &self,
+        kv: &mut VirtualKv,
+        layer: usize,
+        spans: &[Span],
+        heads: Heads<'_, VirtualTensor, VirtualVector>,
+    ) -> Result<VirtualTensor, KernelError> {
+        let Heads {
+            q,
+            k,
+            v,
+            norms,
+            eps,
+            head_dim,
+            positions,
+            rope,
+        } = heads;
+        checks::rope(q.shape, q.shape.1 / head_dim.max(1), positions.len(), rope)?;
+        checks::rope(k.shape, k.shape.1 / head_dim.max(1), positions.len(), rope)?;
+        check_append(kv, layer, spans, k.shape, Some(v.shape))?;
+        let touched = 2 * q.elements() + k.elements() + v.elements();
+        let work =
+            Work::new("cache_heads", touched).bytes(k.shape.0 * kv.layout.token_layer_bytes());
+        // The queries take the memory that they were projected to.
+        let VirtualTensor {
+            shape,
+            values,
+            _held,
+            ..
+        } = q;
+        let values = self.run(&work, |cpu| {
+            let heads = Heads {
+                q: values.ok_or_else(no_values)?,
+                k: k.values.ok_or_else(no_values)?,
+                v: v.values.ok_or_else(no_values)?,
+                norms: norms.map(|(q, k)| (&q.values, &k.values)),
+                eps,
+                head_dim,
+                positions,
+                rope,
+            };
+            cpu.cache_heads(kv.values_mut()?, layer, spans, heads)
+        })?;
+        Ok(VirtualTensor {
+            shape,
+            values,
+            product_of: None,
+            _held,
+        })
+    }
+
+    fn cache_latents(
+        &self,
+        kv: &mut VirtualKv,
+        layer: usize,
+        spans: &[Span],
+        latents: Latents<'_, VirtualTensor, VirtualVector>,
+    ) -> Result<Option<VirtualTensor>, KernelError> {
+        let Latents {
+            kv_a,
+            kv_norm,
+            q_a,
+            rank,
+            eps,
+            positions,
+            rope,
+        } = latents;
+        checks::columns(kv_a.shape.1, 1, 0, rank)?;
+        checks::rope(
+            (kv_a.shape.0, kv_a.shape.1 - rank),
+            1,
+            positions.len(),
+            rope,
+        )?;
+        check_append(kv, layer, spans, kv_a.shape, None)?;
+        let touched = kv_a.elements() + 2 * q_a.as_ref().map_or(0, |(q_a, _)| q_a.elements());
+        let stored = kv_a.shape.0 * kv.layout.token_layer_bytes();
+        let work = Work::new("cache_latents", touched).bytes(stored);
+        let (q_a, norm) = q_a.unzip();
+        let (place, values) = q_a.map(|q_a| ((q_a.shape, q_a._held), q_a.values)).unzip();
+        let computed = self.run(&work, |cpu| {
+            let q_a = match (values, norm) {
+                (Some(values), Some(norm)) => Some((values.ok_or_else(no_values)?, &norm.values)),
+                _ => None,
+            };
+            let latents = Latents {
+                kv_a: kv_a.values.ok_or_else(no_values)?,
+                kv_norm: &kv_norm.values,
+                q_a,
+                rank,
+                eps,
+                positions,
+                rope,
+            };
+            cpu.cache_latents(kv.values_mut()?, layer, spans, latents)
+        })?;
+        Ok(place.map(|(shape, _held)| VirtualTensor {
+            shape,
+            values: computed.flatten(),
+            product_of: None,
+            _held,
+        }))
+    }
+
+    fn latent_queries(
+        &self,
+        q: &VirtualTensor,
+        kv_b: &VirtualWeight,
+        heads: MlaHeads,
+        positions: &[u32],
+        rope: &RopeTable,
+    ) -> Result<VirtualTensor, KernelError> {
+        let rows = q.shape.0;
+        let rotated = (q.shape.1 / heads.heads.max(1)).saturating_sub(heads.nope);
+        checks::columns(q.shape.1, heads.heads, heads.nope, rotated)?;
+        let nope = (rows, heads.heads * heads.nope);
+        checks::mla("latent_queries", nope, heads.nope, kv_b.shape(), heads)?;
+        checks::rope(
+            (rows, heads.heads * rotated),
+            heads.heads,
+            positions.len(),
+            rope,
+        )?;
+        let shape = (rows, heads.heads * (heads.rank + rotated));
+        let flops = 2.0 * rows as f64 * (heads.heads * heads.rank * heads.nope) as f64;
+        let work = Work::new("latent_queries", q.elements() + shape.0 * shape.1)
+            .rows_of(kv_b, heads.heads * heads.nope)
+            .flops(flops);
+        self.output(&work, shape, |cpu| {
+            cpu.latent_queries(q.values()?, &kv_b.matrix()?, heads, positions, rope)
+        })
+    }
+
     fn attention(
         &self,
         q: &VirtualTensor,
@@ -136,6 +275,21 @@ impl AttentionOps for VirtualBackend {
         })?;
         Ok(())
     }
+}
+
+/// Checks what is to be stored in a layer.
+fn check_append(
+    kv: &VirtualKv,
+    layer: usize,
+    spans: &[Span],
+    keys: (usize, usize),
+    values: Option<(usize, usize)>,
+) -> Result<(), KernelError> {
+    checks::kv_layer("kv_append", &kv.layout, layer)?;
+    checks::kv_append(&kv.layout, keys, values)?;
+    spans
+        .iter()
+        .try_for_each(|span| checks::span("kv_append", &kv.layout, kv.blocks, span, keys.0))
 }
 
 /// Attention that reads a span's keys and values once.

@@ -3,7 +3,7 @@
 use hearth_kernels::ops::LinearOps;
 use hearth_kernels::{KernelError, MlaHeads, checks};
 
-use crate::work::Work;
+use crate::work::{MOST_WEIGHTS, Work};
 use crate::{VirtualBackend, VirtualTensor, VirtualVector, VirtualWeight};
 
 impl LinearOps for VirtualBackend {
@@ -25,6 +25,39 @@ impl LinearOps for VirtualBackend {
             product_of: w.id(),
             ..product
         })
+    }
+
+    fn linears(
+        &self,
+        x: &VirtualTensor,
+        products: &[(&VirtualWeight, Option<&VirtualVector>)],
+    ) -> Result<Vec<VirtualTensor>, KernelError> {
+        if products.len() > MOST_WEIGHTS {
+            let product = |(w, bias): &(&VirtualWeight, _)| self.linear(x, w, *bias);
+            return products.iter().map(product).collect();
+        }
+        let mut work = Work::new("linears", x.elements());
+        let mut held = Vec::with_capacity(products.len());
+        for (w, bias) in products {
+            checks::linear(x.shape, w.shape(), bias.map(|bias| bias.values.len()))?;
+            let bytes = x.shape.0.saturating_mul(w.rows).saturating_mul(4);
+            work = work.bytes(bytes).product(x.shape.0, w);
+            held.push(self.memory.take(bytes, "activations")?);
+        }
+        let computed = self.run(&work, |cpu| {
+            let product = |(w, bias): &(&VirtualWeight, Option<&VirtualVector>)| {
+                cpu.linear(x.values()?, &w.matrix()?, bias.map(|bias| &bias.values))
+            };
+            products.iter().map(product).collect::<Result<Vec<_>, _>>()
+        })?;
+        let mut computed = computed.into_iter().flatten();
+        let result = |((w, _), held): (&(&VirtualWeight, _), _)| VirtualTensor {
+            shape: (x.shape.0, w.rows),
+            values: computed.next(),
+            product_of: w.id(),
+            _held: held,
+        };
+        Ok(products.iter().zip(held).map(result).collect())
     }
 
     fn mla_absorb(

@@ -8,12 +8,15 @@ use crate::device::Computer;
 use crate::lanes::{Lane, Times};
 use crate::{VirtualBackend, VirtualTensor, VirtualWeight};
 
+/// Most weights that an operation reads.
+pub(crate) const MOST_WEIGHTS: usize = 3;
+
 /// An operation.
 pub(crate) struct Work<'a> {
     name: &'static str,
     /// Index that tells operations of this name apart in a trace.
     index: Option<u32>,
-    weights: [Option<&'a VirtualWeight>; 3],
+    weights: [Option<&'a VirtualWeight>; MOST_WEIGHTS],
     /// Bytes that are read or written in the device's memory.
     bytes: usize,
     /// Floating-point operations of products.
@@ -28,7 +31,7 @@ impl<'a> Work<'a> {
         Self {
             name,
             index: None,
-            weights: [None; 3],
+            weights: [None; MOST_WEIGHTS],
             bytes: elements.saturating_mul(4),
             flops: 0.0,
             link_bytes: 0,

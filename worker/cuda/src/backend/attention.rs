@@ -1,10 +1,14 @@
 //! Attention over the paged cache.
 
 use hearth_kernels::ops::{AttentionOps, MemoryOps};
-use hearth_kernels::{AttentionSpec, KernelError, KvDType, KvLayout, Span, checks};
+use hearth_kernels::{
+    AttentionSpec, Heads, KernelError, KvDType, KvLayout, Latents, MlaHeads, RopeTable, Span,
+    checks, compose,
+};
 
+use super::inputs::MOST_HEAD_DIM;
 use super::tensor::AttentionTileArg;
-use super::{Activations, CudaBackend, CudaKv, CudaTensor, Kernel};
+use super::{Activations, CudaBackend, CudaKv, CudaTensor, CudaVector, CudaWeight, Kernel};
 use crate::compile::{AttentionShape, Variant};
 use crate::queue::Args;
 
@@ -21,6 +25,40 @@ struct Tiles {
 }
 
 impl AttentionOps for CudaBackend {
+    fn cache_heads(
+        &self,
+        kv: &mut CudaKv,
+        layer: usize,
+        spans: &[Span],
+        heads: Heads<'_, CudaTensor, CudaVector>,
+    ) -> Result<CudaTensor, KernelError> {
+        match (1..=MOST_HEAD_DIM).contains(&heads.head_dim) {
+            true => self.cache_heads_at_once(kv, layer, spans, heads),
+            false => compose::cache_heads(self, kv, layer, spans, heads),
+        }
+    }
+
+    fn cache_latents(
+        &self,
+        kv: &mut CudaKv,
+        layer: usize,
+        spans: &[Span],
+        latents: Latents<'_, CudaTensor, CudaVector>,
+    ) -> Result<Option<CudaTensor>, KernelError> {
+        self.cache_latents_at_once(kv, layer, spans, latents)
+    }
+
+    fn latent_queries(
+        &self,
+        q: &CudaTensor,
+        kv_b: &CudaWeight,
+        heads: MlaHeads,
+        positions: &[u32],
+        rope: &RopeTable,
+    ) -> Result<CudaTensor, KernelError> {
+        self.latent_queries_at_once(q, &kv_b.0, heads, positions, rope)
+    }
+
     fn attention(
         &self,
         q: &CudaTensor,
@@ -119,9 +157,9 @@ impl CudaBackend {
         };
         let partials_at = partials.as_ref().map_or(0, |p| p.address());
         let args = Args::new()
-            .with(step.out.address())
+            .with(step.out.output())
             .with(partials_at)
-            .with(step.q.address())
+            .with(self.values(step.q)?)
             .with(step.kv.layer(step.layer))
             .with(tiles.tiles)
             .with(tiles.blocks)
@@ -161,7 +199,7 @@ impl CudaBackend {
             let first_row = run.first().map_or(0, |span| span.first_row);
             let width = step.kv.layout.v_dim;
             let heads = step.spec.heads;
-            let out = step.out.address() + (first_row * heads * width * 4) as u64;
+            let out = step.out.output() + (first_row * heads * width * 4) as u64;
             let from = partials + (first_row * heads * splits * (2 + width) * 4) as u64;
             let args = Args::new()
                 .with(out)
@@ -185,8 +223,8 @@ impl CudaBackend {
         )?;
         let tiles = self.tiles(step.spans, 1)?;
         let args = Args::new()
-            .with(step.out.address())
-            .with(step.q.address())
+            .with(step.out.output())
+            .with(self.values(step.q)?)
             .with(step.kv.layer(step.layer))
             .with(tiles.tiles)
             .with(tiles.blocks)

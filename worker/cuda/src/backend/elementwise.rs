@@ -5,8 +5,11 @@ use std::sync::PoisonError;
 use hearth_kernels::ops::ElementwiseOps;
 use hearth_kernels::{KernelError, RopeLayout, RopeTable, checks};
 
-use super::tensor::{WeightData, weight_type};
-use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
+use super::tensor::{Part, RowsArg, Terms, WeightData, weight_type};
+use super::{
+    Activations, CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, MOST_RECORDED_ROWS,
+    terms_variant,
+};
 use crate::compile::Variant;
 use crate::queue::Args;
 
@@ -15,7 +18,7 @@ pub(super) const QUAD: usize = 4;
 /// Columns per block where a thread takes four.
 pub(super) const QUAD_COLS: usize = 1024;
 /// Maximum pairs per head that rope.cu rotates.
-const MOST_PAIRS: usize = 512;
+pub(super) const MOST_PAIRS: usize = 512;
 /// Maximum columns of a group that one warp normalises.
 const WARP_NORM_COLS: usize = 256;
 
@@ -35,17 +38,37 @@ impl ElementwiseOps for CudaBackend {
         checks::rms_norm(x.cols, weight.len)?;
         let y = self.tensor(x.rows, x.cols)?;
         let groups = x.elements() / weight.len;
+        let is_row = weight.len == x.cols;
+        // A group that is a part of a row has no segments of its own.
+        let from = if is_row {
+            self.rows_of(x)?
+        } else {
+            self.values(x)?;
+            x.values().first.argument(x.elements())
+        };
+        let activations = self.norm_activations(x.rows);
+        let terms = if is_row {
+            Some(self.terms_of(x.rows, x.cols, activations)?)
+        } else {
+            None
+        };
         let args = Args::new()
-            .with(y.address())
-            .with(x.address())
+            .with(y.output())
+            .with(terms.as_ref().map_or(0, |terms| terms.values.address()))
+            .with(terms.as_ref().map_or(0, Terms::scales_address))
+            .with(from)
             .with(weight.data.address())
             .with(eps)
             .with(groups as i32)
-            .with(weight.len as i32);
-        let variant = Variant::plain("rms_norm");
+            .with(weight.len as i32)
+            .with(terms.as_ref().map_or(0, |terms| terms.padded) as i32);
+        let variant = terms_variant("rms_norm", activations);
         let kernel = Kernel::new(&variant, "rms_norm");
         self.launch(kernel, norm_grid(groups, weight.len), args)?;
-        Ok(y)
+        Ok(match terms {
+            Some(terms) => y.with_terms(terms),
+            None => y,
+        })
     }
 
     fn add_rms_norm(
@@ -60,28 +83,61 @@ impl ElementwiseOps for CudaBackend {
             self.add_assign(residual, delta)?;
             return self.rms_norm(residual, weight, eps);
         }
+        let (delta_rows, more) = {
+            let values = delta.values();
+            let rows = |part: &Part| part.argument(delta.elements());
+            let more = values.second.as_ref().map_or(RowsArg::NONE, rows);
+            (rows(&values.first), more)
+        };
+        let sum = self.values(residual)?;
         changed(residual);
         let y = self.tensor(residual.rows, residual.cols)?;
+        let activations = self.norm_activations(y.rows);
+        let terms = self.terms_of(y.rows, y.cols, activations)?;
         let args = Args::new()
-            .with(y.address())
-            .with(residual.address())
-            .with(delta.address())
+            .with(y.output())
+            .with(terms.values.address())
+            .with(terms.scales_address())
+            .with(sum)
+            .with(delta_rows)
+            .with(more)
             .with(weight.data.address())
             .with(eps)
             .with(y.rows as i32)
-            .with(y.cols as i32);
-        let variant = Variant::plain("rms_norm");
+            .with(y.cols as i32)
+            .with(terms.padded as i32);
+        let variant = terms_variant("rms_norm", activations);
         let kernel = Kernel::new(&variant, "add_rms_norm");
         self.launch(kernel, norm_grid(y.rows, y.cols), args)?;
-        Ok(y)
+        Ok(y.with_terms(terms))
+    }
+
+    /// Leaves the sum to the kernel that reads it.
+    fn sum(&self, x: CudaTensor, delta: CudaTensor) -> Result<CudaTensor, KernelError> {
+        checks::same("sum", x.shape(), delta.shape())?;
+        for part in [&x, &delta] {
+            self.rows_of(part)?;
+        }
+        let CudaTensor {
+            rows, cols, values, ..
+        } = x;
+        let [first, second] = [values, delta.values].map(|values| {
+            values
+                .into_inner()
+                .unwrap_or_else(PoisonError::into_inner)
+                .first
+        });
+        let sum = CudaTensor::new(rows, cols, first);
+        sum.values().second = Some(second);
+        Ok(sum)
     }
 
     fn add_assign(&self, x: &mut CudaTensor, delta: &CudaTensor) -> Result<(), KernelError> {
         checks::same("add_assign", x.shape(), delta.shape())?;
         changed(x);
         let args = Args::new()
-            .with(x.address())
-            .with(delta.address())
+            .with(self.values(x)?)
+            .with(self.values(delta)?)
             .with(x.elements() as i64);
         let variant = Variant::plain("add");
         let grid = [x.elements().div_ceil(QUAD_COLS), 1, 1];
@@ -91,15 +147,20 @@ impl ElementwiseOps for CudaBackend {
     fn silu_mul(&self, gate: &CudaTensor, up: &CudaTensor) -> Result<CudaTensor, KernelError> {
         checks::same("silu_mul", gate.shape(), up.shape())?;
         let y = self.tensor(gate.rows, gate.cols)?;
+        let terms = self.new_terms(y.rows, y.cols)?;
         let args = Args::new()
-            .with(y.address())
-            .with(gate.address())
-            .with(up.address())
-            .with(y.elements() as i64);
-        let variant = Variant::plain("silu_mul");
-        let grid = [y.elements().div_ceil(QUAD_COLS), 1, 1];
+            .with(y.output())
+            .with(terms.values.address())
+            .with(terms.scales_address())
+            .with(self.rows_of(gate)?)
+            .with(self.rows_of(up)?)
+            .with(y.rows as i32)
+            .with(y.cols as i32)
+            .with(terms.padded as i32);
+        let variant = terms_variant("silu_mul", self.activations);
+        let grid = row_grid(y.rows, terms.padded);
         self.launch(Kernel::new(&variant, "silu_mul"), grid, args)?;
-        Ok(y)
+        Ok(y.with_terms(terms))
     }
 
     fn columns(
@@ -112,8 +173,8 @@ impl ElementwiseOps for CudaBackend {
         checks::columns(x.cols, groups, first, cols)?;
         let y = self.tensor(x.rows, groups * cols)?;
         let args = Args::new()
-            .with(y.address())
-            .with(x.address())
+            .with(y.output())
+            .with(self.values(x)?)
             .with(x.rows as i32)
             .with(groups as i32)
             .with((x.cols / groups) as i32)
@@ -137,9 +198,9 @@ impl ElementwiseOps for CudaBackend {
         checks::interleave(a.shape(), b.shape(), groups)?;
         let y = self.tensor(a.rows, a.cols + b.cols)?;
         let args = Args::new()
-            .with(y.address())
-            .with(a.address())
-            .with(b.address())
+            .with(y.output())
+            .with(self.values(a)?)
+            .with(self.values(b)?)
             .with(y.rows as i32)
             .with(groups as i32)
             .with((a.cols / groups) as i32)
@@ -154,8 +215,8 @@ impl ElementwiseOps for CudaBackend {
         checks::rows(rows, x.rows)?;
         let y = self.tensor(rows.len(), x.cols)?;
         let args = Args::new()
-            .with(y.address())
-            .with(x.address())
+            .with(y.output())
+            .with(self.values(x)?)
             .with(self.host(rows)?)
             .with(y.rows as i32)
             .with(y.cols as i32);
@@ -174,8 +235,8 @@ impl ElementwiseOps for CudaBackend {
         checks::put_rows(x.shape(), first, tile.shape())?;
         changed(x);
         let args = Args::new()
-            .with(x.address() + (first * x.cols * 4) as u64)
-            .with(tile.address())
+            .with(self.values(x)? + (first * x.cols * 4) as u64)
+            .with(self.values(tile)?)
             .with(tile.rows as i32)
             .with(tile.cols as i32);
         let variant = Variant::plain("rows");
@@ -197,7 +258,7 @@ impl ElementwiseOps for CudaBackend {
         })?;
         changed(x);
         let args = Args::new()
-            .with(x.address())
+            .with(self.values(x)?)
             .with(self.host(positions)?)
             .with(self.host(&table.inv_freq)?)
             .with(table.magnitude)
@@ -213,6 +274,15 @@ impl ElementwiseOps for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Precision in which a norm's rows are stored for products. In a recorded step a router may read them, which takes
+    /// three terms; the first of them serves other products.
+    fn norm_activations(&self, rows: usize) -> Activations {
+        match self.activations {
+            Activations::Bf16 if rows <= MOST_RECORDED_ROWS => Activations::F32,
+            other => other,
+        }
+    }
+
     /// Rows of a table for `rows` tokens on the device, or for those of them whose indices are at `picked`, if not 0.
     pub(super) fn embed_at(
         &self,
@@ -223,7 +293,7 @@ impl CudaBackend {
     ) -> Result<CudaTensor, KernelError> {
         let y = self.tensor(rows, table.cols)?;
         let args = Args::new()
-            .with(y.address())
+            .with(y.output())
             .with(table.argument())
             .with(tokens)
             .with(picked)

@@ -9,10 +9,10 @@ use hearth_kernels::expert_sum::{ExpertOrder, LEAVES, PARTIAL_SUMS, leaf_of};
 use hearth_kernels::ops::ExpertOps;
 use hearth_kernels::{DType, ExpertCall, ExpertProducts, ExpertWeights, KernelError, checks};
 
-use super::host_order::{HostOrder, ListedCall, chunks, tile_rows};
+use super::host_order::{HostOrder, ListedCall, SlotAddresses, chunks};
 use super::linear::DECODE_ROWS;
-use super::tensor::{CudaChosen, ExpertArg, Terms, TileArg, WeightData};
-use super::{CudaBackend, CudaTensor, CudaWeight, Kernel};
+use super::tensor::{CudaChosen, ExpertArg, Terms, WeightData};
+use super::{Activations, CudaBackend, CudaTensor, CudaWeight, Kernel};
 use crate::compile::Variant;
 use crate::memory::Buffer;
 use crate::queue::Args;
@@ -141,7 +141,7 @@ impl ExpertOps for CudaBackend {
             std::slice::from_raw_parts(table.as_ptr().cast::<u8>(), size_of_val(&*table))
         };
         self.modules.prepare(
-            ["route", "moe_sort", "experts_combine"]
+            ["route", "route_sort", "moe_sort", "experts_combine"]
                 .map(Variant::plain)
                 .into_iter()
                 .chain([shape.input, shape.output].map(|d| self.matrix_variant("experts", d))),
@@ -173,7 +173,7 @@ impl ExpertOps for CudaBackend {
         let chunk = (self.most_slots(bank.shape) / chosen.spec.top_k).max(1);
         for first in (0..x.rows).step_by(chunk) {
             let destination = Destination {
-                out: out.address(),
+                out: out.output(),
                 partial: 0,
                 stride: 0,
                 first,
@@ -258,7 +258,7 @@ impl ExpertOps for CudaBackend {
         let out = self.tensor(tokens, products.cols)?;
         let words = |values: &[u32]| values.iter().map(|v| *v as i32).collect::<Vec<_>>();
         let destination = Destination {
-            out: out.address(),
+            out: out.output(),
             partial: 0,
             stride: 0,
             first: 0,
@@ -275,7 +275,7 @@ impl ExpertOps for CudaBackend {
             per_token: of.routing.top_k,
             ..Slots::default()
         };
-        self.combine(&destination, products.address(), &slots, products.cols)?;
+        self.combine(&destination, self.values(products)?, &slots, products.cols)?;
         Ok(out)
     }
 
@@ -345,7 +345,7 @@ impl CudaBackend {
         }
         let begin = sum.begin.replace(end);
         Ok(Destination {
-            out: sum.total.as_ref().map_or(0, CudaTensor::address),
+            out: sum.total.as_ref().map_or(0, CudaTensor::output),
             partial: sum.partial.as_ref().map_or(0, Buffer::address),
             stride,
             first: 0,
@@ -356,7 +356,7 @@ impl CudaBackend {
         })
     }
 
-    /// Sorts the choices of `tokens` tokens from `first` on the device;
+    /// Sorts the choices of `tokens` tokens from `first` on the device, unless the router has done so;
     /// the returned buffer holds the data that the slots point to.
     fn sort(
         &self,
@@ -364,42 +364,44 @@ impl CudaBackend {
         experts: usize,
         first: usize,
         tokens: usize,
-    ) -> Result<(Slots, Buffer), KernelError> {
+    ) -> Result<(Slots, Option<Buffer>), KernelError> {
         let top_k = chosen.spec.top_k;
         let slots = tokens * top_k;
-        let tile_rows = tile_rows(slots, experts.min(slots));
-        let most_tiles = slots.min(experts + slots / tile_rows);
-        // tiles, then rows, positions and the count.
-        let tile_bytes = most_tiles * size_of::<TileArg>();
-        let buffer = self.buffer(tile_bytes + (2 * slots + 1) * 4, "sorted slots")?;
-        let rows = buffer.address() + tile_bytes as u64;
-        let positions = rows + slots as u64 * 4;
-        let tile_count = positions + slots as u64 * 4;
         let offset = (first * top_k * 4) as u64;
-        let args = Args::new()
-            .with(chosen.experts.address() + offset)
-            .with(tokens as i32)
-            .with(top_k as i32)
-            .with(experts as i32)
-            .with(tile_rows as i32)
-            .with(rows)
-            .with(positions)
-            .with(buffer.address())
-            .with(tile_count);
-        let variant = Variant::plain("moe_sort");
-        let kernel = Kernel::new(&variant, "moe_sort");
-        self.launch(kernel, [1, 1, 1], args)?;
+        let is_all = tokens == chosen.tokens;
+        let sorted = chosen.sorted.as_ref();
+        let (at, buffer) = match sorted.filter(|sorted| is_all && sorted.experts == experts) {
+            Some(sorted) => (SlotAddresses::new(&sorted.buffer, slots, experts), None),
+            None => {
+                let buffer = self.buffer(SlotAddresses::bytes(slots, experts), "sorted slots")?;
+                let at = SlotAddresses::new(&buffer, slots, experts);
+                let args = Args::new()
+                    .with(chosen.experts.address() + offset)
+                    .with(tokens as i32)
+                    .with(top_k as i32)
+                    .with(experts as i32)
+                    .with(at.tile_rows as i32)
+                    .with(at.rows)
+                    .with(at.positions)
+                    .with(at.tiles)
+                    .with(at.tile_count);
+                let variant = Variant::plain("moe_sort");
+                let kernel = Kernel::new(&variant, "moe_sort");
+                self.launch(kernel, [1, 1, 1], args)?;
+                (at, Some(buffer))
+            }
+        };
         let slots = Slots {
-            rows,
-            positions,
+            rows: at.rows,
+            positions: at.positions,
             weights: chosen.weights.address() + offset,
             chosen: chosen.experts.address() + offset,
-            tiles: buffer.address(),
-            tile_count,
-            most_tiles,
+            tiles: at.tiles,
+            tile_count: at.tile_count,
+            most_tiles: at.most_tiles,
             slots,
             per_token: top_k,
-            tile_rows,
+            tile_rows: at.tile_rows,
         };
         Ok((slots, buffer))
     }
@@ -413,33 +415,8 @@ impl CudaBackend {
         shape: ExpertShape,
         slots: &Slots,
     ) -> Result<(), KernelError> {
-        let ExpertShape { hidden, inter, .. } = shape;
-        let is_decode = slots.tile_rows == DECODE_ROWS;
-        let h = self.buffer(slots.slots * inter * 4, "experts' activations")?;
-        // Rows of the slots are counted from the destination's first.
-        let element_bytes = if x.scales.is_some() { 1 } else { 2 };
-        let values = x.values.address() + (destination.first * x.padded * element_bytes) as u64;
-        let scales = match &x.scales {
-            Some(scales) => scales.address() + (destination.first * (x.padded / 128) * 4) as u64,
-            None => 0,
-        };
-        let args = Args::new()
-            .with(h.address())
-            .with(values)
-            .with(scales)
-            .with(x.rows as i32)
-            .with(table)
-            .with(slots.tiles)
-            .with(slots.tile_count)
-            .with(slots.rows)
-            .with(inter as i32)
-            .with(x.padded as i32);
-        let names = ["experts_gate_up_decode", "experts_gate_up_tiled"];
-        let grid = [inter.div_ceil(64), slots.most_tiles, 1];
-        self.grouped(names, is_decode, shape.input, grid, args)?;
-
-        let activations = self.activations_for(shape.output);
-        let h_terms = self.split(h.address(), slots.slots, inter, activations)?;
+        let (hidden, is_decode) = (shape.hidden, slots.tile_rows == DECODE_ROWS);
+        let h_terms = self.gate_up(destination, x, table, shape, slots)?;
         let d = self.buffer(slots.slots * hidden * 4, "experts' outputs")?;
         let args = Args::new()
             .with(d.address())
@@ -456,6 +433,64 @@ impl CudaBackend {
         self.grouped(names, is_decode, shape.output, grid, args)?;
 
         self.combine(destination, d.address(), slots, hidden)
+    }
+
+    /// Runs gate and up of sorted slots, and splits the result.
+    fn gate_up(
+        &self,
+        destination: &Destination,
+        x: &Terms,
+        table: u64,
+        shape: ExpertShape,
+        slots: &Slots,
+    ) -> Result<Terms, KernelError> {
+        let inter = shape.inter;
+        let is_decode = slots.tile_rows == DECODE_ROWS;
+        // Few slots' activations are stored as the next product takes them, unless that form needs whole blocks of columns.
+        let of_output = self.activations_for(shape.output);
+        let is_split = is_decode && self.activations != Activations::Fp8;
+        let stored = match is_split {
+            true => Some(self.new_terms(slots.slots, inter)?),
+            false => None,
+        };
+        let h = match is_split {
+            true => None,
+            false => Some(self.buffer(slots.slots * inter * 4, "experts' activations")?),
+        };
+        let h = h.as_ref().map_or(0, Buffer::address);
+        // Rows of the slots are counted from the destination's first.
+        let element_bytes = if x.scales.is_some() { 1 } else { 2 };
+        let values = x.values.address() + (destination.first * x.padded * element_bytes) as u64;
+        let scales = match &x.scales {
+            Some(scales) => scales.address() + (destination.first * (x.padded / 128) * 4) as u64,
+            None => 0,
+        };
+        let mut args = Args::new().with(h);
+        if is_decode {
+            args = args
+                .with(stored.as_ref().map_or(0, |terms| terms.values.address()))
+                .with(slots.slots as i32)
+                .with(stored.as_ref().map_or(0, |terms| terms.padded) as i32);
+        }
+        let args = args
+            .with(values)
+            .with(scales)
+            .with(x.rows as i32)
+            .with(table)
+            .with(slots.tiles)
+            .with(slots.tile_count)
+            .with(slots.rows)
+            .with(inter as i32)
+            .with(x.padded as i32);
+        let names = ["experts_gate_up_decode", "experts_gate_up_tiled"];
+        let columns = stored.as_ref().map_or(inter, |terms| terms.padded);
+        let grid = [columns.div_ceil(64), slots.most_tiles, 1];
+        self.grouped(names, is_decode, shape.input, grid, args)?;
+
+        match stored {
+            Some(terms) => Ok(terms),
+            None => self.split(h, slots.slots, inter, of_output),
+        }
     }
 
     /// Adds the outputs `d` of slots to a sum.

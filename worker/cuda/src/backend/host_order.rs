@@ -1,4 +1,4 @@
-//! Order of slots when the host chose the experts.
+//! Order of slots when the host chose the experts, and where slots that the device sorted lie.
 
 use std::ops::Range;
 
@@ -7,6 +7,7 @@ use hearth_kernels::ExpertCall;
 use super::CudaWeight;
 use super::linear::{DECODE_ROWS, TILE_ROWS};
 use super::tensor::TileArg;
+use crate::memory::Buffer;
 
 /// An expert's index, and the tokens that chose it.
 #[derive(Clone, Copy)]
@@ -65,7 +66,7 @@ pub(super) fn chunks(
 
 /// Rows of a tile: those of the decode kernel, which is bound by the weights, for few tokens per expert; else those of
 /// the tiled one. The bits are the same.
-pub(super) fn tile_rows(slots: usize, experts: usize) -> usize {
+fn tile_rows(slots: usize, experts: usize) -> usize {
     if slots <= experts * DECODE_ROWS {
         DECODE_ROWS
     } else {
@@ -132,6 +133,44 @@ impl HostOrder {
             per_token,
             tile_rows,
         }
+    }
+}
+
+/// Where sorted slots lie in a buffer.
+pub(super) struct SlotAddresses {
+    pub(super) tiles: u64,
+    pub(super) rows: u64,
+    pub(super) positions: u64,
+    pub(super) tile_count: u64,
+    /// Upper bound of the number of tiles.
+    pub(super) most_tiles: usize,
+    pub(super) tile_rows: usize,
+}
+
+impl SlotAddresses {
+    /// The parts of a buffer for slots of `experts` experts: tiles, then rows, positions and the count.
+    pub(super) fn new(buffer: &Buffer, slots: usize, experts: usize) -> Self {
+        let (tile_rows, most_tiles) = Self::tiles(slots, experts);
+        let rows = buffer.address() + (most_tiles * size_of::<TileArg>()) as u64;
+        let positions = rows + slots as u64 * 4;
+        Self {
+            tiles: buffer.address(),
+            rows,
+            positions,
+            tile_count: positions + slots as u64 * 4,
+            most_tiles,
+            tile_rows,
+        }
+    }
+
+    /// Size of the buffer.
+    pub(super) fn bytes(slots: usize, experts: usize) -> usize {
+        Self::tiles(slots, experts).1 * size_of::<TileArg>() + (2 * slots + 1) * 4
+    }
+
+    fn tiles(slots: usize, experts: usize) -> (usize, usize) {
+        let tile_rows = tile_rows(slots, experts.min(slots));
+        (tile_rows, slots.min(experts + slots / tile_rows))
     }
 }
 

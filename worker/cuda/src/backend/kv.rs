@@ -4,7 +4,6 @@
 use hearth_kernels::ops::KvOps;
 use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, Span, checks};
 
-use super::tensor::weight_type;
 use super::{CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
 use crate::memory::Buffer;
@@ -25,7 +24,7 @@ impl CudaKv {
     }
 
     /// Byte offset of a token's record in a layer.
-    fn offset(&self, blocks: &[BlockId], token: usize) -> i64 {
+    pub(super) fn offset(&self, blocks: &[BlockId], token: usize) -> i64 {
         let block = blocks[token / self.layout.block_tokens].0 as usize;
         let record = block * self.layout.block_tokens + token % self.layout.block_tokens;
         (record * self.layout.token_layer_bytes()) as i64
@@ -37,12 +36,16 @@ impl CudaKv {
             .collect()
     }
 
-    fn variant(&self) -> Variant {
-        let kind = match self.layout.dtype {
+    /// Value of the kernels' `KV_TYPE`.
+    pub(super) fn kind(&self) -> i64 {
+        match self.layout.dtype {
             KvDType::F32 => 0,
             KvDType::Bf16 => 1,
-        };
-        Variant::with("kv", &[("KV_TYPE", kind)])
+        }
+    }
+
+    fn variant(&self) -> Variant {
+        Variant::with("kv", &[("KV_TYPE", self.kind())])
     }
 }
 
@@ -65,8 +68,7 @@ impl KvOps for CudaBackend {
         })?;
         self.modules.prepare(self.attention_variants(&layout));
         if layout.value_in_key {
-            let published = [DType::Bf16, DType::F8E4m3].map(weight_type);
-            let mla = published.map(|w| Variant::with("mla", &[("WEIGHT_TYPE", w)]));
+            let mla = [DType::Bf16, DType::F8E4m3].map(|dtype| self.mla_variant(dtype));
             self.modules.prepare(mla);
         }
         Ok(CudaKv {
@@ -179,12 +181,14 @@ impl CudaBackend {
             .flat_map(|span| kv.offsets(&span.blocks, span.start, span.rows))
             .collect();
         let first_row = spans.first().map_or(0, |span| span.first_row);
-        let row = |x: &CudaTensor| x.address() + (first_row * x.cols * 4) as u64;
+        let row = |x: &CudaTensor| -> Result<u64, KernelError> {
+            Ok(self.values(x)? + (first_row * x.cols * 4) as u64)
+        };
         let value_cols = values.map_or(0, |v| v.cols);
         let args = Args::new()
             .with(kv.layer(layer))
-            .with(row(keys))
-            .with(values.map_or(0, row))
+            .with(row(keys)?)
+            .with(values.map_or(Ok(0), row)?)
             .with(self.host(&offsets)?)
             .with(offsets.len() as i32)
             .with(keys.cols as i32)

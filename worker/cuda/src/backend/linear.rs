@@ -2,13 +2,14 @@
 
 use std::sync::{Arc, PoisonError};
 
-use hearth_kernels::ops::LinearOps;
+use hearth_kernels::ops::{LinearOps, MemoryOps};
 use hearth_kernels::{DType, KernelError, MlaHeads, checks};
 
-use super::tensor::{Terms, WeightData, weight_type};
+use super::tensor::{JointArg, MOST_JOINT, Part, Terms, WeightData, weight_type};
 use super::weights::PADDED_COLS;
 use super::{
     Activations, CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, activations_number,
+    terms_variant,
 };
 use crate::compile::Variant;
 use crate::queue::Args;
@@ -22,15 +23,15 @@ pub(super) const TILE_ROWS: usize = 64;
 const SEGMENT_COLS: usize = 512;
 
 /// One product of rows with a weight.
+#[derive(Clone, Copy)]
 pub(super) struct Product<'a> {
-    pub(super) y: &'a CudaTensor,
+    pub(super) rows: usize,
     /// The rows.
     pub(super) terms: &'a Terms,
     /// How they enter the product.
     pub(super) activations: Activations,
     pub(super) weight: &'a WeightData,
-    /// Address of the bias, or zero.
-    pub(super) bias: u64,
+    pub(super) bias: Option<&'a CudaVector>,
 }
 
 impl Product<'_> {
@@ -44,19 +45,26 @@ impl Product<'_> {
         matrix_variant("linear", self.weight.dtype, self.activations)
     }
 
-    /// Parameters of the kernels, with the address of partial sums.
-    fn args(&self, partials: u64) -> Args {
-        Args::new()
-            .with(self.y.address())
-            .with(partials)
-            .with(self.terms.values.address())
+    /// Address of the bias, or zero.
+    fn bias(&self) -> u64 {
+        self.bias.map_or(0, |bias| bias.data.address())
+    }
+
+    /// The parameters of a kernel for one product behind those of its result.
+    pub(super) fn operands(&self, args: Args) -> Args {
+        args.with(self.terms.values.address())
             .with(self.terms.scales_address())
             .with(self.weight.argument())
-            .with(self.bias)
-            .with(self.y.rows as i32)
-            .with(self.y.cols as i32)
+            .with(self.bias())
+            .with(self.rows as i32)
+            .with(self.weight.rows as i32)
             .with(self.terms.padded as i32)
     }
+}
+
+/// Blocks of the decode kernel for all segments of a product.
+fn decode_blocks(product: &Product<'_>) -> usize {
+    product.weight.rows.div_ceil(TILE_OUTPUTS)
 }
 
 impl LinearOps for CudaBackend {
@@ -73,6 +81,42 @@ impl LinearOps for CudaBackend {
         self.product(x, w, None, Activations::F32)
     }
 
+    fn linears(
+        &self,
+        x: &CudaTensor,
+        products: &[(&CudaWeight, Option<&CudaVector>)],
+    ) -> Result<Vec<CudaTensor>, KernelError> {
+        if !self.is_joint(x, products) {
+            return products
+                .iter()
+                .map(|(w, bias)| self.linear(x, w, *bias))
+                .collect();
+        }
+        for (w, bias) in products {
+            checks::linear(x.shape(), w.0.shape(), bias.map(|b| b.len))?;
+        }
+        let Some((first, _)) = products.first() else {
+            return Ok(Vec::new());
+        };
+        let activations = self.activations_for(first.0.dtype);
+        let terms = self.terms(x, activations)?;
+        let products: Vec<Product<'_>> = products
+            .iter()
+            .map(|(w, bias)| Product {
+                rows: x.rows,
+                terms: &terms,
+                activations,
+                weight: &w.0,
+                bias: *bias,
+            })
+            .collect();
+        let splits = self.decode_splits(&products);
+        let results = products.iter().map(|product| self.result(product, splits));
+        let results = results.collect::<Result<Vec<_>, _>>()?;
+        self.decode(&products, &results.iter().collect::<Vec<_>>(), splits)?;
+        Ok(results)
+    }
+
     fn mla_absorb(
         &self,
         q_nope: &CudaTensor,
@@ -86,7 +130,7 @@ impl LinearOps for CudaBackend {
             kv_b.0.shape(),
             dims,
         )?;
-        self.per_head("mla_absorb", q_nope, &kv_b.0, dims, dims.rank)
+        self.per_head(q_nope, &kv_b.0, dims, false)
     }
 
     fn mla_expand(
@@ -102,7 +146,7 @@ impl LinearOps for CudaBackend {
             kv_b.0.shape(),
             dims,
         )?;
-        self.per_head("mla_expand", latent, &kv_b.0, dims, dims.v)
+        self.per_head(latent, &kv_b.0, dims, true)
     }
 }
 
@@ -117,75 +161,138 @@ impl CudaBackend {
     ) -> Result<CudaTensor, KernelError> {
         let weight = &*w.0;
         checks::linear(x.shape(), weight.shape(), bias.map(|b| b.len))?;
-        let y = self.tensor(x.rows, weight.rows)?;
-        if y.elements() == 0 {
-            return Ok(y);
+        if x.rows * weight.rows == 0 {
+            return self.tensor(x.rows, weight.rows);
+        }
+        if weight.cols == 0 {
+            return self.of_no_columns(x.rows, weight.rows, bias);
         }
         let terms = self.terms(x, activations)?;
         let product = Product {
-            y: &y,
+            rows: x.rows,
             terms: &terms,
             activations,
             weight,
-            bias: bias.map_or(0, |b| b.data.address()),
+            bias,
         };
         if terms.scales.is_some() && self.has_wgmma() {
-            self.by_wgmma(&product)?;
+            self.by_wgmma(&product)
         } else if x.rows <= DECODE_ROWS {
-            self.decode(&product)?;
+            let splits = self.decode_splits(&[product]);
+            let y = self.result(&product, splits)?;
+            self.decode(&[product], &[&y], splits)?;
+            Ok(y)
         } else {
-            self.tiled(&product)?;
+            self.tiled(&product)
         }
+    }
+
+    /// A product without columns: one sum of zero for each output, and the bias.
+    fn of_no_columns(
+        &self,
+        rows: usize,
+        cols: usize,
+        bias: Option<&CudaVector>,
+    ) -> Result<CudaTensor, KernelError> {
+        let y = self.zeros(rows, cols)?;
+        let mut values = y.values();
+        values.first.segments = 1;
+        values.first.bias = bias.map(|bias| Arc::clone(&bias.data));
+        drop(values);
         Ok(y)
     }
 
-    /// Runs the decode kernel, whose blocks read each weight once; with few blocks, each sum is cut into its segments.
-    fn decode(&self, product: &Product<'_>) -> Result<(), KernelError> {
-        let blocks = product.y.cols.div_ceil(TILE_OUTPUTS);
-        let is_few = blocks < 2 * self.device.info.multiprocessors as usize;
-        let splits = if is_few { product.segments() } else { 1 };
-        let variant = product.variant();
-        let kernel = Kernel::new(&variant, "linear_decode");
-        self.in_segments(product, splits, kernel, [blocks, splits, 1])
+    /// Whether one launch computes products of the same rows.
+    fn is_joint(&self, x: &CudaTensor, products: &[(&CudaWeight, Option<&CudaVector>)]) -> bool {
+        let Some((first, _)) = products.first() else {
+            return false;
+        };
+        let dtype = first.0.dtype;
+        let is_wgmma = self.activations_for(dtype) == Activations::Fp8 && self.has_wgmma();
+        let is_alike =
+            |(w, _): &(&CudaWeight, _)| w.0.dtype == dtype && w.0.rows > 0 && w.0.cols > 0;
+        products.len() <= MOST_JOINT
+            && (1..=DECODE_ROWS).contains(&x.rows)
+            && products.iter().all(is_alike)
+            && !is_wgmma
     }
 
-    /// Launches a kernel with the parameters of `linear_decode`; if it writes several partial sums of each output, they
-    /// are added afterwards.
-    pub(super) fn in_segments(
+    /// Memory for a product, or for its partial sums if each output has several: what reads the tensor adds them.
+    pub(super) fn result(
         &self,
         product: &Product<'_>,
         sums: usize,
-        kernel: Kernel<'_>,
-        grid: [usize; 3],
-    ) -> Result<(), KernelError> {
-        let y = product.y;
+    ) -> Result<CudaTensor, KernelError> {
+        let (rows, cols) = (product.rows, product.weight.rows);
         if sums == 1 {
-            return self.launch(kernel, grid, product.args(0));
+            return self.tensor(rows, cols);
         }
-        let partials = self.buffer(sums * y.elements() * 4, "partial sums")?;
-        self.launch(kernel, grid, product.args(partials.address()))?;
+        let segments = Part {
+            buffer: self.buffer(sums * rows * cols * 4, "partial sums")?,
+            segments: sums,
+            bias: product.bias.map(|bias| Arc::clone(&bias.data)),
+        };
+        Ok(CudaTensor::new(rows, cols, segments))
+    }
+
+    /// Segments that the decode kernel cuts sums into: all there are if its blocks would be too few to fill the device.
+    fn decode_splits(&self, products: &[Product<'_>]) -> usize {
+        let blocks = products.iter().map(decode_blocks).sum::<usize>();
+        let is_few = blocks < 2 * self.device.info.multiprocessors as usize;
+        match products.first() {
+            Some(product) if is_few => product.segments(),
+            _ => 1,
+        }
+    }
+
+    /// Runs the decode kernel for products of the same rows with weights of one type; its blocks read each weight once.
+    fn decode(
+        &self,
+        products: &[Product<'_>],
+        results: &[&CudaTensor],
+        splits: usize,
+    ) -> Result<(), KernelError> {
+        let Some(first) = products.first() else {
+            return Ok(());
+        };
+        let mut joint = JointArg {
+            weights: [first.weight.argument(); MOST_JOINT],
+            outputs: [0; MOST_JOINT],
+            biases: [0; MOST_JOINT],
+            cols: [0; MOST_JOINT],
+            count: products.len() as i32,
+        };
+        for (at, (product, y)) in products.iter().zip(results).enumerate() {
+            joint.weights[at] = product.weight.argument();
+            joint.outputs[at] = y.output();
+            joint.biases[at] = product.bias();
+            joint.cols[at] = product.weight.rows as i32;
+        }
         let args = Args::new()
-            .with(y.address())
-            .with(partials.address())
-            .with(product.bias)
-            .with(y.rows as i32)
-            .with(y.cols as i32)
-            .with(sums as i32);
-        let variant = product.variant();
-        let blocks = y.elements().div_ceil(256).min(4096);
-        self.launch(Kernel::new(&variant, "linear_fold"), [blocks, 1, 1], args)
+            .with(first.terms.values.address())
+            .with(first.terms.scales_address())
+            .with(joint)
+            .with(first.rows as i32)
+            .with(first.terms.padded as i32);
+        let blocks = products.iter().map(decode_blocks).sum();
+        let variant = first.variant();
+        let kernel = Kernel::new(&variant, "linear_decode");
+        self.launch(kernel, [blocks, splits, 1], args)
     }
 
     /// Runs the `mma.sync` kernel for any number of rows; where its blocks would leave half of the device idle, each sum
     /// is cut over several of them.
-    pub(super) fn tiled(&self, product: &Product<'_>) -> Result<(), KernelError> {
+    pub(super) fn tiled(&self, product: &Product<'_>) -> Result<CudaTensor, KernelError> {
         let variant = product.variant();
         let kernel = Kernel::new(&variant, "linear_tiled");
-        let (rows, cols) = product.y.shape();
-        let [columns, rows] = [cols.div_ceil(TILE_OUTPUTS), rows.div_ceil(TILE_ROWS)];
+        let columns = product.weight.rows.div_ceil(TILE_OUTPUTS);
+        let rows = product.rows.div_ceil(TILE_ROWS);
         let multiprocessors = self.device.info.multiprocessors as usize;
         let Cut { splits, sums } = Cut::of(columns * rows, product.segments(), multiprocessors);
-        self.in_segments(product, sums, kernel, [columns, rows, splits])
+        let y = self.result(product, sums)?;
+        let args = Args::new().with(y.output());
+        self.launch(kernel, [columns, rows, splits], product.operands(args))?;
+        Ok(y)
     }
 
     /// Converts the rows of `x` to the form in which kernels take activations of this precision; the last conversion is
@@ -199,7 +306,7 @@ impl CudaBackend {
         if let Some(terms) = kept.as_ref().filter(|terms| terms.serve(activations)) {
             return Ok(Arc::clone(terms));
         }
-        let terms = Arc::new(self.split(x.address(), x.rows, x.cols, activations)?);
+        let terms = Arc::new(self.split(self.values(x)?, x.rows, x.cols, activations)?);
         *kept = Some(Arc::clone(&terms));
         Ok(terms)
     }
@@ -208,6 +315,33 @@ impl CudaBackend {
     pub(super) fn split(
         &self,
         address: u64,
+        rows: usize,
+        cols: usize,
+        activations: Activations,
+    ) -> Result<Terms, KernelError> {
+        let terms = self.terms_of(rows, cols, activations)?;
+        let args = Args::new()
+            .with(address)
+            .with(terms.values.address())
+            .with(terms.scales_address())
+            .with(rows as i32)
+            .with(cols as i32)
+            .with(terms.padded as i32);
+        // A warp processes 128 columns of a row, and a block has eight warps.
+        let blocks = (rows * terms.padded / PADDED_COLS).div_ceil(8);
+        let variant = terms_variant("split", activations);
+        self.launch(Kernel::new(&variant, "split"), [blocks, 1, 1], args)?;
+        Ok(terms)
+    }
+
+    /// Memory for rows in the form that most products take; a kernel writes it.
+    pub(super) fn new_terms(&self, rows: usize, cols: usize) -> Result<Terms, KernelError> {
+        self.terms_of(rows, cols, self.activations)
+    }
+
+    /// The same in the form of a given precision.
+    pub(super) fn terms_of(
+        &self,
         rows: usize,
         cols: usize,
         activations: Activations,
@@ -225,25 +359,13 @@ impl CudaBackend {
             }
             _ => None,
         };
-        let terms = Terms {
+        Ok(Terms {
             values: self.buffer(rows * padded * element_bytes, "split activations")?,
             scales,
             activations,
             rows,
             padded,
-        };
-        let variant = Variant::with("split", &[("ACTIVATIONS", activations_number(activations))]);
-        let args = Args::new()
-            .with(address)
-            .with(terms.values.address())
-            .with(terms.scales_address())
-            .with(rows as i32)
-            .with(cols as i32)
-            .with(padded as i32);
-        // A warp processes 128 columns of a row, and a block has eight warps.
-        let blocks = (rows * padded / PADDED_COLS).div_ceil(8);
-        self.launch(Kernel::new(&variant, "split"), [blocks, 1, 1], args)?;
-        Ok(terms)
+        })
     }
 
     /// Activations used with weights of `dtype`: FP8 activations are used with FP8 weights only.
@@ -260,29 +382,60 @@ impl CudaBackend {
         matrix_variant(file, dtype, self.activations_for(dtype))
     }
 
-    /// Runs one of the per-head up-projections, with `width` outputs per head.
+    /// Runs one of the per-head up-projections: out of the latents, `v` outputs per head, or into them, `rank`.
     fn per_head(
         &self,
-        name: &'static str,
         x: &CudaTensor,
         kv_b: &WeightData,
         dims: MlaHeads,
-        width: usize,
+        is_expanded: bool,
     ) -> Result<CudaTensor, KernelError> {
+        let width = if is_expanded { dims.v } else { dims.rank };
         let y = self.tensor(x.rows, dims.heads * width)?;
-        let args = Args::new()
-            .with(y.address())
-            .with(x.address())
+        let terms = match is_expanded && self.activations != Activations::Fp8 {
+            true => Some(self.new_terms(y.rows, y.cols)?),
+            false => None,
+        };
+        let mut args = Args::new().with(y.output());
+        if is_expanded {
+            args = args.with(terms.as_ref().map_or(0, |terms| terms.values.address()));
+        }
+        args = args
+            .with(self.rows_of(x)?)
             .with(kv_b.argument())
             .with(x.rows as i32)
             .with(dims.heads as i32)
             .with(dims.nope as i32)
             .with(dims.v as i32)
             .with(dims.rank as i32);
-        let variant = Variant::with("mla", &[("WEIGHT_TYPE", weight_type(kv_b.dtype))]);
+        if is_expanded {
+            args = args.with(terms.as_ref().map_or(0, |terms| terms.padded) as i32);
+        }
+        let variant = self.mla_variant(kv_b.dtype);
         let grid = [dims.heads, width.div_ceil(64), x.rows.div_ceil(32)];
+        let name = if is_expanded {
+            "mla_expand"
+        } else {
+            "mla_absorb"
+        };
         self.launch(Kernel::new(&variant, name).threads(128), grid, args)?;
-        Ok(y)
+        Ok(match terms {
+            Some(terms) => y.with_terms(terms),
+            None => y,
+        })
+    }
+
+    /// Variant of `mla` for `kv_b` of `dtype`; FP8 terms are not its own to write.
+    pub(super) fn mla_variant(&self, dtype: DType) -> Variant {
+        let activations = match self.activations {
+            Activations::F32 => Activations::F32,
+            Activations::Bf16 | Activations::Fp8 => Activations::Bf16,
+        };
+        let defines = [
+            ("WEIGHT_TYPE", weight_type(dtype)),
+            ("ACTIVATIONS", activations_number(activations)),
+        ];
+        Variant::with("mla", &defines)
     }
 }
 

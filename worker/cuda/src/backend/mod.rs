@@ -5,6 +5,7 @@ mod device;
 mod elementwise;
 mod experts;
 mod host_order;
+mod inputs;
 mod kv;
 mod linear;
 mod route;
@@ -15,7 +16,7 @@ mod weights;
 mod wgmma;
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use hearth_kernels::KernelError;
 
@@ -31,6 +32,7 @@ pub use sampling::CudaTokens;
 pub use slots::{CudaMark, CudaSlot};
 pub use tensor::CudaTensor;
 pub use tensor::{CudaChosen, CudaVector, CudaWeight};
+use tensor::{Part, RowsArg, Values};
 
 /// Maximum rows of a step that is recorded and launched as a graph.
 const MOST_RECORDED_ROWS: usize = 32;
@@ -168,6 +170,11 @@ impl CudaBackend {
         self.queue.recorded()
     }
 
+    /// Number of nodes of the CUDA graph that was launched last: the kernels and fills of a step.
+    pub fn last_graph_nodes(&self) -> usize {
+        self.queue.last_graph_nodes()
+    }
+
     /// Waits until all queued work is done.
     ///
     /// # Errors
@@ -188,19 +195,57 @@ impl CudaBackend {
 
     /// Kernels that every model uses.
     fn common_variants(activations: Activations) -> Vec<Variant> {
-        let plain = ["add", "silu_mul", "rms_norm", "rope", "rows", "sample"].map(Variant::plain);
-        let split = Variant::with("split", &[("ACTIVATIONS", activations_number(activations))]);
-        plain.into_iter().chain([split]).collect()
+        let plain = ["add", "rope", "rows", "sample"].map(Variant::plain);
+        let with_terms =
+            ["rms_norm", "silu_mul", "split"].map(|file| terms_variant(file, activations));
+        let norm_of_routers = terms_variant("rms_norm", Activations::F32);
+        let norm = (activations == Activations::Bf16).then_some(norm_of_routers);
+        plain.into_iter().chain(with_terms).chain(norm).collect()
     }
 
     /// Allocates an uninitialised tensor.
     fn tensor(&self, rows: usize, cols: usize) -> Result<CudaTensor, KernelError> {
-        Ok(CudaTensor {
+        let values = Part {
             buffer: self.buffer(rows * cols * 4, "activations")?,
-            rows,
-            cols,
-            terms: Mutex::new(None),
-        })
+            segments: 0,
+            bias: None,
+        };
+        Ok(CudaTensor::new(rows, cols, values))
+    }
+
+    /// Address of a tensor's values, which are summed if they are in parts.
+    fn values(&self, x: &CudaTensor) -> Result<u64, KernelError> {
+        let mut values = x.values();
+        if values.first.segments == 0 && values.second.is_none() {
+            return Ok(values.first.buffer.address());
+        }
+        let sum = self.buffer(x.elements() * 4, "activations")?;
+        let rows = |part: &Part| part.argument(x.elements());
+        let args = Args::new()
+            .with(sum.address())
+            .with(rows(&values.first))
+            .with(values.second.as_ref().map_or(RowsArg::NONE, rows))
+            .with(x.rows as i32)
+            .with(x.cols as i32);
+        let grid = [x.rows, x.cols.div_ceil(1024), 1];
+        self.launch(Kernel::new(&Variant::plain("add"), "sum_rows"), grid, args)?;
+        *values = Values {
+            first: Part {
+                buffer: sum,
+                segments: 0,
+                bias: None,
+            },
+            second: None,
+        };
+        Ok(values.first.buffer.address())
+    }
+
+    /// A tensor for a kernel that adds segments itself.
+    fn rows_of(&self, x: &CudaTensor) -> Result<RowsArg, KernelError> {
+        if x.values().second.is_some() {
+            self.values(x)?;
+        }
+        Ok(x.values().first.argument(x.elements()))
     }
 
     fn buffer(&self, bytes: usize, what: &'static str) -> Result<Buffer, KernelError> {
@@ -269,6 +314,11 @@ impl<'a> Kernel<'a> {
     fn threads(self, threads: u32) -> Self {
         Self { threads, ..self }
     }
+}
+
+/// Variant of a file that writes activations in the matrix kernels' form.
+fn terms_variant(file: &'static str, activations: Activations) -> Variant {
+    Variant::with(file, &[("ACTIVATIONS", activations_number(activations))])
 }
 
 /// Value of the kernels' `ACTIVATIONS`.

@@ -4,6 +4,8 @@ use hearth_kernels::ops::{MemoryOps, RouterOps};
 use hearth_kernels::{KernelError, RouterScore, RouterSpec, Routing, checks};
 
 use super::elementwise::{QUAD, QUAD_COLS};
+use super::host_order::SlotAddresses;
+use super::tensor::SortedSlots;
 use super::weights::floats;
 use super::{CudaBackend, CudaChosen, CudaTensor, CudaVector, Kernel};
 use crate::compile::Variant;
@@ -13,6 +15,8 @@ use crate::queue::{Args, MOST_LANDING_BYTES};
 const MOST_EXPERTS: usize = 512;
 const MOST_CHOICES: usize = 32;
 const MOST_GROUPS: usize = 32;
+/// Maximum tokens of route_sort.cu: those of a recorded step.
+const MOST_SORTED_TOKENS: usize = super::MOST_RECORDED_ROWS;
 
 impl RouterOps for CudaBackend {
     type Chosen = CudaChosen;
@@ -34,14 +38,22 @@ impl RouterOps for CudaBackend {
             )
         })?;
         let slots = tokens * spec.top_k;
+        let sorted = match (1..=MOST_SORTED_TOKENS).contains(&tokens) {
+            true => Some(SortedSlots {
+                buffer: self.buffer(SlotAddresses::bytes(slots, experts), "sorted slots")?,
+                experts,
+            }),
+            false => None,
+        };
         let chosen = CudaChosen {
             experts: self.buffer(slots * 4, "choices of experts")?,
             weights: self.buffer(slots * 4, "weights of experts")?,
             tokens,
             spec,
+            sorted,
         };
         let args = Args::new()
-            .with(logits.address())
+            .with(self.rows_of(logits)?)
             .with(bias.map_or(0, |b| b.data.address()))
             .with(chosen.experts.address())
             .with(chosen.weights.address())
@@ -53,9 +65,25 @@ impl RouterOps for CudaBackend {
             .with(i32::from(spec.score == RouterScore::Sigmoid))
             .with(i32::from(spec.normalize))
             .with(spec.scaling);
-        let variant = Variant::plain("route");
-        let kernel = Kernel::new(&variant, "route").threads(128);
-        self.launch(kernel, [tokens.div_ceil(4), 1, 1], args)?;
+        match &chosen.sorted {
+            Some(sorted) => {
+                let at = SlotAddresses::new(&sorted.buffer, slots, experts);
+                let args = args
+                    .with(at.tile_rows as i32)
+                    .with(at.rows)
+                    .with(at.positions)
+                    .with(at.tiles)
+                    .with(at.tile_count);
+                let variant = Variant::plain("route_sort");
+                let kernel = Kernel::new(&variant, "route_sort");
+                self.launch(kernel, [1, 1, 1], args)?;
+            }
+            None => {
+                let variant = Variant::plain("route");
+                let kernel = Kernel::new(&variant, "route").threads(128);
+                self.launch(kernel, [tokens.div_ceil(4), 1, 1], args)?;
+            }
+        }
         Ok(chosen)
     }
 
@@ -82,12 +110,13 @@ impl RouterOps for CudaBackend {
             let rows = self.download(x)?;
             return Ok((self.routing(chosen)?, rows));
         }
+        let values = self.values(x)?;
         let write = |to: u64| {
             let args = Args::new()
                 .with(to)
                 .with(chosen.experts.address())
                 .with(chosen.weights.address())
-                .with(x.address())
+                .with(values)
                 .with(choices as i32)
                 .with(first as i32)
                 .with(rows as i32)

@@ -39,7 +39,7 @@ impl SampleOps for CudaBackend {
         let args = Args::new()
             .with(results.address())
             .with(results.address() + (count * 4) as u64)
-            .with(logits.address())
+            .with(self.values(logits)?)
             .with(weights.as_ref().map_or(0, |w| w.address()))
             .with(vocab as i32)
             .with(self.host(&lists.rows)?)

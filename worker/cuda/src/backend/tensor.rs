@@ -1,6 +1,6 @@
 //! The backend's types: activations, weights, vectors, chosen experts.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hearth_kernels::{DType, HostMatrix, RouterSpec};
 
@@ -11,17 +11,71 @@ use crate::memory::Buffer;
 use crate::queue::Argument;
 
 /// f32 activations `[rows, cols]` on the device.
+///
+/// What a product leaves in segments, or what is still to be added, is summed by the kernel that reads it, if that can:
+/// a step then needs no kernel for the sum.
 pub struct CudaTensor {
-    pub(super) buffer: Buffer,
     pub(super) rows: usize,
     pub(super) cols: usize,
+    pub(super) values: Mutex<Values>,
     /// The rows in the matrix kernels' form, once requested; dropped when the tensor changes.
     pub(super) terms: Mutex<Option<Arc<Terms>>>,
 }
 
+/// Where a tensor's values are: in one part, or the sum of two.
+pub(super) struct Values {
+    pub(super) first: Part,
+    pub(super) second: Option<Part>,
+}
+
+/// Values, or the segments of a product whose sum they are.
+pub(super) struct Part {
+    pub(super) buffer: Buffer,
+    /// Number of segments `[rows, cols]`; 0: the buffer holds the values.
+    pub(super) segments: usize,
+    /// Added to the sum of the segments.
+    pub(super) bias: Option<Arc<Buffer>>,
+}
+
+impl Part {
+    /// `struct Rows` of common.cuh.
+    pub(super) fn argument(&self, elements: usize) -> RowsArg {
+        RowsArg {
+            values: self.buffer.address(),
+            bias: self.bias.as_ref().map_or(0, |bias| bias.address()),
+            stride: elements as i64,
+            segments: self.segments as i32,
+            reserved: 0,
+        }
+    }
+}
+
 impl CudaTensor {
-    pub(super) fn address(&self) -> u64 {
-        self.buffer.address()
+    pub(super) fn new(rows: usize, cols: usize, first: Part) -> Self {
+        let second = None;
+        Self {
+            rows,
+            cols,
+            values: Mutex::new(Values { first, second }),
+            terms: Mutex::new(None),
+        }
+    }
+
+    /// Address of the values of a tensor that is being written.
+    pub(super) fn output(&self) -> u64 {
+        self.values().first.buffer.address()
+    }
+
+    /// The tensor with its rows in the matrix kernels' form.
+    pub(super) fn with_terms(self, terms: Terms) -> Self {
+        Self {
+            terms: Mutex::new(Some(Arc::new(terms))),
+            ..self
+        }
+    }
+
+    pub(super) fn values(&self) -> MutexGuard<'_, Values> {
+        self.values.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn shape(&self) -> (usize, usize) {
@@ -142,6 +196,16 @@ pub struct CudaChosen {
     pub(super) weights: Buffer,
     pub(super) tokens: usize,
     pub(super) spec: RouterSpec,
+    /// The choices of few tokens sorted by expert, for a bank of as many experts as the router has.
+    pub(super) sorted: Option<SortedSlots>,
+}
+
+/// Slots (a token and one of its choices) sorted by expert on the device.
+pub(super) struct SortedSlots {
+    /// The tiles, then what else [`SlotAddresses`](super::host_order::SlotAddresses) names.
+    pub(super) buffer: Buffer,
+    /// Number of experts.
+    pub(super) experts: usize,
 }
 
 impl CudaChosen {
@@ -165,6 +229,48 @@ pub(super) struct WeightArg {
 
 // SAFETY: repr(C), and its fields leave no padding: 2 × 8 + 4 × 4 bytes.
 unsafe impl Argument for WeightArg {}
+
+/// `struct Rows` of common.cuh.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct RowsArg {
+    values: u64,
+    bias: u64,
+    stride: i64,
+    segments: i32,
+    reserved: i32,
+}
+
+impl RowsArg {
+    /// No rows.
+    pub(super) const NONE: Self = Self {
+        values: 0,
+        bias: 0,
+        stride: 0,
+        segments: 0,
+        reserved: 0,
+    };
+}
+
+// SAFETY: repr(C), and its fields leave no padding: 3 × 8 + 2 × 4 bytes.
+unsafe impl Argument for RowsArg {}
+
+/// Most products of one launch (`MOST_JOINT` of common.cuh).
+pub(super) const MOST_JOINT: usize = 3;
+
+/// `struct Joint` of common.cuh.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct JointArg {
+    pub(super) weights: [WeightArg; MOST_JOINT],
+    pub(super) outputs: [u64; MOST_JOINT],
+    pub(super) biases: [u64; MOST_JOINT],
+    pub(super) cols: [i32; MOST_JOINT],
+    pub(super) count: i32,
+}
+
+// SAFETY: repr(C), and its fields leave no padding: 3 × 32 + 6 × 8 + 4 × 4 bytes.
+unsafe impl Argument for JointArg {}
 
 /// `struct Expert` of common.cuh.
 #[derive(Clone, Copy, Debug)]

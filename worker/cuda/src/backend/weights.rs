@@ -82,13 +82,14 @@ impl MemoryOps for CudaBackend {
     fn upload(&self, rows: usize, cols: usize, values: &[f32]) -> Result<CudaTensor, KernelError> {
         checks::upload((rows, cols), values.len())?;
         let tensor = self.tensor(rows, cols)?;
-        let to = close(tensor.address(), size_of_val(values));
+        let to = close(tensor.output(), size_of_val(values));
         self.queue.upload(bytes_of(values), to)?;
         Ok(tensor)
     }
 
     fn download(&self, x: &CudaTensor) -> Result<Vec<f32>, KernelError> {
-        self.queue.download(x.address(), x.elements() * 4, floats)
+        let address = self.values(x)?;
+        self.queue.download(address, x.elements() * 4, floats)
     }
 
     fn shape(&self, x: &CudaTensor) -> (usize, usize) {
@@ -99,7 +100,7 @@ impl MemoryOps for CudaBackend {
         let tensor = self.tensor(rows, cols)?;
         if tensor.elements() > 0 {
             self.queue.push(Command::Zero {
-                address: tensor.address(),
+                address: tensor.output(),
                 bytes: tensor.elements() * 4,
             })?;
         }

@@ -10,6 +10,7 @@ use hearth_kernels::{BlockScales, DType, HostMatrix, KernelError, SCALE_BLOCK};
 use super::linear::Product;
 use super::{Activations, CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
+use crate::queue::Args;
 
 /// Outputs and tokens per block (the head of gemm_fp8_sm90.cu).
 const TILE: usize = 128;
@@ -43,17 +44,21 @@ impl CudaBackend {
 
     /// Computes the product with wgmma; if the blocks would leave half the device
     /// idle, each sum is cut into its segments.
-    pub(super) fn by_wgmma(&self, product: &Product<'_>) -> Result<(), KernelError> {
-        let [columns, rows] = tiles(product.y);
+    pub(super) fn by_wgmma(&self, product: &Product<'_>) -> Result<CudaTensor, KernelError> {
+        let [columns, rows] = tiles(product);
         let is_few = 2 * columns * rows <= self.device.info.multiprocessors as usize;
         self.wgmma_in(product, if is_few { product.segments() } else { 1 })
     }
 
-    fn wgmma_in(&self, product: &Product<'_>, splits: usize) -> Result<(), KernelError> {
+    fn wgmma_in(&self, product: &Product<'_>, splits: usize) -> Result<CudaTensor, KernelError> {
         let variant = Variant::plain("gemm_fp8_sm90");
         let kernel = Kernel::new(&variant, "gemm_fp8_sm90");
-        let [columns, rows] = tiles(product.y);
-        self.in_segments(product, splits, kernel, [columns, rows, splits])
+        let [columns, rows] = tiles(product);
+        let y = self.result(product, splits)?;
+        // The result, and that of segments.
+        let args = Args::new().with(y.output()).with(y.output());
+        self.launch(kernel, [columns, rows, splits], product.operands(args))?;
+        Ok(y)
     }
 
     /// Computes one product with `mma.sync`, and with wgmma whole and in segments; returns the largest difference
@@ -86,20 +91,21 @@ impl CudaBackend {
         let terms = self.terms(&x, Activations::Fp8)?;
         // Elements that a variant does not write stay NaN.
         let nan = vec![f32::NAN; rows * cols];
-        let product = |way: &dyn Fn(&Product<'_>) -> Result<(), KernelError>| {
-            let y = self.upload(rows, cols, &nan)?;
-            way(&Product {
-                y: &y,
-                terms: &terms,
-                activations: Activations::Fp8,
-                weight: &weight.0,
-                bias: 0,
-            })?;
-            self.download(&y)
+        let product = Product {
+            rows,
+            terms: &terms,
+            activations: Activations::Fp8,
+            weight: &weight.0,
+            bias: None,
         };
-        let want = product(&|p| self.tiled(p))?;
-        let whole = product(&|p| self.wgmma_in(p, 1))?;
-        let in_segments = product(&|p| self.wgmma_in(p, p.segments()))?;
+        let values = |way: &dyn Fn(&Product<'_>) -> Result<CudaTensor, KernelError>| {
+            // The result takes the memory of the tensor before it.
+            drop(self.upload(rows, cols, &nan)?);
+            self.download(&way(&product)?)
+        };
+        let want = values(&|p| self.tiled(p))?;
+        let whole = values(&|p| self.wgmma_in(p, 1))?;
+        let in_segments = values(&|p| self.wgmma_in(p, p.segments()))?;
         let largest = want.iter().map(|v| v.abs()).fold(0.0, f32::max);
         let mut difference = 0.0_f32;
         for got in [whole, in_segments] {
@@ -114,6 +120,9 @@ impl CudaBackend {
 }
 
 /// Number of blocks of outputs and of rows.
-fn tiles(y: &CudaTensor) -> [usize; 2] {
-    [y.cols.div_ceil(TILE), y.rows.div_ceil(TILE)]
+fn tiles(product: &Product<'_>) -> [usize; 2] {
+    [
+        product.weight.rows.div_ceil(TILE),
+        product.rows.div_ceil(TILE),
+    ]
 }

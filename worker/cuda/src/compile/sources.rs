@@ -10,6 +10,11 @@ pub const SOURCES: &[(&str, &str)] = &[
         "attention_any",
         include_str!("../../kernels/attention_any.cu"),
     ),
+    ("cache_heads", include_str!("../../kernels/cache_heads.cu")),
+    (
+        "cache_latents",
+        include_str!("../../kernels/cache_latents.cu"),
+    ),
     ("columns", include_str!("../../kernels/columns.cu")),
     ("embed", include_str!("../../kernels/embed.cu")),
     ("experts", include_str!("../../kernels/experts.cu")),
@@ -33,6 +38,7 @@ pub const SOURCES: &[(&str, &str)] = &[
     ("rms_norm", include_str!("../../kernels/rms_norm.cu")),
     ("rope", include_str!("../../kernels/rope.cu")),
     ("route", include_str!("../../kernels/route.cu")),
+    ("route_sort", include_str!("../../kernels/route_sort.cu")),
     ("hand_over", include_str!("../../kernels/hand_over.cu")),
     ("rows", include_str!("../../kernels/rows.cu")),
     ("sample", include_str!("../../kernels/sample.cu")),
@@ -44,11 +50,18 @@ pub const SOURCES: &[(&str, &str)] = &[
 pub(super) const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("../../kernels/attention.cuh")),
     ("common.cuh", include_str!("../../kernels/common.cuh")),
+    ("kv.cuh", include_str!("../../kernels/kv.cuh")),
     ("matmul.cuh", include_str!("../../kernels/matmul.cuh")),
+    ("moe_sort.cuh", include_str!("../../kernels/moe_sort.cuh")),
+    ("norm.cuh", include_str!("../../kernels/norm.cuh")),
+    ("norm_row.cuh", include_str!("../../kernels/norm_row.cuh")),
     ("ptx.cuh", include_str!("../../kernels/ptx.cuh")),
     ("quads.cuh", include_str!("../../kernels/quads.cuh")),
+    ("rotate.cuh", include_str!("../../kernels/rotate.cuh")),
+    ("route.cuh", include_str!("../../kernels/route.cuh")),
     ("sample.cuh", include_str!("../../kernels/sample.cuh")),
     ("select.cuh", include_str!("../../kernels/select.cuh")),
+    ("terms.cuh", include_str!("../../kernels/terms.cuh")),
     (
         "weight_element.cuh",
         include_str!("../../kernels/weight_element.cuh"),
@@ -129,7 +142,7 @@ impl Variant {
     pub fn threads(&self) -> u32 {
         match self.file {
             "moe_sort" => 1024,
-            "read_bandwidth" | "sample" => 512,
+            "read_bandwidth" | "route_sort" | "sample" => 512,
             _ => 256,
         }
     }
@@ -190,28 +203,38 @@ pub fn all_variants() -> Vec<Variant> {
         "hand_over",
         "moe_sort",
         "read_bandwidth",
-        "rms_norm",
         "rope",
         "route",
+        "route_sort",
         "rows",
         "sample",
-        "silu_mul",
     ]
     .into_iter()
     .map(Variant::plain)
     .collect();
     for weight in WEIGHT_TYPES {
-        out.extend(["embed", "mla"].map(|file| Variant::with(file, &[("WEIGHT_TYPE", weight)])));
+        out.push(Variant::with("embed", &[("WEIGHT_TYPE", weight)]));
         for activations in 0..=FP8_ACTIVATIONS {
             if activations == FP8_ACTIVATIONS && weight != FP8_WEIGHT {
                 continue;
             }
             let defines = [("WEIGHT_TYPE", weight), ("ACTIVATIONS", activations)];
             out.extend(["linear", "experts"].map(|file| Variant::with(file, &defines)));
+            if activations != FP8_ACTIVATIONS {
+                out.push(Variant::with("mla", &defines));
+            }
         }
     }
-    out.extend((0..=FP8_ACTIVATIONS).map(|a| Variant::with("split", &[("ACTIVATIONS", a)])));
-    out.extend((0..2).map(|kv| Variant::with("kv", &[("KV_TYPE", kv)])));
+    for activations in 0..=FP8_ACTIVATIONS {
+        let defines = [("ACTIVATIONS", activations)];
+        out.extend(["rms_norm", "silu_mul", "split"].map(|file| Variant::with(file, &defines)));
+    }
+    for kv in 0..2 {
+        let kv = ("KV_TYPE", kv);
+        out.extend(["kv", "cache_heads"].map(|file| Variant::with(file, &[kv])));
+        let latents = |a| Variant::with("cache_latents", &[kv, ("ACTIVATIONS", a)]);
+        out.extend((0..=FP8_ACTIVATIONS).map(latents));
+    }
     for dims in ATTENTION_DIMS {
         for terms in [3, 1] {
             out.extend([16, 64].map(|rows| AttentionShape::new(dims, rows, terms).variant));

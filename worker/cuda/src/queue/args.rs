@@ -5,7 +5,7 @@ use std::ffi::c_void;
 /// Maximum number of parameters of a kernel.
 const MOST: usize = 24;
 /// Maximum size of all parameters in bytes.
-const BYTES: usize = 256;
+const BYTES: usize = 320;
 
 /// Parameters, each aligned as in C.
 #[derive(Clone, PartialEq, Eq)]

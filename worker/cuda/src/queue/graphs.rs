@@ -26,6 +26,8 @@ pub(super) struct Graphs {
     clock: u64,
     made: u64,
     launched: u64,
+    /// Nodes of the graph that was launched last.
+    last_nodes: usize,
 }
 
 struct Known {
@@ -73,12 +75,17 @@ impl Graphs {
         if let Some(graph) = &known.graph {
             graph.launch(stream)?;
             self.launched += 1;
+            self.last_nodes = graph.nodes.len();
         }
         Ok(true)
     }
 
     pub(super) fn counts(&self) -> (u64, u64) {
         (self.made, self.launched)
+    }
+
+    pub(super) fn last_nodes(&self) -> usize {
+        self.last_nodes
     }
 
     fn remember(&mut self, shape: u64) {

@@ -263,6 +263,11 @@ impl Queue {
         self.lock().graphs.counts()
     }
 
+    /// Number of nodes of the graph that was launched last.
+    pub(crate) fn last_graph_nodes(&self) -> usize {
+        self.lock().graphs.last_nodes()
+    }
+
     fn launch_waiting(&self, state: &mut State) -> Result<(), KernelError> {
         if state.waiting.is_empty() {
             return Ok(());

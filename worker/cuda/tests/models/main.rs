@@ -12,6 +12,7 @@ mod support;
 mod device;
 mod goldens;
 mod host_experts;
+mod nodes;
 mod sampling;
 mod streaming;
 mod transfer;

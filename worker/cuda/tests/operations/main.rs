@@ -17,6 +17,7 @@ mod elementwise;
 mod expert_sum;
 mod experts;
 mod graphs;
+mod inputs;
 mod kv;
 mod linear;
 mod linear_bits;

@@ -2,7 +2,7 @@
 
 use hearth_kernels::Backend;
 
-use super::{Pass, layer_name};
+use super::{Pass, layer_name, project};
 use crate::flight::{indices, row_tiles};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
@@ -59,9 +59,7 @@ impl SwiGlu {
     ) -> Result<B::Tensor, ModelError> {
         let backend = pass.backend;
         // gate, up [rows, intermediate]
-        let gate = backend.linear(x, weights.matrix("gate")?, None)?;
-        pass.check_cancelled()?;
-        let up = backend.linear(x, weights.matrix("up")?, None)?;
+        let [gate, up] = project(pass, weights, x, [("gate", ""), ("up", "")])?;
         pass.check_cancelled()?;
         // product [rows, intermediate]
         let product = backend.silu_mul(&gate, &up)?;

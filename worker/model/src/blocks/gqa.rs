@@ -1,10 +1,10 @@
 //! Grouped-query attention (arXiv:2305.13245); multi-head attention is the special case of one query head per group.
 
 use hearth_formats::{AttentionConfig, ModelConfig};
-use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, RopeLayout, RopeTable};
+use hearth_kernels::{AttentionSpec, Backend, Heads, KvDType, KvLayout, RopeLayout, RopeTable};
 
 use super::rope::rope_table;
-use super::{Pass, attend, layer_name};
+use super::{Pass, attend, layer_name, project};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
 /// Intermediates, by name: `q` `[rows, heads * dim]`, `k` and `v` `[rows, kv_heads * dim]` as projected,
@@ -100,16 +100,41 @@ impl Gqa {
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
         // q [rows, heads * dim]; k, v [rows, kv_heads * dim]
-        let q = self.project(pass, weights, x, Projection::QUERY)?;
+        let names = [("q", "q_bias"), ("k", "k_bias"), ("v", "v_bias")];
+        let [q, k, v] = project(pass, weights, x, names)?;
         pass.check_cancelled()?;
-        let k = self.project(pass, weights, x, Projection::KEY)?;
-        let v = pass
-            .backend
-            .linear(x, weights.matrix("v")?, weights.optional_vector("v_bias"))?;
+        pass.show("q", &q);
+        pass.show("k", &k);
         pass.show("v", &v);
-        pass.check_cancelled()?;
-        pass.backend
-            .kv_append(kv, pass.layer, &k, Some(&v), &pass.sequences.spans)?;
+        // q [rows, heads * dim], rotated
+        let q = match pass.observer.sees_tensors() {
+            true => {
+                let q = self.rotate(pass, weights, q, ["q_norm", "q_rope"])?;
+                let k = self.rotate(pass, weights, k, ["k_norm", "k_rope"])?;
+                let spans = &pass.sequences.spans;
+                pass.backend
+                    .kv_append(kv, pass.layer, &k, Some(&v), spans)?;
+                q
+            }
+            false => {
+                let norms = match self.qk_norm {
+                    true => Some((weights.vector("q_norm")?, weights.vector("k_norm")?)),
+                    false => None,
+                };
+                let heads = Heads {
+                    q,
+                    k,
+                    v,
+                    norms,
+                    eps: self.eps,
+                    head_dim: self.head_dim,
+                    positions: &pass.sequences.positions,
+                    rope: &self.rope,
+                };
+                let spans = &pass.sequences.spans;
+                pass.backend.cache_heads(kv, pass.layer, spans, heads)?
+            }
+        };
         let spec = AttentionSpec {
             heads: self.heads,
             scale: 1.0 / (self.head_dim as f32).sqrt(),
@@ -128,50 +153,23 @@ impl Gqa {
         Ok(out)
     }
 
-    /// Queries or keys: projected, normalised per head if the architecture does so (Qwen3), rotated.
-    fn project<B: Backend>(
+    /// Queries or keys: normalised per head if the architecture does so (Qwen3), and rotated; `names` are those of the
+    /// norm, with its intermediate, and of the result.
+    fn rotate<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
         weights: &ModuleWeights<B>,
-        x: &B::Tensor,
-        names: Projection,
+        mut x: B::Tensor,
+        [norm, rotated]: [&'static str; 2],
     ) -> Result<B::Tensor, ModelError> {
         let backend = pass.backend;
-        let bias = weights.optional_vector(names.bias);
-        // [rows, heads * dim] or [rows, kv_heads * dim]
-        let mut projected = backend.linear(x, weights.matrix(names.weight)?, bias)?;
-        pass.show(names.weight, &projected);
         if self.qk_norm {
-            projected = backend.rms_norm(&projected, weights.vector(names.norm)?, self.eps)?;
-            pass.show(names.norm, &projected);
+            x = backend.rms_norm(&x, weights.vector(norm)?, self.eps)?;
+            pass.show(norm, &x);
         }
-        let heads = backend.shape(&projected).1 / self.head_dim;
-        backend.rope(&mut projected, heads, &pass.sequences.positions, &self.rope)?;
-        pass.show(names.rotated, &projected);
-        Ok(projected)
+        let heads = backend.shape(&x).1 / self.head_dim;
+        backend.rope(&mut x, heads, &pass.sequences.positions, &self.rope)?;
+        pass.show(rotated, &x);
+        Ok(x)
     }
-}
-
-/// Fields and intermediates of queries or keys.
-#[derive(Clone, Copy)]
-struct Projection {
-    weight: &'static str,
-    bias: &'static str,
-    norm: &'static str,
-    rotated: &'static str,
-}
-
-impl Projection {
-    const QUERY: Self = Self {
-        weight: "q",
-        bias: "q_bias",
-        norm: "q_norm",
-        rotated: "q_rope",
-    };
-    const KEY: Self = Self {
-        weight: "k",
-        bias: "k_bias",
-        norm: "k_norm",
-        rotated: "k_rope",
-    };
 }

@@ -5,10 +5,12 @@
 //! use this form: the expanded form is algebraically equal but differs in bits, so mixing the two would break replay.
 
 use hearth_formats::{AttentionConfig, ModelConfig};
-use hearth_kernels::{AttentionSpec, Backend, KvDType, KvLayout, MlaHeads, RopeLayout, RopeTable};
+use hearth_kernels::{
+    AttentionSpec, Backend, KvDType, KvLayout, Latents, MlaHeads, RopeLayout, RopeTable,
+};
 
 use super::rope::{rope_table, yarn_softmax_factor};
-use super::{Pass, attend, layer_name};
+use super::{Pass, attend, layer_name, project};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
 /// Epsilon of the latents' norms: DeepSeek-V3's code leaves it at its default, regardless of `rms_norm_eps`.
@@ -110,13 +112,11 @@ impl Mla {
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
-        // key [rows, rank + rope]
-        let key = self.key(pass, weights, x)?;
-        pass.backend
-            .kv_append(kv, pass.layer, &key, None, &pass.sequences.spans)?;
-        pass.check_cancelled()?;
         // query [rows, heads * (rank + rope)]
-        let query = self.query(pass, weights, x)?;
+        let query = match pass.observer.sees_tensors() {
+            true => self.inputs_shown(pass, kv, weights, x)?,
+            false => self.inputs(pass, kv, weights, x)?,
+        };
         pass.check_cancelled()?;
         let spec = AttentionSpec {
             heads: self.heads.heads,
@@ -134,6 +134,69 @@ impl Mla {
         let out = backend.linear(&heads, weights.matrix("o")?, None)?;
         pass.show("attn_out", &out);
         Ok(out)
+    }
+
+    /// Stores the keys of the rows, and returns their absorbed queries, `[rows, heads * (rank + rope)]`.
+    fn inputs<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &mut B::Kv,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        // kv_a [rows, rank + rope]; q_a [rows, q_rank]; q [rows, heads * (nope + rope)]
+        let (kv_a, q_a, q) = match self.q_rank {
+            Some(_) => {
+                let [kv_a, q_a] = project(pass, weights, x, [("kv_a", ""), ("q_a", "")])?;
+                (kv_a, Some((q_a, weights.vector("q_a_norm")?)), None)
+            }
+            None => {
+                let [kv_a, q] = project(pass, weights, x, [("kv_a", ""), ("q", "")])?;
+                (kv_a, None, Some(q))
+            }
+        };
+        let backend = pass.backend;
+        let positions = &pass.sequences.positions;
+        let latents = Latents {
+            kv_a,
+            kv_norm: weights.vector("kv_a_norm")?,
+            q_a,
+            rank: self.heads.rank,
+            eps: LATENT_NORM_EPS,
+            positions,
+            rope: &self.rope,
+        };
+        let spans = &pass.sequences.spans;
+        let q_a = backend.cache_latents(kv, pass.layer, spans, latents)?;
+        pass.check_cancelled()?;
+        let q = match (q, q_a) {
+            (Some(q), _) => q,
+            (None, Some(q_a)) => backend.linear(&q_a, weights.matrix("q_b")?, None)?,
+            (None, None) => backend.linear(x, weights.matrix("q")?, None)?,
+        };
+        Ok(backend.latent_queries(
+            &q,
+            weights.matrix("kv_b")?,
+            self.heads,
+            positions,
+            &self.rope,
+        )?)
+    }
+
+    /// The same, one operation after the other, so that every intermediate is seen.
+    fn inputs_shown<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &mut B::Kv,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        // key [rows, rank + rope]
+        let key = self.key(pass, weights, x)?;
+        let spans = &pass.sequences.spans;
+        pass.backend.kv_append(kv, pass.layer, &key, None, spans)?;
+        pass.check_cancelled()?;
+        self.query(pass, weights, x)
     }
 
     /// Cached keys: `[norm(c_KV), rope(k_R)]`, `[rows, rank + rope]` (DeepSeek-V3, equations 1, 3 and 4).

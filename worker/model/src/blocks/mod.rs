@@ -6,10 +6,10 @@ pub(crate) mod mla;
 pub(crate) mod moe;
 pub(crate) mod rope;
 
-use hearth_kernels::{AttentionSpec, Backend, Span};
+use hearth_kernels::{AttentionSpec, Backend, KernelError, Span};
 
 use crate::flight::Sequences;
-use crate::{ModelError, Observer, Residency};
+use crate::{ModelError, ModuleWeights, Observer, Residency};
 
 /// What a block sees of the pass that runs it.
 pub(crate) struct Pass<'a, B: Backend> {
@@ -42,6 +42,42 @@ impl<B: Backend> Pass<'_, B> {
         self.observer
             .tensor(name, Some(self.layer), self.backend, x);
     }
+}
+
+/// Products of `x` `[rows, in]` with several weights of a module, each under the names of its weight and, if it may have one,
+/// its bias. Where operations are computed when they are called, the pass can be ended between them.
+pub(crate) fn project<B: Backend, const N: usize>(
+    pass: &mut Pass<'_, B>,
+    weights: &ModuleWeights<B>,
+    x: &B::Tensor,
+    names: [(&'static str, &'static str); N],
+) -> Result<[B::Tensor; N], ModelError> {
+    let backend = pass.backend;
+    let mut products = Vec::with_capacity(N);
+    for (weight, bias) in names {
+        products.push((weights.matrix(weight)?, weights.optional_vector(bias)));
+    }
+    let projected = match backend.longest_operation_products() {
+        None => backend.linears(x, &products)?,
+        Some(_) => {
+            let mut projected = Vec::with_capacity(N);
+            for (index, (weight, bias)) in products.into_iter().enumerate() {
+                if index > 0 {
+                    pass.check_cancelled()?;
+                }
+                projected.push(backend.linear(x, weight, bias)?);
+            }
+            projected
+        }
+    };
+    <[B::Tensor; N]>::try_from(projected).map_err(|projected| {
+        let detail = format!("{} results of {N} products", projected.len());
+        KernelError::Shape {
+            op: "linears",
+            detail,
+        }
+        .into()
+    })
 }
 
 /// Fewest rows in a tile of attention: fewer would read the keys too often.

@@ -105,12 +105,12 @@ impl Moe {
     ) -> Result<B::Tensor, ModelError> {
         let MoeInFlight { x, shared, routed } = begun;
         // out [rows, hidden]
-        let mut out = routed.finish(&x, &mut || pass.check_cancelled())?;
+        let out = routed.finish(&x, &mut || pass.check_cancelled())?;
         pass.show("experts_out", &out);
-        if let Some(shared) = shared {
-            pass.backend.add_assign(&mut out, &shared)?;
-        }
-        Ok(out)
+        Ok(match shared {
+            Some(shared) => pass.backend.sum(out, shared)?,
+            None => out,
+        })
     }
 
     fn route<B: Backend>(

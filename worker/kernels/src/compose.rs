@@ -1,0 +1,95 @@
+//! Operations of several steps, composed of single ones: their specification, and what a device does that gains nothing from
+//! running them at once.
+
+use crate::ops::{AttentionOps, LinearOps};
+use crate::{Heads, KernelError, Latents, MlaHeads, RopeTable, Span};
+
+/// [`AttentionOps::cache_heads`].
+///
+/// # Errors
+/// Errors of the single operations.
+pub fn cache_heads<B: AttentionOps + ?Sized>(
+    backend: &B,
+    kv: &mut B::Kv,
+    layer: usize,
+    spans: &[Span],
+    heads: Heads<'_, B::Tensor, B::Vector>,
+) -> Result<B::Tensor, KernelError> {
+    let Heads {
+        q,
+        k,
+        v,
+        norms,
+        eps,
+        head_dim,
+        positions,
+        rope,
+    } = heads;
+    let turned = |x: B::Tensor, norm: Option<&B::Vector>| -> Result<B::Tensor, KernelError> {
+        let mut x = match norm {
+            Some(norm) => backend.rms_norm(&x, norm, eps)?,
+            None => x,
+        };
+        let heads = backend.shape(&x).1 / head_dim.max(1);
+        backend.rope(&mut x, heads, positions, rope)?;
+        Ok(x)
+    };
+    let q = turned(q, norms.map(|norms| norms.0))?;
+    let k = turned(k, norms.map(|norms| norms.1))?;
+    backend.kv_append(kv, layer, &k, Some(&v), spans)?;
+    Ok(q)
+}
+
+/// [`AttentionOps::cache_latents`].
+///
+/// # Errors
+/// Errors of the single operations.
+pub fn cache_latents<B: AttentionOps + ?Sized>(
+    backend: &B,
+    kv: &mut B::Kv,
+    layer: usize,
+    spans: &[Span],
+    latents: Latents<'_, B::Tensor, B::Vector>,
+) -> Result<Option<B::Tensor>, KernelError> {
+    let Latents {
+        kv_a,
+        kv_norm,
+        q_a,
+        rank,
+        eps,
+        positions,
+        rope,
+    } = latents;
+    let rotated = backend.shape(&kv_a).1.saturating_sub(rank);
+    // latent [rows, rank]; k_rope [rows, rope]; key [rows, rank + rope]
+    let latent = backend.columns(&kv_a, 1, 0, rank)?;
+    let latent = backend.rms_norm(&latent, kv_norm, eps)?;
+    let mut k_rope = backend.columns(&kv_a, 1, rank, rotated)?;
+    backend.rope(&mut k_rope, 1, positions, rope)?;
+    let key = backend.interleave(&latent, &k_rope, 1)?;
+    backend.kv_append(kv, layer, &key, None, spans)?;
+    q_a.map(|(q_a, norm)| backend.rms_norm(&q_a, norm, eps))
+        .transpose()
+}
+
+/// [`AttentionOps::latent_queries`].
+///
+/// # Errors
+/// Errors of the single operations.
+pub fn latent_queries<B: AttentionOps + LinearOps + ?Sized>(
+    backend: &B,
+    q: &B::Tensor,
+    kv_b: &B::Weight,
+    dims: MlaHeads,
+    positions: &[u32],
+    rope: &RopeTable,
+) -> Result<B::Tensor, KernelError> {
+    let MlaHeads { heads, nope, .. } = dims;
+    let rotated = (backend.shape(q).1 / heads.max(1)).saturating_sub(nope);
+    // q_nope [rows, heads * nope], q_rope [rows, heads * rope], q_latent [rows, heads * rank]
+    let q_nope = backend.columns(q, heads, 0, nope)?;
+    let mut q_rope = backend.columns(q, heads, nope, rotated)?;
+    backend.rope(&mut q_rope, heads, positions, rope)?;
+    let q_latent = backend.mla_absorb(&q_nope, kv_b, dims)?;
+    backend.interleave(&q_latent, &q_rope, heads)
+}

@@ -165,8 +165,8 @@ __device__ __forceinline__ float softmax_row(
         s[n][1] = first + key + 1 <= position ? pair.y : minus_infinity();
         largest = fmaxf(largest, fmaxf(s[n][0], s[n][1]));
     }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
     // Before the row's first score everything is -inf, and only differences from a finite number are defined.
     float origin = largest == minus_infinity() ? 0.0f : largest;
     float factor = expf(state.m[h] - origin);
@@ -182,8 +182,8 @@ __device__ __forceinline__ float softmax_row(
 #pragma unroll
         for (int term = 0; term < TERMS; ++term) p[n / 2][term][n % 2 * 2 + h] = terms[term];
     }
-    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
-    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
+    sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 1));
+    sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 2));
     state.l[h] = fmaf(state.l[h], factor, sum);
     state.m[h] = largest;
     return factor;

@@ -8,8 +8,8 @@
 
 constexpr int ANY_THREADS = 256;
 constexpr int ANY_WARPS = ANY_THREADS / 32;
-constexpr int MAX_DIM = 1024;
-constexpr int THREAD_COLUMNS = MAX_DIM / ANY_THREADS;
+constexpr int MOST_DIM = 1024;
+constexpr int THREAD_COLUMNS = MOST_DIM / ANY_THREADS;
 
 // Location of the records of one sequence, and of this head's key and value within a record.
 struct Records {
@@ -33,12 +33,12 @@ __device__ __forceinline__ float element_at(const unsigned char* record, int i, 
 }
 
 __device__ __forceinline__ float warp_sum(float x) {
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
     return x;
 }
 
 __device__ __forceinline__ float warp_max(float x) {
-    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
     return x;
 }
 
@@ -119,7 +119,7 @@ __device__ __forceinline__ void attend(float* out, const float* query, const Rec
 extern "C" __global__ void __launch_bounds__(ANY_THREADS) attention_any(
     float* out, const float* q, const unsigned char* layer, const AttentionTile* tiles, const unsigned* blocks, int heads, int kv_heads,
     int k_dim, int v_dim, int value_in_key, int kv_f32, int block_tokens, int token_bytes, float scale) {
-    __shared__ float query[MAX_DIM];
+    __shared__ float query[MOST_DIM];
     AttentionTile tile = tiles[blockIdx.x];
     int head = blockIdx.y;
     int kv_head = head / (heads / kv_heads);

@@ -47,6 +47,13 @@ struct Rows {
     int reserved;
 };
 
+// Values of WEIGHT_TYPE; 2 is bf16.
+constexpr int WEIGHTS_F32 = 0;
+constexpr int WEIGHTS_F16 = 1;
+constexpr int WEIGHTS_FP8 = 3;
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+constexpr int MOST_EXPERTS = 512;  // of a router
 constexpr int MOST_JOINT = 3;      // products of the same rows in one launch
 
 // Products y[i] = x w[i] of the same rows: y[i] [rows][n[i]], or its partial sums [segments][rows][n[i]].

@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_slot_terms(
 // h[slot][inter] = silu(gate x) * (up x) with x the row slot_rows[slot] of x_rows; grid (ceil(inter / 64), tiles). With h_terms, h
 // goes there instead, as split.cu writes it for `slots` slots; grid (h_padded / 64, tiles).
 extern "C" __global__ void experts_gate_up_decode(
-    float* h, unsigned short* h_terms, int slots, int h_padded, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
-    const int* slot_rows, int inter, int padded) {
+    float* h, unsigned short* h_terms, int slots, int h_padded, const void* terms, const float* scales, int x_rows,
+    const Expert* experts, const Tile* tiles, const int* tile_count, const int* slot_rows, int inter, int padded) {
     __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
     __shared__ float gates[WARPS / 2][4][32];
     if ((int)blockIdx.y >= *tile_count) return;

@@ -8,19 +8,12 @@
 // are mapped in the same way, so nothing is exchanged.
 #pragma once
 
-#include "common.cuh"
-
-constexpr int WEIGHTS_F32 = 0;
-constexpr int WEIGHTS_F16 = 1;
-constexpr int WEIGHTS_FP8 = 3;
-constexpr int ACTIVATIONS_F32 = 0;
-constexpr int ACTIVATIONS_FP8 = 2;
+#include "terms.cuh"
 
 constexpr bool E4M3_MMA = ACTIVATIONS == ACTIVATIONS_FP8;
 constexpr int WEIGHT_BYTES = WEIGHT_TYPE == WEIGHTS_F32 ? 4 : WEIGHT_TYPE == WEIGHTS_FP8 ? 1 : 2;
 constexpr int WEIGHT_TERMS = WEIGHT_TYPE == WEIGHTS_F32 ? 3 : WEIGHT_TYPE == WEIGHTS_F16 ? 2 : 1;
 constexpr int TERM_BYTES = E4M3_MMA ? 1 : 2;
-constexpr int TERMS = ACTIVATIONS == ACTIVATIONS_F32 ? 3 : 1;
 static_assert(!E4M3_MMA || WEIGHT_TYPE == WEIGHTS_FP8, "FP8 activations need FP8 weights");
 
 constexpr int UNIT = 64 / WEIGHT_BYTES;                       // columns

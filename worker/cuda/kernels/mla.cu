@@ -21,6 +21,8 @@ constexpr int MLA_INPUTS = MLA_STEP * MLA_ROWS / MLA_THREADS;                  /
 // Pitches are whole quads, to keep quads aligned, and not multiples of 32 banks, so that columns do not all fall into one.
 constexpr int MLA_PITCH = MLA_OUTPUTS + 4;
 constexpr int MLA_INPUT_PITCH = MLA_ROWS + 4;
+// Blocks on a multiprocessor: with a fourth, a thread that converts FP8 and stores terms would spill registers.
+constexpr int EXPAND_BLOCKS = WEIGHT_TYPE == WEIGHTS_FP8 ? 3 : 4;
 
 struct MlaShape {
     int heads;
@@ -214,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_query(
 
 // Grid (heads, ceil(v / 64), ceil(rows / 32)), 128 threads: latent [rows][heads][rank] -> out [rows][heads][v], and its terms as
 // split.cu writes them if `terms` is not null.
-extern "C" __global__ void __launch_bounds__(MLA_THREADS, 4) mla_expand(
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, EXPAND_BLOCKS) mla_expand(
     float* out, void* terms, Rows latent, Weight kv_b, int rows, int heads, int nope, int v, int rank, int padded) {
     int head = blockIdx.x;
     MlaShape shape = {heads, head, head * (nope + v) + nope, rank, v, rows, heads * rank, head * rank, heads * v, head * v};

@@ -4,9 +4,6 @@
 
 #include "common.cuh"
 
-constexpr int MOST_EXPERTS = 512;
-constexpr unsigned ALL_LANES = 0xffffffffu;
-
 // A warp's counts fit 16 bits, as do the sums over previous warps: of 65536 slots each warp has 2048.
 template <int WARPS>
 struct Counts {
@@ -75,7 +72,7 @@ __device__ __forceinline__ void sum_counts(Counts<WARPS>& counts, int tile_rows,
         counts.first_slot[expert] = slots_before;
         counts.first_tile[expert] = tiles_before;
     }
-    if (threadIdx.x == 32 * WARPS - 1) *tile_count = tiles_before;
+    if (threadIdx.x == 32 * WARPS - 1) *tile_count = tiles_before + tiles;
 }
 
 // slot_rows[p] = the token of the p-th sorted slot; positions[slot] = p, or -1 if the slot's expert is n_experts or

@@ -11,7 +11,7 @@ constexpr int NORM_WARPS = NORM_THREADS / 32;
 constexpr int WARP_COLS = 256;     // widest group for a warp
 
 __device__ __forceinline__ float warp_sum(float x) {
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
     return x;
 }
 

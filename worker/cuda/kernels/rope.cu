@@ -4,14 +4,14 @@
 
 constexpr int ROPE_THREADS = 256;
 constexpr int ROPE_HEADS = 8;      // heads per block: they share the angles
-constexpr int MAX_PAIRS = 512;
+constexpr int MOST_PAIRS = 512;
 
 // Grid (rows, ceil(heads / 8)), 256 threads; pairs <= 512. x [rows][heads][head_dim]: rotates the first 2 * pairs elements of each
 // head by position * inv_freq; a pair is (i, i + pairs), or (2i, 2i + 1) when interleaved.
 extern "C" __global__ void rope(
     float* x, const unsigned* positions, const float* inv_freq, float magnitude, int interleaved, int rows, int heads, int head_dim,
     int pairs) {
-    __shared__ Turn turns[MAX_PAIRS];
+    __shared__ Turn turns[MOST_PAIRS];
     int row = blockIdx.x;
     if (row >= rows) return;
     for (int i = threadIdx.x; i < pairs; i += ROPE_THREADS) turns[i] = turn_of(positions[row], inv_freq[i], magnitude);

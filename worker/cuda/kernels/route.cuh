@@ -7,10 +7,8 @@
 
 #include "quads.cuh"
 
-constexpr int MAX_EXPERTS = 512;
-constexpr int MAX_CHOSEN = 32;
-constexpr int LANE_EXPERTS = MAX_EXPERTS / 32;
-constexpr unsigned ALL = 0xffffffffu;
+constexpr int MOST_CHOICES = 32;
+constexpr int LANE_EXPERTS = MOST_EXPERTS / 32;
 constexpr unsigned NO_RANK = 0;    // below every value: not eligible, or taken
 
 // What a router is given, and what it chooses.
@@ -30,8 +28,8 @@ struct Router {
 
 // Scratch memory shared by the lanes of a warp.
 struct RouteScratch {
-    float biased[MAX_EXPERTS];
-    float chosen[MAX_CHOSEN];
+    float biased[MOST_EXPERTS];
+    float chosen[MOST_CHOICES];
 };
 
 __device__ __forceinline__ unsigned rank_of(float x) {
@@ -46,12 +44,12 @@ __device__ __forceinline__ float value_of(unsigned rank) {
 }
 
 __device__ __forceinline__ float warp_sum(float x) {
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL, x, step);
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
     return x;
 }
 
 __device__ __forceinline__ float warp_max(float x) {
-    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, step));
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
     return x;
 }
 
@@ -98,10 +96,10 @@ __device__ __forceinline__ unsigned eligible_groups(const float* biased, int gro
     if (lane < groups) mine = rank_of(second == NO_RANK ? value_of(best) : value_of(best) + value_of(second));
     int ahead = 0;
     for (int g = 0; g < groups; ++g) {
-        unsigned rank = __shfl_sync(ALL, mine, g);
+        unsigned rank = __shfl_sync(ALL_LANES, mine, g);
         ahead += rank > mine || (rank == mine && g < lane);
     }
-    return __ballot_sync(ALL, lane < groups && ahead < top_groups);
+    return __ballot_sync(ALL_LANES, lane < groups && ahead < top_groups);
 }
 
 // Takes the best of all lanes' experts: sets its bit in its lane's `taken`, and its rank to NO_RANK.
@@ -116,9 +114,9 @@ __device__ __forceinline__ void take_best(unsigned (&ranks)[LANE_EXPERTS], unsig
         }
     }
     unsigned best = rank;
-    for (int step = 16; step > 0; step /= 2) best = max(best, __shfl_xor_sync(ALL, best, step));
-    unsigned lowest = rank == best ? 32 * slot + lane : MAX_EXPERTS;
-    for (int step = 16; step > 0; step /= 2) lowest = min(lowest, __shfl_xor_sync(ALL, lowest, step));
+    for (int step = 16; step > 0; step /= 2) best = max(best, __shfl_xor_sync(ALL_LANES, best, step));
+    unsigned lowest = rank == best ? 32 * slot + lane : MOST_EXPERTS;
+    for (int step = 16; step > 0; step /= 2) lowest = min(lowest, __shfl_xor_sync(ALL_LANES, lowest, step));
 #pragma unroll
     for (int j = 0; j < LANE_EXPERTS; ++j) {
         if (best != NO_RANK && lowest == 32 * j + lane) {
@@ -141,7 +139,7 @@ __device__ __forceinline__ void route_token(const Router& router, RouteScratch& 
     __syncwarp();
 
     int group_size = router.n_experts / router.groups;
-    unsigned eligible = ALL;
+    unsigned eligible = ALL_LANES;
     if (router.groups > 1) eligible = eligible_groups(scratch.biased, group_size, router.groups, router.top_groups, lane);
     unsigned ranks[LANE_EXPERTS];
 #pragma unroll
@@ -156,7 +154,7 @@ __device__ __forceinline__ void route_token(const Router& router, RouteScratch& 
     int first = 0;
 #pragma unroll
     for (int j = 0; j < LANE_EXPERTS; ++j) {
-        unsigned lanes = __ballot_sync(ALL, taken >> j & 1);
+        unsigned lanes = __ballot_sync(ALL_LANES, taken >> j & 1);
         if (taken >> j & 1) {
             int slot = first + __popc(lanes & ((1u << lane) - 1));
             router.experts[(long long)token * router.top_k + slot] = 32 * j + lane;

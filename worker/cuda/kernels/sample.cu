@@ -29,7 +29,7 @@ __device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGES
 // The best over all threads; ends with a barrier.
 __device__ __forceinline__ Best best_of_block(SampleScratch& scratch, Best best) {
     for (int step = 16; step > 0; step /= 2) {
-        Best other = {__shfl_xor_sync(ALL, best.value, step), __shfl_xor_sync(ALL, best.id, step)};
+        Best other = {__shfl_xor_sync(ALL_LANES, best.value, step), __shfl_xor_sync(ALL_LANES, best.id, step)};
         best = better(best, other);
     }
     if (threadIdx.x % 32 == 0) scratch.bests[threadIdx.x / 32] = best;
@@ -159,7 +159,7 @@ __device__ __forceinline__ int draw_in_range(const Weights& weights, const Range
         float weight = id < range.end ? weights.values[id] : 0.0f;
         bool kept = id < range.end && key_of(weight, id) >= threshold;
         Mass running = sum + scan_sum(kept ? mass_of(weight) : 0, lane);
-        unsigned reached = __ballot_sync(ALL, kept && running > point);
+        unsigned reached = __ballot_sync(ALL_LANES, kept && running > point);
         if (reached != 0) return first + __ffs(reached) - 1;
         sum = shuffle(running, 31);
     }

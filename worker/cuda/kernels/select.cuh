@@ -17,7 +17,6 @@ constexpr int SAMPLE_THREADS = 512;
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / 32;
 constexpr int DIGITS = 256;
 constexpr int FIRST_SHIFT = 55;            // of the first digit: a weight's exponent
-constexpr unsigned ALL = 0xffffffffu;
 constexpr int MASS_BITS = 40;
 constexpr Mass NO_MASS = ~0ull;            // more than any sum
 
@@ -79,14 +78,14 @@ __device__ __forceinline__ Mass mass_of(float weight) {
 }
 
 __device__ __forceinline__ Mass shuffle_xor(Mass x, int mask) {
-    unsigned low = __shfl_xor_sync(ALL, (unsigned)x, mask);
-    unsigned high = __shfl_xor_sync(ALL, (unsigned)(x >> 32), mask);
+    unsigned low = __shfl_xor_sync(ALL_LANES, (unsigned)x, mask);
+    unsigned high = __shfl_xor_sync(ALL_LANES, (unsigned)(x >> 32), mask);
     return (Mass)high << 32 | low;
 }
 
 __device__ __forceinline__ Mass shuffle(Mass x, int lane) {
-    unsigned low = __shfl_sync(ALL, (unsigned)x, lane);
-    unsigned high = __shfl_sync(ALL, (unsigned)(x >> 32), lane);
+    unsigned low = __shfl_sync(ALL_LANES, (unsigned)x, lane);
+    unsigned high = __shfl_sync(ALL_LANES, (unsigned)(x >> 32), lane);
     return (Mass)high << 32 | low;
 }
 
@@ -136,7 +135,7 @@ __device__ __forceinline__ unsigned count_block(SelectScratch& scratch, const We
     for (int id = range.begin + (int)(threadIdx.x % 32); id < range.end; id += 32) {
         count += key_of(weights.values[id], id) >= threshold;
     }
-    for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(ALL, count, step);
+    for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(ALL_LANES, count, step);
     if (threadIdx.x % 32 == 0) atomicAdd(&scratch.count_before, count);
     __syncthreads();
     unsigned total = scratch.count_before;
@@ -194,8 +193,8 @@ __device__ __forceinline__ void choose_bin(SelectScratch& scratch, unsigned coun
     count_here += (unsigned)scan_sum(own_count, lane) - own_count;
     mass_here += scan_sum(own_mass, lane) - own_mass;
     bool reached = own_count > 0 && (count_here + own_count >= count || mass_here + own_mass >= mass);
-    unsigned holders = __ballot_sync(ALL, own_count > 0);
-    unsigned lanes = __ballot_sync(ALL, reached);
+    unsigned holders = __ballot_sync(ALL_LANES, own_count > 0);
+    unsigned lanes = __ballot_sync(ALL_LANES, reached);
     int chosen = lanes != 0 ? __ffs(lanes) - 1 : 31 - __clz(holders);
     __syncwarp();
     if (lane == 0 && holders == 0) scratch.bin = -1;

@@ -30,7 +30,7 @@ __device__ __forceinline__ float block_scale(const float (&v)[4]) {
         if (bits < 0x7f800000u) most = max(most, bits);
     }
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
+    for (int step = 16; step > 0; step /= 2) most = max(most, __shfl_xor_sync(ALL_LANES, most, step));
     if (most == 0) return 1.0f;
     return fmaxf(__fdiv_rn(bits_float(most), E4M3_MAX), bits_float(0x00800000u));
 }

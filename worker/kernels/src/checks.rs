@@ -247,6 +247,24 @@ pub fn kv_append(layout: &KvLayout, keys: Shape, values: Option<Shape>) -> Resul
     })
 }
 
+/// Checks queries and keys on their way to a cache of heads of `head_dim` elements.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn cache_heads(layout: &KvLayout, q: Shape, head_dim: usize) -> Result<(), KernelError> {
+    let fits = !layout.value_in_key
+        && head_dim > 0
+        && (layout.k_dim, layout.v_dim) == (head_dim, head_dim)
+        && q.1.is_multiple_of(head_dim);
+    ensure(fits, "cache_heads", || {
+        format!(
+            "queries {} in heads of {head_dim} for {}",
+            shape(q),
+            layout.fingerprint()
+        )
+    })
+}
+
 /// Checks that a cache has the layer.
 ///
 /// # Errors

@@ -2,12 +2,12 @@
 //! running them at once.
 
 use crate::ops::{AttentionOps, LinearOps};
-use crate::{Heads, KernelError, Latents, MlaHeads, RopeTable, Span};
+use crate::{Heads, KernelError, Latents, MlaHeads, RopeTable, Span, checks};
 
 /// [`AttentionOps::cache_heads`].
 ///
 /// # Errors
-/// Errors of the single operations.
+/// [`KernelError::Shape`] unless all heads are of `head_dim`; errors of the single operations.
 pub fn cache_heads<B: AttentionOps + ?Sized>(
     backend: &B,
     kv: &mut B::Kv,
@@ -25,12 +25,13 @@ pub fn cache_heads<B: AttentionOps + ?Sized>(
         positions,
         rope,
     } = heads;
+    checks::cache_heads(&backend.kv_layout(kv), backend.shape(&q), head_dim)?;
     let turned = |x: B::Tensor, norm: Option<&B::Vector>| -> Result<B::Tensor, KernelError> {
         let mut x = match norm {
             Some(norm) => backend.rms_norm(&x, norm, eps)?,
             None => x,
         };
-        let heads = backend.shape(&x).1 / head_dim.max(1);
+        let heads = backend.shape(&x).1 / head_dim;
         backend.rope(&mut x, heads, positions, rope)?;
         Ok(x)
     };

@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use hearth_kernels::ops::ElementwiseOps;
 use hearth_kernels::{KernelError, RopeLayout, RopeTable, checks};
 
-use super::tensor::{Part, RowsArg, Terms, WeightData, weight_type};
+use super::tensor::{Terms, WeightData, weight_type};
 use super::{
     Activations, CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, MOST_RECORDED_ROWS,
     terms_variant,
@@ -83,12 +83,7 @@ impl ElementwiseOps for CudaBackend {
             self.add_assign(residual, delta)?;
             return self.rms_norm(residual, weight, eps);
         }
-        let (delta_rows, more) = {
-            let values = delta.values();
-            let rows = |part: &Part| part.argument(delta.elements());
-            let more = values.second.as_ref().map_or(RowsArg::NONE, rows);
-            (rows(&values.first), more)
-        };
+        let [of_delta, more] = delta.parts();
         let sum = self.values(residual)?;
         changed(residual);
         let y = self.tensor(residual.rows, residual.cols)?;
@@ -99,7 +94,7 @@ impl ElementwiseOps for CudaBackend {
             .with(terms.values.address())
             .with(terms.scales_address())
             .with(sum)
-            .with(delta_rows)
+            .with(of_delta)
             .with(more)
             .with(weight.data.address())
             .with(eps)
@@ -134,14 +129,17 @@ impl ElementwiseOps for CudaBackend {
 
     fn add_assign(&self, x: &mut CudaTensor, delta: &CudaTensor) -> Result<(), KernelError> {
         checks::same("add_assign", x.shape(), delta.shape())?;
+        let sum = self.values(x)?;
         changed(x);
+        let [of_delta, more] = delta.parts();
         let args = Args::new()
-            .with(self.values(x)?)
-            .with(self.values(delta)?)
-            .with(x.elements() as i64);
-        let variant = Variant::plain("add");
-        let grid = [x.elements().div_ceil(QUAD_COLS), 1, 1];
-        self.launch(Kernel::new(&variant, "add"), grid, args)
+            .with(sum)
+            .with(of_delta)
+            .with(more)
+            .with(x.rows as i32)
+            .with(x.cols as i32);
+        let grid = row_grid(x.rows, x.cols);
+        self.launch(Kernel::new(&Variant::plain("add"), "add"), grid, args)
     }
 
     fn silu_mul(&self, gate: &CudaTensor, up: &CudaTensor) -> Result<CudaTensor, KernelError> {
@@ -308,7 +306,10 @@ impl CudaBackend {
 
 /// Invalidates everything derived from the tensor's old contents.
 pub(super) fn changed(x: &mut CudaTensor) {
-    *x.terms.get_mut().unwrap_or_else(PoisonError::into_inner) = None;
+    x.terms
+        .get_mut()
+        .unwrap_or_else(PoisonError::into_inner)
+        .clear();
 }
 
 /// One block per row and 1024 of its columns.

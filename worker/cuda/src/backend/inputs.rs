@@ -1,8 +1,11 @@
 //! From projections to what attention reads, in one launch: heads or latents are normalised, rotated and cached.
 
-use hearth_kernels::{Heads, KernelError, Latents, MlaHeads, RopeLayout, RopeTable, Span, checks};
+use hearth_kernels::{
+    Heads, KernelError, KvLayout, Latents, MlaHeads, RopeLayout, RopeTable, Span, checks,
+};
 
 use super::elementwise::MOST_PAIRS;
+use super::kv::kv_type;
 use super::tensor::{RowsArg, WeightData};
 use super::{CudaBackend, CudaKv, CudaTensor, CudaVector, Kernel, activations_number};
 use crate::compile::Variant;
@@ -29,6 +32,7 @@ impl CudaBackend {
             head_dim,
             ..
         } = of;
+        checks::cache_heads(&kv.layout, q.shape(), head_dim)?;
         let (heads, kv_heads) = (q.cols / head_dim, k.cols / head_dim);
         if let Some((of_q, of_k)) = norms {
             for (x, norm) in [(&q, of_q), (&k, of_k)] {
@@ -60,7 +64,7 @@ impl CudaBackend {
             .with(kv_heads as i32)
             .with(head_dim as i32)
             .with(of.rope.inv_freq.len() as i32);
-        let variant = Variant::with("cache_heads", &[("KV_TYPE", kv.kind())]);
+        let variant = self.input_variant(&kv.layout);
         let blocks = (heads + 2 * kv_heads).div_ceil(BLOCK_HEADS);
         self.launch(
             Kernel::new(&variant, "cache_heads"),
@@ -127,8 +131,7 @@ impl CudaBackend {
             .with(of.rope.inv_freq.len() as i32)
             .with(part.map_or(0, |(_, _, out, _)| out.cols) as i32)
             .with(part.map_or(0, |(_, _, _, terms)| terms.padded) as i32);
-        let activations = ("ACTIVATIONS", activations_number(self.activations));
-        let variant = Variant::with("cache_latents", &[("KV_TYPE", kv.kind()), activations]);
+        let variant = self.input_variant(&kv.layout);
         let kernel = Kernel::new(&variant, "cache_latents");
         self.launch(kernel, [rows, 1 + usize::from(q.is_some()), 1], args)?;
         Ok(q.map(|(_, _, out, terms)| out.with_terms(terms)))
@@ -176,6 +179,16 @@ impl CudaBackend {
         let grid = [heads, rank.div_ceil(64) + 1, q.rows.div_ceil(32)];
         self.launch(Kernel::new(&variant, "mla_query").threads(128), grid, args)?;
         Ok(out)
+    }
+
+    /// The kernel that fills a cache of this layout.
+    pub(super) fn input_variant(&self, layout: &KvLayout) -> Variant {
+        let kind = ("KV_TYPE", kv_type(layout.dtype));
+        if !layout.value_in_key {
+            return Variant::with("cache_heads", &[kind]);
+        }
+        let activations = ("ACTIVATIONS", activations_number(self.activations));
+        Variant::with("cache_latents", &[kind, activations])
     }
 
     /// Adds the parameters of a rotation.

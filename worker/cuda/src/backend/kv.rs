@@ -36,16 +36,16 @@ impl CudaKv {
             .collect()
     }
 
-    /// Value of the kernels' `KV_TYPE`.
-    pub(super) fn kind(&self) -> i64 {
-        match self.layout.dtype {
-            KvDType::F32 => 0,
-            KvDType::Bf16 => 1,
-        }
-    }
-
     fn variant(&self) -> Variant {
-        Variant::with("kv", &[("KV_TYPE", self.kind())])
+        Variant::with("kv", &[("KV_TYPE", kv_type(self.layout.dtype))])
+    }
+}
+
+/// Value of the kernels' `KV_TYPE`.
+pub(super) fn kv_type(dtype: KvDType) -> i64 {
+    match dtype {
+        KvDType::F32 => 0,
+        KvDType::Bf16 => 1,
     }
 }
 
@@ -67,6 +67,7 @@ impl KvOps for CudaBackend {
             bytes: bytes.max(1),
         })?;
         self.modules.prepare(self.attention_variants(&layout));
+        self.modules.prepare([self.input_variant(&layout)]);
         if layout.value_in_key {
             let mla = [DType::Bf16, DType::F8E4m3].map(|dtype| self.mla_variant(dtype));
             self.modules.prepare(mla);

@@ -295,19 +295,20 @@ impl CudaBackend {
         Ok(y)
     }
 
-    /// Converts the rows of `x` to the form in which kernels take activations of this precision; the last conversion is
-    /// cached while the tensor does not change.
+    /// Converts the rows of `x` to the form in which kernels take activations of this precision; one conversion of each
+    /// precision is cached while the tensor does not change.
     pub(super) fn terms(
         &self,
         x: &CudaTensor,
         activations: Activations,
     ) -> Result<Arc<Terms>, KernelError> {
         let mut kept = x.terms.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(terms) = kept.as_ref().filter(|terms| terms.serve(activations)) {
+        if let Some(terms) = kept.iter().find(|terms| terms.serve(activations)) {
             return Ok(Arc::clone(terms));
         }
         let terms = Arc::new(self.split(self.values(x)?, x.rows, x.cols, activations)?);
-        *kept = Some(Arc::clone(&terms));
+        kept.retain(|other| !terms.serve(other.activations));
+        kept.push(Arc::clone(&terms));
         Ok(terms)
     }
 

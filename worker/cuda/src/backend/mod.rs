@@ -220,11 +220,11 @@ impl CudaBackend {
             return Ok(values.first.buffer.address());
         }
         let sum = self.buffer(x.elements() * 4, "activations")?;
-        let rows = |part: &Part| part.argument(x.elements());
+        let [first, more] = values.arguments(x.elements());
         let args = Args::new()
             .with(sum.address())
-            .with(rows(&values.first))
-            .with(values.second.as_ref().map_or(RowsArg::NONE, rows))
+            .with(first)
+            .with(more)
             .with(x.rows as i32)
             .with(x.cols as i32);
         let grid = [x.rows, x.cols.div_ceil(1024), 1];

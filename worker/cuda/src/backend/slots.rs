@@ -82,7 +82,7 @@ impl LoadOps for CudaBackend {
         // Copies are not ordered behind the allocation, nor behind what used the memory before.
         self.queue.synchronize()?;
         self.modules
-            .prepare(["route", "experts_combine"].map(Variant::plain));
+            .prepare(["route", "route_sort", "experts_combine"].map(Variant::plain));
         Ok(slots)
     }
 

@@ -18,14 +18,25 @@ pub struct CudaTensor {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) values: Mutex<Values>,
-    /// The rows in the matrix kernels' form, once requested; dropped when the tensor changes.
-    pub(super) terms: Mutex<Option<Arc<Terms>>>,
+    /// The rows in the matrix kernels' forms that were requested; dropped when the tensor changes.
+    pub(super) terms: Mutex<Vec<Arc<Terms>>>,
 }
 
 /// Where a tensor's values are: in one part, or the sum of two.
 pub(super) struct Values {
     pub(super) first: Part,
     pub(super) second: Option<Part>,
+}
+
+impl Values {
+    /// Both parts as kernels take them, of tensors of so many elements.
+    pub(super) fn arguments(&self, elements: usize) -> [RowsArg; 2] {
+        let second = self.second.as_ref();
+        [
+            self.first.argument(elements),
+            second.map_or(RowsArg::NONE, |part| part.argument(elements)),
+        ]
+    }
 }
 
 /// Values, or the segments of a product whose sum they are.
@@ -57,7 +68,7 @@ impl CudaTensor {
             rows,
             cols,
             values: Mutex::new(Values { first, second }),
-            terms: Mutex::new(None),
+            terms: Mutex::new(Vec::new()),
         }
     }
 
@@ -69,13 +80,18 @@ impl CudaTensor {
     /// The tensor with its rows in the matrix kernels' form.
     pub(super) fn with_terms(self, terms: Terms) -> Self {
         Self {
-            terms: Mutex::new(Some(Arc::new(terms))),
+            terms: Mutex::new(vec![Arc::new(terms)]),
             ..self
         }
     }
 
     pub(super) fn values(&self) -> MutexGuard<'_, Values> {
         self.values.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Both parts of the values as kernels take them.
+    pub(super) fn parts(&self) -> [RowsArg; 2] {
+        self.values().arguments(self.elements())
     }
 
     pub(super) fn shape(&self) -> (usize, usize) {

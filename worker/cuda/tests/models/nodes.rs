@@ -18,6 +18,9 @@ const MOST_DENSE_NODES: usize = 12;
 /// Most nodes of a layer with latent attention and routed experts.
 const MOST_EXPERT_NODES: usize = 18;
 const BLOCK_TOKENS: usize = 16;
+/// Positions from which attention runs in splits, with a kernel that merges them.
+const LONG: usize = 600;
+const BLOCKS: usize = 4;
 
 /// Sees every intermediate, so that operations run one by one.
 struct Sees(usize);
@@ -61,24 +64,48 @@ fn batch(tokens: &[u32], start: usize) -> Batch {
             first_row: 0,
             rows: tokens.len(),
             start,
-            blocks: (0..4).map(BlockId).collect(),
+            blocks: (0..BLOCKS as u32).map(BlockId).collect(),
         }],
         logit_rows: vec![tokens.len() as u32 - 1],
     }
 }
 
-/// Nodes of a step of one token through the first `layers` layers.
-fn nodes(dir: &Path, layers: usize, backend: &Arc<CudaBackend>) -> usize {
+/// A step of one token of each of `rows` sequences, which share what was before `start`.
+fn step(rows: usize, start: usize) -> Batch {
+    let of_sequence = |row: usize| {
+        let mut blocks: Vec<_> = (0..start as u32 / BLOCK_TOKENS as u32)
+            .map(BlockId)
+            .collect();
+        blocks.push(BlockId((start / BLOCK_TOKENS + row) as u32));
+        Span {
+            first_row: row,
+            rows: 1,
+            start,
+            blocks,
+        }
+    };
+    Batch {
+        tokens: vec![5; rows],
+        spans: (0..rows).map(of_sequence).collect(),
+        logit_rows: (0..rows as u32).collect(),
+    }
+}
+
+/// Nodes of a step of `rows` tokens at `start` through the first `layers` layers. The cache is zeros before them.
+fn nodes(
+    dir: &Path,
+    layers: usize,
+    backend: &Arc<CudaBackend>,
+    (rows, start): (usize, usize),
+) -> usize {
     let model = model(dir, layers, backend);
     let layout = model.kv_layout(BLOCK_TOKENS, KvDType::Bf16);
-    let mut kv = backend.kv_alloc(layout, 4).unwrap();
-    model
-        .forward(&batch(&[3, 1, 4], 0), &mut kv, &mut ())
-        .unwrap();
+    let blocks = start / BLOCK_TOKENS + rows;
+    let mut kv = backend.kv_alloc(layout, blocks).unwrap();
     let before = backend.graph_counts().1;
-    for position in 3..6 {
+    for position in start..start + 3 {
         model
-            .forward(&batch(&[5], position), &mut kv, &mut ())
+            .forward(&step(rows, position), &mut kv, &mut ())
             .unwrap();
     }
     assert!(backend.graph_counts().1 > before, "no graph was launched");
@@ -97,44 +124,52 @@ fn a_layer_of_a_decode_step_has_few_nodes() {
             ("deepseek_v3_fp8", 2, MOST_EXPERT_NODES),
         ] {
             let dir = case(name);
-            let [whole, less] = [layers, layers - 1].map(|depth| nodes(&dir, depth, &backend));
-            let of_layer = whole - less;
-            println!("{name:16} {activations:?}: {of_layer} nodes a layer, {whole} in all");
-            assert!(
-                of_layer <= most,
-                "{name}, {activations:?}: {of_layer} nodes"
-            );
+            for at in [(1, LONG), (8, LONG)] {
+                let [whole, less] =
+                    [layers, layers - 1].map(|depth| nodes(&dir, depth, &backend, at));
+                let of_layer = whole - less;
+                let what = format!("{name}, {activations:?}, {} rows at {}", at.0, at.1);
+                println!("{what}: {of_layer} nodes a layer, {whole} in all");
+                assert!(of_layer <= most, "{what}: {of_layer} nodes");
+            }
         }
     }
 }
 
 #[test]
 fn what_an_observer_sees_changes_no_bit() {
-    let backend = gpu_with(Activations::F32);
-    for dir in checkpoints() {
-        let layers = ModelConfig::read(&dir).unwrap().layers;
-        let model = model(&dir, layers, &backend);
-        let layout = model.kv_layout(BLOCK_TOKENS, KvDType::Bf16);
-        let mut answers = Vec::new();
-        for is_seen in [false, true] {
-            let mut kv = backend.kv_alloc(layout, 4).unwrap();
-            let mut logits = Vec::new();
-            for (tokens, start) in [(&[3, 1, 4, 1, 5][..], 0), (&[9], 5), (&[2], 6)] {
-                let batch = batch(tokens, start);
-                let mut sees = Sees(0);
-                let row = match is_seen {
-                    true => model.forward(&batch, &mut kv, &mut sees).unwrap(),
-                    false => model.forward(&batch, &mut kv, &mut ()).unwrap(),
-                };
-                assert_eq!(sees.0 > 0, is_seen);
-                logits.extend(row.iter().map(|v| v.to_bits()));
-            }
-            let blocks: Vec<BlockId> = (0..4).map(BlockId).collect();
-            let cached: Vec<_> = (0..layers)
-                .map(|layer| backend.kv_read(&kv, layer, &blocks, 0, 7).unwrap())
-                .collect();
-            answers.push((logits, cached));
+    for activations in [Activations::F32, Activations::Bf16] {
+        let backend = gpu_with(activations);
+        for dir in checkpoints() {
+            observed_bits(&backend, &dir);
         }
-        assert!(answers[0] == answers[1], "{}", dir.display());
     }
+}
+
+/// Compares a prompt and two steps with and without an observer.
+fn observed_bits(backend: &Arc<CudaBackend>, dir: &Path) {
+    let layers = ModelConfig::read(dir).unwrap().layers;
+    let model = model(dir, layers, backend);
+    let layout = model.kv_layout(BLOCK_TOKENS, KvDType::Bf16);
+    let mut answers = Vec::new();
+    for is_seen in [false, true] {
+        let mut kv = backend.kv_alloc(layout, BLOCKS).unwrap();
+        let mut logits = Vec::new();
+        for (tokens, start) in [(&[3, 1, 4, 1, 5][..], 0), (&[9], 5), (&[2], 6)] {
+            let batch = batch(tokens, start);
+            let mut sees = Sees(0);
+            let row = match is_seen {
+                true => model.forward(&batch, &mut kv, &mut sees).unwrap(),
+                false => model.forward(&batch, &mut kv, &mut ()).unwrap(),
+            };
+            assert_eq!(sees.0 > 0, is_seen);
+            logits.extend(row.iter().map(|v| v.to_bits()));
+        }
+        let blocks: Vec<BlockId> = (0..BLOCKS as u32).map(BlockId).collect();
+        let cached: Vec<_> = (0..layers)
+            .map(|layer| backend.kv_read(&kv, layer, &blocks, 0, 7).unwrap())
+            .collect();
+        answers.push((logits, cached));
+    }
+    assert!(answers[0] == answers[1], "{}", dir.display());
 }

@@ -22,8 +22,9 @@ pub(crate) struct Layer {
     weights: Vec<[CudaWeight; 3]>,
     hidden: usize,
     tokens: usize,
+    experts: usize,
     x: Vec<f32>,
-    /// `[tokens, EXPERTS]`; every token chooses expert 1, and none chooses expert 3.
+    /// `[tokens, experts]`; every token chooses expert 1, and none chooses expert 3.
     logits: Vec<f32>,
 }
 
@@ -31,8 +32,18 @@ impl Layer {
     pub(crate) fn new(
         gpu: &CudaBackend,
         dtypes: [DType; 2],
+        shape: (usize, usize),
+        tokens: usize,
+    ) -> Self {
+        Self::of(gpu, dtypes, shape, tokens, EXPERTS)
+    }
+
+    fn of(
+        gpu: &CudaBackend,
+        dtypes: [DType; 2],
         (hidden, inner): (usize, usize),
         tokens: usize,
+        experts: usize,
     ) -> Self {
         let mut rng = Rng(tokens as u64);
         let mut expert = || {
@@ -42,14 +53,14 @@ impl Layer {
                 random_matrix(&mut rng, hidden, inner, dtypes[1]),
             ]
         };
-        let host: Vec<_> = (0..EXPERTS).map(|_| expert()).collect();
+        let host: Vec<_> = (0..experts).map(|_| expert()).collect();
         // Loaded in reverse order: nothing may depend on an expert's address.
         let load = |matrices: &[HostMatrix; 3]| matrices.each_ref().map(|m| gpu.weight(m).unwrap());
         let mut weights: Vec<_> = host.iter().rev().map(load).collect();
         weights.reverse();
         let x = rng.normals(tokens * hidden);
-        let mut logits = rng.normals(tokens * EXPERTS);
-        for token in logits.chunks_mut(EXPERTS) {
+        let mut logits = rng.normals(tokens * experts);
+        for token in logits.chunks_mut(experts) {
             token[1] = 5.0;
             token[3] = -9.0;
         }
@@ -58,6 +69,7 @@ impl Layer {
             weights,
             hidden,
             tokens,
+            experts,
             x,
             logits,
         }
@@ -65,10 +77,10 @@ impl Layer {
 
     /// Each expert's rows and weights.
     fn calls(&self, gpu: &CudaBackend) -> Vec<(Vec<u32>, Vec<f32>)> {
-        let logits = gpu.upload(self.tokens, EXPERTS, &self.logits).unwrap();
+        let logits = gpu.upload(self.tokens, self.experts, &self.logits).unwrap();
         let chosen = gpu.route(&logits, None, SPEC).unwrap();
         let routing = gpu.routing(chosen).unwrap();
-        let mut calls = vec![(Vec::new(), Vec::new()); EXPERTS];
+        let mut calls = vec![(Vec::new(), Vec::new()); self.experts];
         for (slot, (&expert, &weight)) in routing.experts.iter().zip(&routing.weights).enumerate() {
             let (rows, weights) = &mut calls[expert as usize];
             rows.push((slot / TOP_K) as u32);
@@ -81,7 +93,9 @@ impl Layer {
     pub(crate) fn called(&self, gpu: &CudaBackend, goes: &[usize]) -> Vec<f32> {
         let calls = self.calls(gpu);
         let x = gpu.upload(self.tokens, self.hidden, &self.x).unwrap();
-        let mut sum = gpu.expert_sum(self.tokens, self.hidden, EXPERTS).unwrap();
+        let mut sum = gpu
+            .expert_sum(self.tokens, self.hidden, self.experts)
+            .unwrap();
         let mut first = 0;
         for (index, &count) in goes.iter().enumerate() {
             let calls: Vec<_> = (first..first + count)
@@ -110,7 +124,7 @@ impl Layer {
             .map(|[gate, up, down]| ExpertWeights { gate, up, down })
             .collect();
         let bank = gpu.expert_bank(&experts).unwrap().unwrap();
-        let logits = gpu.upload(self.tokens, EXPERTS, &self.logits).unwrap();
+        let logits = gpu.upload(self.tokens, self.experts, &self.logits).unwrap();
         let chosen = gpu.route(&logits, None, SPEC).unwrap();
         let x = gpu.upload(self.tokens, self.hidden, &self.x).unwrap();
         let out = gpu.banked_experts(&x, &chosen, &bank).unwrap();
@@ -145,8 +159,9 @@ impl Layer {
             weights: self.weights.clone(),
             hidden: self.hidden,
             tokens: 1,
+            experts: self.experts,
             x: self.x[token * self.hidden..][..self.hidden].to_vec(),
-            logits: self.logits[token * EXPERTS..][..EXPERTS].to_vec(),
+            logits: self.logits[token * self.experts..][..self.experts].to_vec(),
         }
     }
 }
@@ -289,4 +304,23 @@ fn slots_sorted_on_the_device_are_those_sorted_on_the_host() {
     let layer = Layer::new(&gpu, [DType::F8E4m3; 2], (16, 16), 700);
     let banked = layer.banked(&gpu);
     assert_same_bits(&banked, &layer.called(&gpu, &[EXPERTS]), "sorted");
+}
+
+#[test]
+fn the_last_of_as_many_experts_as_the_sort_takes_is_run() {
+    const MOST: usize = 512;
+    let gpu = gpu(Activations::Bf16);
+    // Sorted with the choice, and by a kernel of its own.
+    for tokens in [3, 20] {
+        let mut layer = Layer::of(&gpu, [DType::F8E4m3; 2], (16, 16), tokens, MOST);
+        for token in layer.logits.chunks_mut(MOST) {
+            token[MOST - 1] = 6.0;
+        }
+        let [(rows, _)] = &layer.calls(&gpu)[MOST - 1..] else {
+            panic!("{MOST} experts");
+        };
+        assert_eq!(rows.len(), tokens);
+        let called = layer.called(&gpu, &[MOST]);
+        assert_same_bits(&layer.banked(&gpu), &called, &format!("{tokens} tokens"));
+    }
 }

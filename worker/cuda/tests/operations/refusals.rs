@@ -2,7 +2,7 @@
 
 use hearth_kernels::ops::*;
 use hearth_kernels::{
-    AttentionSpec, BlockId, DType, ExpertCall, KernelError, KvDType, KvLayout, MlaHeads,
+    AttentionSpec, BlockId, DType, ExpertCall, Heads, KernelError, KvDType, KvLayout, MlaHeads,
     RopeLayout, RopeTable, RouterScore, RouterSpec, Span,
 };
 
@@ -181,11 +181,42 @@ fn cache<B: Backend>(backend: &B, answers: &mut Answers) {
     answers.add(backend.kv_append(&mut kv, 2, &k, Some(&v), &[]));
     answers.add(backend.kv_append(&mut kv, 1, &k, None, &[]));
     answers.add(backend.kv_append(&mut kv, 1, &v, Some(&k), &[]));
+    heads(backend, answers);
     answers.add(backend.kv_read(&kv, 0, &[BlockId(9)], 0, 1));
     answers.add(backend.kv_read(&kv, 2, &[BlockId(0)], 0, 1));
     answers.add(backend.kv_read(&kv, 0, &[BlockId(0)], 4, 5));
     answers.add(backend.kv_write(&mut kv, 0, &[BlockId(0)], 0, &[0; 191]));
     answers.add(backend.kv_write(&mut kv, 0, &[BlockId(0)], 8, &[0; 192]));
+}
+
+/// Heads that are not those of the cache.
+fn heads<B: Backend>(backend: &B, answers: &mut Answers) {
+    let rope = RopeTable {
+        inv_freq: vec![1.0; 2],
+        magnitude: 1.0,
+        layout: RopeLayout::Half,
+    };
+    for (v_dim, cols, head_dim) in [(12, 36, 12), (8, 24, 12), (12, 30, 12), (12, 24, 0)] {
+        let layout = KvLayout {
+            k_dim: 12,
+            v_dim,
+            kv_heads: if cols == 36 { 2 } else { 1 },
+            ..LAYOUT
+        };
+        let mut kv = backend.kv_alloc(layout, 1).unwrap();
+        let tensor = |cols| backend.zeros(1, cols).unwrap();
+        let of = Heads {
+            q: tensor(cols),
+            k: tensor(12),
+            v: tensor(v_dim),
+            norms: None,
+            eps: 1e-6,
+            head_dim,
+            positions: &[0],
+            rope: &rope,
+        };
+        answers.add(backend.cache_heads(&mut kv, 0, &[], of));
+    }
 }
 
 fn answers<B: Backend>(backend: &B) -> Vec<String> {

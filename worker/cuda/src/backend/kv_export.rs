@@ -103,7 +103,8 @@ impl KvExport {
         };
         let count = state.leaving.iter().take_while(exceeds).count();
         // Copies are in order: the last one's mark is behind all of them.
-        if let Some(last) = state.leaving.iter().take(count).last() {
+        let last = count.checked_sub(1).and_then(|at| state.leaving.get(at));
+        if let Some(last) = last {
             wait(&last.mark)?;
         }
         state.leaving.drain(..count);

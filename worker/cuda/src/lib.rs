@@ -17,8 +17,8 @@ mod memory;
 mod queue;
 
 pub use backend::{
-    Activations, CopyRates, CudaBackend, CudaBank, CudaChosen, CudaExpertSum, CudaKv, CudaMark,
-    CudaOptions, CudaSlot, CudaTensor, CudaTokens, CudaVector, CudaWeight,
+    Activations, CopyRates, CudaBackend, CudaBank, CudaChosen, CudaExpertSum, CudaKv, CudaKvCopy,
+    CudaMark, CudaOptions, CudaSlot, CudaTensor, CudaTokens, CudaVector, CudaWeight,
 };
 pub use compile::{
     CompileReport, SOURCES, Variant, all_variants, compile_all, compile_one, obstacle,

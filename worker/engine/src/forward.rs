@@ -1,6 +1,9 @@
 //! The step loop's view of a model: forward passes, and the bytes of their KV.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, OnceLock},
+};
 
 use hearth_kernels::ops::DeviceMemory;
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
@@ -16,14 +19,22 @@ const QUEUED_PASSES: usize = 2;
 
 /// Access to the bytes of stored KV.
 pub(crate) trait KvBytes {
-    /// Returns `tokens * token_layer_bytes` bytes of one layer, starting at a sequence's `first_token`.
-    fn read(
+    /// Begins to copy `tokens * token_layer_bytes` bytes of one layer to the host, starting at a sequence's `first_token`.
+    fn begin(
         &self,
         layer: usize,
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
-    ) -> Result<Vec<u8>, String>;
+    ) -> Result<Box<dyn PendingKv>, String>;
+}
+
+/// Bytes on their way to the host; what is computed meanwhile does not change them.
+pub(crate) trait PendingKv: Send {
+    /// Whether they have arrived.
+    fn has_arrived(&self) -> Result<bool, String>;
+    /// Waits for them, and returns them.
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, String>;
 }
 
 /// Observes a forward pass while it runs.
@@ -109,7 +120,23 @@ pub(crate) struct ModelForward<B: Backend> {
     kv: B::Kv,
     progress: Progress,
     in_flight: VecDeque<Results<B>>,
-    device_lost: Option<String>,
+    lost: Lost,
+}
+
+/// Why the device is lost, once it is; clones share it.
+#[derive(Clone, Default)]
+struct Lost(Arc<OnceLock<String>>);
+
+impl Lost {
+    /// The text of an error, remembered if it means that the device is lost.
+    fn noted(&self, error: &ModelError) -> String {
+        let text = error.to_string();
+        if error.is_device_lost() {
+            // The first error tells best.
+            let _ = self.0.set(text.clone());
+        }
+        text
+    }
 }
 
 /// Results of a pass in flight.
@@ -126,17 +153,8 @@ impl<B: Backend> ModelForward<B> {
             kv,
             progress: Progress::default(),
             in_flight: VecDeque::new(),
-            device_lost: None,
+            lost: Lost::default(),
         }
-    }
-
-    /// The text of an error, remembered if it means that the device is lost.
-    fn noted(&mut self, error: &ModelError) -> String {
-        let text = error.to_string();
-        if error.is_device_lost() {
-            self.device_lost = Some(text.clone());
-        }
-        text
     }
 
     /// Begins to choose tokens where the logits are, and keeps the other rows for the host.
@@ -199,7 +217,8 @@ impl<B: Backend> Forward for ModelForward<B> {
     fn start(&mut self, work: &StepWork, watch: &mut dyn Watch) -> Result<Started, String> {
         let backend = Arc::clone(&self.backend);
         let mut observing = Observing {
-            backend: &*backend,
+            backend: &backend,
+            lost: &self.lost,
             watch,
             pass: self.progress.begin(),
         };
@@ -221,11 +240,11 @@ impl<B: Backend> Forward for ModelForward<B> {
         );
         let logits = match logits {
             Err(ModelError::GivenUp) => return Ok(Started::GivenUp),
-            Err(error) => return Err(self.noted(&error)),
+            Err(error) => return Err(self.lost.noted(&error)),
             Ok(logits) => logits,
         };
         let results = self.results(logits, &work.choices);
-        let results = results.map_err(|error| self.noted(&error.into()))?;
+        let results = results.map_err(|error| self.lost.noted(&error.into()))?;
         self.in_flight.push_back(results);
         Ok(Started::Running)
     }
@@ -235,7 +254,7 @@ impl<B: Backend> Forward for ModelForward<B> {
         // A device that hangs is seen here.
         let _pass = self.progress.begin();
         self.output(&results)
-            .map_err(|error| self.noted(&error.into()))
+            .map_err(|error| self.lost.noted(&error.into()))
     }
 
     fn write(
@@ -248,11 +267,11 @@ impl<B: Backend> Forward for ModelForward<B> {
         let backend = Arc::clone(&self.backend);
         backend
             .kv_write(&mut self.kv, layer, blocks, first_token, bytes)
-            .map_err(|error| self.noted(&error.into()))
+            .map_err(|error| self.lost.noted(&error.into()))
     }
 
     fn device_lost(&self) -> Option<String> {
-        self.device_lost.clone()
+        self.lost.0.get().cloned()
     }
 
     fn progress(&self) -> Progress {
@@ -272,7 +291,8 @@ impl<B: Backend> Forward for ModelForward<B> {
 
 /// Forwards a model's own observation, with the cache made readable.
 struct Observing<'a, B: Backend> {
-    backend: &'a B,
+    backend: &'a Arc<B>,
+    lost: &'a Lost,
     watch: &'a mut dyn Watch,
     pass: Pass,
 }
@@ -282,6 +302,7 @@ impl<B: Backend> Observer<B> for Observing<'_, B> {
         self.pass.goes_on();
         let view = View {
             backend: self.backend,
+            lost: self.lost,
             kv,
         };
         self.watch.layer_done(layer, &view);
@@ -297,20 +318,52 @@ impl<B: Backend> Observer<B> for Observing<'_, B> {
 }
 
 struct View<'a, B: Backend> {
-    backend: &'a B,
+    backend: &'a Arc<B>,
+    lost: &'a Lost,
     kv: &'a B::Kv,
 }
 
 impl<B: Backend> KvBytes for View<'_, B> {
-    fn read(
+    fn begin(
         &self,
         layer: usize,
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
-    ) -> Result<Vec<u8>, String> {
+    ) -> Result<Box<dyn PendingKv>, String> {
+        let copy = self
+            .backend
+            .kv_read_begin(self.kv, layer, blocks, first_token, tokens);
+        Ok(Box::new(Copying {
+            backend: Arc::clone(self.backend),
+            lost: self.lost.clone(),
+            copy: copy.map_err(|error| self.lost.noted(&error.into()))?,
+        }))
+    }
+}
+
+struct Copying<B: Backend> {
+    backend: Arc<B>,
+    lost: Lost,
+    copy: B::KvCopy,
+}
+
+impl<B: Backend> PendingKv for Copying<B> {
+    fn has_arrived(&self) -> Result<bool, String> {
         self.backend
-            .kv_read(self.kv, layer, blocks, first_token, tokens)
-            .map_err(|e| e.to_string())
+            .kv_read_is_done(&self.copy)
+            .map_err(|error| self.lost.noted(&error.into()))
+    }
+
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, String> {
+        let Self {
+            backend,
+            lost,
+            copy,
+        } = *self;
+        let bytes = backend
+            .kv_read_wait(&copy)
+            .and_then(|()| backend.kv_read_end(copy));
+        bytes.map_err(|error| lost.noted(&error.into()))
     }
 }

@@ -1,4 +1,4 @@
-//! The engine's actions during a forward pass: KV is sent layer by layer, and a pass that is no longer wanted ends.
+//! The engine's actions during a forward pass: KV is copied layer by layer and sent, and a pass that is no longer wanted ends.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use hearth_kernels::KvLayout;
 use hearth_schedule::SequenceId;
 
 use crate::{
-    EngineError,
+    export::ExportQueue,
     forward::{KvBytes, Watch},
     request::EngineRequest,
     work::StepWork,
@@ -19,25 +19,16 @@ pub(crate) struct StepWatch<'a> {
     pub(crate) layout: &'a KvLayout,
     /// Whether a pass goes on as long as one of its requests is wanted.
     pub(crate) is_finished_if_wanted: bool,
-    pub(crate) kv_bytes_moved: &'a mut u64,
-    /// Exports whose KV could not be read.
-    pub(crate) lost: Vec<(SequenceId, EngineError)>,
+    pub(crate) exports: ExportQueue,
 }
 
 impl Watch for StepWatch<'_> {
     fn layer_done(&mut self, layer: usize, kv: &dyn KvBytes) {
         for range in &self.work.exports {
-            let Some(EngineRequest::Export(export)) = self.requests.get_mut(&range.sequence) else {
-                continue;
-            };
-            let mut send = |first_token, tokens, data: Vec<u8>| {
-                *self.kv_bytes_moved += data.len() as u64;
-                export.kv(layer, first_token, tokens, data.into())
-            };
-            if let Err(error) = range.read(layer, self.layout, kv, &mut send) {
-                self.lost.push((range.sequence, error));
-            }
+            self.exports
+                .begin(range, layer, self.layout, kv, self.requests);
         }
+        self.exports.send_arrived(self.requests);
     }
 
     /// Ends a pass with a prompt chunk if restarting it without the rows of cancelled requests costs the others
@@ -45,6 +36,7 @@ impl Watch for StepWatch<'_> {
     /// is one token long, and a GPU runs it as a whole. Where weights come over a link in every pass, restarting is
     /// never cheaper.
     fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
+        self.exports.send_arrived(self.requests);
         let batch = &self.work.batch;
         if batch.spans.iter().all(|span| span.rows == 1) {
             return true;

@@ -1,5 +1,5 @@
 //! The engine over a model whose experts come over a link in every pass: each of them once a prompt, whatever its length
-//! and whoever waits beside it.
+//! and whoever waits beside it; and over a device that is lost while a prompt leaves it.
 #![allow(clippy::unwrap_used)] // helpers of tests
 
 mod support;
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 
-use hearth_engine::{Engine, EngineOptions, PrefillEvent, PrefillInput, RequestHandle};
+use hearth_engine::{Engine, EngineOptions, Health, PrefillEvent, PrefillInput, RequestHandle};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, CpuBackend, CpuOptions};
 use hearth_model::{Model, ModuleId, Residency, modules};
@@ -185,5 +185,67 @@ fn prompts_that_wait_together_share_a_pass_or_wait_and_none_is_split() {
             times <= passes,
             "{id} crossed {times} times in {passes} passes"
         );
+    }
+}
+
+/// Layers and first tokens that a prompt of four chunks sends until its device is lost, at the piece `lost_at`.
+fn exported_until_lost(dir: &Path, lost_at: usize) -> Vec<(usize, usize)> {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("fault");
+    let options = VirtualOptions {
+        fault: Some(file.clone()),
+        ..VirtualOptions::exact(1 << 30, cpu())
+    };
+    let backend = Arc::new(VirtualBackend::new(options).unwrap());
+    let config = ModelConfig::read(dir).unwrap();
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let specs = modules(&config).unwrap();
+    let policy = Resident::open(&checkpoint, specs, Arc::clone(&backend)).unwrap();
+    let model = Model::new(config, backend, Arc::new(policy)).unwrap();
+    let engine = Engine::start(model, support::options(&|o| o.chunk_tokens = 10)).unwrap();
+    let (sender, events) = channel();
+    let mut pieces = 0;
+    let sink = move |event: PrefillEvent| {
+        pieces += usize::from(matches!(event, PrefillEvent::Kv { .. }));
+        if pieces == lost_at {
+            std::fs::write(&file, "Xid 79: it has fallen off the bus\n").unwrap();
+        }
+        sender.send(event).is_ok()
+    };
+    let input = PrefillInput {
+        tokens: prompt(35, 1),
+        ..PrefillInput::default()
+    };
+    let _handle = engine.prefill(input, Box::new(sink)).unwrap();
+    let mut sent = Vec::new();
+    loop {
+        match events
+            .recv_timeout(std::time::Duration::from_secs(60))
+            .unwrap()
+        {
+            PrefillEvent::Kv {
+                layer, first_token, ..
+            } => sent.push((layer, first_token)),
+            PrefillEvent::Failed(error) => {
+                assert!(error.to_string().contains("fallen off the bus"), "{error}");
+                let health = engine.health();
+                assert!(matches!(health, Health::DeviceLost(_)), "{health:?}");
+                return sent;
+            }
+            PrefillEvent::Done { .. } => panic!("piece {lost_at}: nobody noticed"),
+        }
+    }
+}
+
+#[test]
+fn a_device_that_is_lost_in_the_middle_of_an_export_ends_it_with_the_cause() {
+    let dir = golden("qwen3_moe");
+    let layers = ModelConfig::read(&dir).unwrap().layers;
+    let chunks = [0, 10, 20, 30];
+    let order = chunks.map(|first| (0..layers).map(move |layer| (layer, first)));
+    let whole: Vec<_> = order.into_iter().flatten().collect();
+    for lost_at in 1..=whole.len() {
+        let sent = exported_until_lost(&dir, lost_at);
+        assert_eq!(sent, whole[..lost_at], "lost at piece {lost_at}");
     }
 }

@@ -281,6 +281,8 @@ pub trait LinearOps: MemoryOps {
 pub trait KvOps: MemoryOps {
     /// Paged keys and values of all layers.
     type Kv: Send + 'static;
+    /// A copy of stored bytes to the host that was queued; dropping it waits for nothing.
+    type KvCopy: Send + 'static;
 
     /// Allocates `blocks` blocks of KV.
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<Self::Kv, KernelError>;
@@ -305,7 +307,30 @@ pub trait KvOps: MemoryOps {
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
-    ) -> Result<Vec<u8>, KernelError>;
+    ) -> Result<Vec<u8>, KernelError> {
+        let copy = self.kv_read_begin(kv, layer, blocks, first_token, tokens)?;
+        self.kv_read_wait(&copy)?;
+        self.kv_read_end(copy)
+    }
+    /// Queues what [`KvOps::kv_read`] does, behind everything that was queued so far, and waits for none of it; operations
+    /// that are queued later may write there. Copies arrive in the order in which they were begun.
+    fn kv_read_begin(
+        &self,
+        kv: &Self::Kv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        tokens: usize,
+    ) -> Result<Self::KvCopy, KernelError>;
+    /// Whether the bytes are on the host. This, the wait and the end may be called from any thread.
+    fn kv_read_is_done(&self, copy: &Self::KvCopy) -> Result<bool, KernelError>;
+    /// Waits until the bytes are on the host.
+    fn kv_read_wait(&self, copy: &Self::KvCopy) -> Result<(), KernelError>;
+    /// Returns the bytes.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if nothing has waited for them, nor seen them arrive.
+    fn kv_read_end(&self, copy: Self::KvCopy) -> Result<Vec<u8>, KernelError>;
     /// Writes the bytes that another worker's [`KvOps::kv_read`] returned.
     fn kv_write(
         &self,

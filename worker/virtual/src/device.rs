@@ -12,7 +12,7 @@ use crate::memory::Memory;
 use crate::options::{Modelled, RoutingModel, VirtualMode, VirtualOptions};
 use crate::routing::Routings;
 
-/// A [`Backend`](hearth_kernels::Backend) with memory of a fixed size and two lanes, computed by the CPU's kernels or, in
+/// A [`Backend`](hearth_kernels::Backend) with memory of a fixed size and lanes, computed by the CPU's kernels or, in
 /// modelled mode, by nobody.
 pub struct VirtualBackend {
     pub(crate) computer: Computer,

@@ -1,4 +1,4 @@
-//! The two lanes of a device: what it computes, and what is copied to it.
+//! The lanes of a device: what it computes, what is copied to it, and what is copied out of its KV cache.
 //!
 //! An operation or copy has a serial in its lane, and a mark is the serial of the last one that was queued. In exact mode both
 //! lanes run where they are called, so that nothing would ever go wrong; what the lanes have waited for is recorded all the
@@ -24,11 +24,14 @@ pub const LATE_US: f64 = 50.0;
 /// How long before a deadline a waiting thread stops sleeping, since the system wakes threads late.
 const SPIN: Duration = Duration::from_micros(120);
 
-/// One of the two lanes.
+/// One of the lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lane {
     Compute,
+    /// Copies to the device.
     Copy,
+    /// Copies of KV to the host: the link carries both directions at once.
+    Export,
 }
 
 /// A point in the order of a lane.
@@ -88,6 +91,7 @@ pub(crate) struct Lanes {
 struct State {
     compute: Queue,
     copy: Queue,
+    export: Queue,
     /// When the host last had no more to wait for, real ns.
     host_from_ns: u64,
 }
@@ -95,7 +99,7 @@ struct State {
 #[derive(Default)]
 struct Queue {
     queued: u64,
-    /// Serial of the other lane that this one has waited for.
+    /// Serial of the lane beside it that this one has waited for.
     waited: u64,
     busy_until_ns: u64,
     not_before_ns: u64,
@@ -227,6 +231,11 @@ impl Lanes {
         state.host_from_ns = state.host_from_ns.max(mark.due_ns);
     }
 
+    /// Whether a mark is reached.
+    pub(crate) fn is_reached(&self, mark: &VirtualMark) -> bool {
+        mark.due_ns <= self.now_ns()
+    }
+
     /// Makes the host wait until a mark is reached.
     pub(crate) fn wait_for(&self, mark: &VirtualMark) {
         self.wait_until(mark.due_ns);
@@ -253,15 +262,17 @@ impl Lanes {
     }
 
     /// Records an event, if somebody wants it; times are real ns.
-    pub(crate) fn trace(&self, lane: Lane, times: Times, name: impl FnOnce() -> Cow<'static, str>) {
+    pub(crate) fn trace(
+        &self,
+        lane: TraceLane,
+        times: Times,
+        name: impl FnOnce() -> Cow<'static, str>,
+    ) {
         let Some(trace) = &self.trace else { return };
         let stretch = self.stretch.unwrap_or(1.0);
         let modelled_ns = |real_ns: u64| (real_ns as f64 / stretch) as u64;
         trace.record(TraceEvent {
-            lane: match lane {
-                Lane::Compute => TraceLane::Compute,
-                Lane::Copy => TraceLane::Copy,
-            },
+            lane,
             name: name(),
             begin_ns: modelled_ns(times.begin_ns),
             end_ns: modelled_ns(times.end_ns),
@@ -295,6 +306,7 @@ impl State {
         match lane {
             Lane::Compute => &mut self.compute,
             Lane::Copy => &mut self.copy,
+            Lane::Export => &mut self.export,
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! It has memory of a fixed size: weights are copied into it, and the KV cache, activations and the experts' working room
 //! are taken out of it, to the byte. What does not fit is refused as a GPU refuses it. It has two lanes, as a GPU with a stream
-//! for computation and one for copies has, and marks in them.
+//! for computation and one for copies has, a third one for copies of KV to the host, and marks in them.
 //!
 //! In exact mode the CPU's kernels compute, so tokens are those of the CPU; nothing is claimed about time. In modelled mode
 //! nothing is computed, and operations take the time that given rates say.
@@ -32,4 +32,4 @@ pub use lanes::{LATE_US, LaneUse, VirtualMark};
 pub use options::{CopyModel, Modelled, RoutingModel, VirtualMode, VirtualOptions};
 pub use sampling::VirtualTokens;
 pub use slots::VirtualSlot;
-pub use tensor::{VirtualKv, VirtualTensor, VirtualVector, VirtualWeight};
+pub use tensor::{VirtualKv, VirtualKvCopy, VirtualTensor, VirtualVector, VirtualWeight};

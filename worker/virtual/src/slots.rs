@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use hearth_kernels::ops::LoadOps;
+use hearth_kernels::trace::TraceLane;
 use hearth_kernels::{HostMatrix, KernelError};
 
 use crate::device::{Computer, fault};
@@ -169,7 +170,7 @@ impl LoadOps for VirtualBackend {
                 Weak::new()
             }
         };
-        self.lanes.trace(Lane::Copy, times, || "copy".into());
+        self.lanes.trace(TraceLane::Copy, times, || "copy".into());
         let tenancy = Tenancy {
             slot: Arc::clone(&slot.shared),
             use_index: slot.shared.uses.load(Ordering::Acquire),

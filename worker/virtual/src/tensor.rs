@@ -1,6 +1,6 @@
 //! What lives in the device's memory: activations, weights, vectors and the KV cache.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use hearth_kernels::ops::{LoadOps, MemoryOps};
@@ -8,6 +8,7 @@ use hearth_kernels::{CpuKv, CpuTensor, HostMatrix, KernelError, KvLayout, checks
 
 use crate::VirtualBackend;
 use crate::device::{Computer, fault};
+use crate::lanes::VirtualMark;
 use crate::memory::Held;
 use crate::slots::Tenancy;
 use crate::work::Work;
@@ -140,6 +141,16 @@ pub struct VirtualKv {
     /// `None` in modelled mode.
     kv: Option<CpuKv>,
     _held: Held,
+}
+
+/// A copy of stored bytes to the host.
+pub struct VirtualKvCopy {
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) landed: VirtualMark,
+    /// Whether somebody has asked if it has landed.
+    pub(crate) was_asked: AtomicBool,
+    /// Whether somebody knows that it has.
+    pub(crate) has_landed: AtomicBool,
 }
 
 impl VirtualKv {

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use hearth_kernels::trace::TraceLane;
 use hearth_kernels::{CpuBackend, CpuTensor, KernelError};
 
 use crate::device::Computer;
@@ -105,7 +106,7 @@ impl VirtualBackend {
             weight.read(serial, waited)?;
         }
         let Computer::Exact { cpu, .. } = &self.computer else {
-            self.lanes.trace(Lane::Compute, times, || work.title());
+            self.lanes.trace(TraceLane::Compute, times, || work.title());
             return Ok(None);
         };
         let computed = compute(cpu)?;
@@ -115,7 +116,7 @@ impl VirtualBackend {
             end_ns: self.lanes.now_ns(),
             ..times
         };
-        self.lanes.trace(Lane::Compute, times, || work.title());
+        self.lanes.trace(TraceLane::Compute, times, || work.title());
         Ok(Some(computed))
     }
 

@@ -247,6 +247,8 @@ fn a_lost_device_answers_nothing_again() {
     let input = device.zeros(1, HIDDEN).unwrap();
     let slots = device.slots(1 << 20, 1).unwrap();
     device.linear(&input, &weight, None).unwrap();
+    let kv = device.kv_alloc(LAYOUT, 1).unwrap();
+    let copy = device.kv_read_begin(&kv, 0, &[BlockId(0)], 0, 3).unwrap();
     std::fs::write(&file, "Xid 79: it has fallen off the bus\n").unwrap();
     let lost = |error: KernelError| {
         assert!(matches!(error, KernelError::DeviceLost { .. }), "{error}");
@@ -254,6 +256,8 @@ fn a_lost_device_answers_nothing_again() {
     };
     lost(device.linear(&input, &weight, None).err().unwrap());
     lost(VirtualBackend::new(options()).err().unwrap());
+    lost(device.kv_read_is_done(&copy).err().unwrap());
+    lost(device.kv_read_wait(&copy).err().unwrap());
     std::fs::remove_file(&file).unwrap();
     lost(device.linear(&input, &weight, None).err().unwrap());
     lost(

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use hearth_kernels::ops::*;
 use hearth_kernels::trace::{Trace, TraceLane};
 use hearth_kernels::{
-    CpuOptions, DType, ExpertCall, HostMatrix, KernelError, RouterScore, RouterSpec, Routing,
+    BlockId, CpuOptions, DType, ExpertCall, HostMatrix, KernelError, KvDType, KvLayout,
+    RouterScore, RouterSpec, Routing,
 };
 use hearth_virtual::{
     CopyModel, Modelled, RoutingModel, VirtualBackend, VirtualMode, VirtualOptions, VirtualTensor,
@@ -371,4 +372,44 @@ fn a_rate_that_is_not_positive_is_refused() {
     };
     let error = VirtualBackend::new(options).err().unwrap().to_string();
     assert!(error.contains("read is 0"), "{error}");
+}
+
+#[test]
+fn kv_is_copied_beside_computation_and_read_behind_its_mark() {
+    let layout = KvLayout {
+        layers: 1,
+        kv_heads: 1,
+        k_dim: 64,
+        v_dim: 64,
+        value_in_key: false,
+        block_tokens: 16,
+        dtype: KvDType::Bf16,
+    };
+    let blocks = [BlockId(0), BlockId(1)];
+    for device in devices() {
+        let kv = device.kv_alloc(layout, 2).unwrap();
+        let copy = device.kv_read_begin(&kv, 0, &blocks, 0, 32).unwrap();
+        let missing = fault(device.kv_read_end(copy));
+        assert!(
+            missing.contains("before its copy was waited for"),
+            "{missing}"
+        );
+        let copy = device.kv_read_begin(&kv, 0, &blocks, 0, 32).unwrap();
+        assert!(!device.kv_read_is_done(&copy).unwrap());
+        device.kv_read_wait(&copy).unwrap();
+        assert!(device.kv_read_is_done(&copy).unwrap());
+        assert_eq!(device.kv_read_end(copy).unwrap().len(), 32 * 256);
+    }
+    // 8 KiB at 1 GB/s are 8 µs, and the device computes meanwhile.
+    let device = modelled(|_| {});
+    let kv = device.kv_alloc(layout, 2).unwrap();
+    let copy = device.kv_read_begin(&kv, 0, &blocks, 0, 32).unwrap();
+    let computed = device.computed().unwrap();
+    assert!(!device.kv_read_is_done(&copy).unwrap());
+    device.wait(&computed).unwrap();
+    assert!(
+        !device.kv_read_is_done(&copy).unwrap(),
+        "the copy takes eight times as long"
+    );
+    device.kv_read_wait(&copy).unwrap();
 }

@@ -32,6 +32,7 @@ Config read() {
     c.host_register = !flag("HEARTH_HOST_MODEL_NO_REGISTER");
     c.read_only_register = c.host_register && !flag("HEARTH_HOST_MODEL_NO_READ_ONLY_REGISTER");
     c.memory_info_error = atoi(text("HEARTH_HOST_MODEL_MEMORY_INFO_ERROR", "0").c_str());
+    c.skipped_wait = strtoull(text("HEARTH_HOST_MODEL_SKIPPED_WAIT", "0").c_str(), nullptr, 10);
     c.report = text("HEARTH_HOST_MODEL_REPORT", "");
     c.lost = text("HEARTH_HOST_MODEL_LOST", "");
     return c;

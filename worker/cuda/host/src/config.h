@@ -19,6 +19,7 @@ struct Config {
     bool host_register;
     bool read_only_register;
     int memory_info_error;
+    uint64_t skipped_wait;
     std::string report;
     std::string lost;
 };

@@ -4,8 +4,10 @@
 use hearth_kernels::ops::KvOps;
 use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, Span, checks};
 
+use super::kv_export::CudaKvCopy;
 use super::{CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
+use crate::driver::Mark;
 use crate::memory::Buffer;
 use crate::queue::{Args, Command};
 
@@ -51,6 +53,7 @@ pub(super) fn kv_type(dtype: KvDType) -> i64 {
 
 impl KvOps for CudaBackend {
     type Kv = CudaKv;
+    type KvCopy = CudaKvCopy;
 
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CudaKv, KernelError> {
         checks::kv_alloc(&layout)?;
@@ -104,14 +107,14 @@ impl KvOps for CudaBackend {
         Ok(())
     }
 
-    fn kv_read(
+    fn kv_read_begin(
         &self,
         kv: &CudaKv,
         layer: usize,
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
-    ) -> Result<Vec<u8>, KernelError> {
+    ) -> Result<CudaKvCopy, KernelError> {
         checks::kv_layer("kv_read", &kv.layout, layer)?;
         checks::kv_blocks(
             "kv_read",
@@ -122,6 +125,9 @@ impl KvOps for CudaBackend {
             tokens,
         )?;
         let record = kv.layout.token_layer_bytes();
+        // Where the link is slower than the device, what is computed from here on waits for it, and not the host.
+        let wait = |mark: &Mark| self.queue.wait_for(mark);
+        self.kv_export.make_room(wait)?;
         let gathered = self.buffer(tokens * record, "KV on its way")?;
         let args = Args::new()
             .with(gathered.address())
@@ -132,8 +138,20 @@ impl KvOps for CudaBackend {
         let variant = kv.variant();
         let kernel = Kernel::new(&variant, "kv_gather").threads(128);
         self.launch(kernel, [tokens, 1, 1], args)?;
-        self.queue
-            .download(gathered.address(), tokens * record, <[u8]>::to_vec)
+        let ready = self.queue.mark(&self.marks)?;
+        self.kv_export.copy(gathered, tokens * record, &ready)
+    }
+
+    fn kv_read_is_done(&self, copy: &CudaKvCopy) -> Result<bool, KernelError> {
+        copy.is_done()
+    }
+
+    fn kv_read_wait(&self, copy: &CudaKvCopy) -> Result<(), KernelError> {
+        copy.wait()
+    }
+
+    fn kv_read_end(&self, copy: CudaKvCopy) -> Result<Vec<u8>, KernelError> {
+        copy.take()
     }
 
     fn kv_write(

@@ -7,6 +7,7 @@ mod experts;
 mod host_order;
 mod inputs;
 mod kv;
+mod kv_export;
 mod linear;
 mod route;
 mod sampling;
@@ -28,6 +29,8 @@ use crate::queue::{Args, Argument, Command, Launch, Queue};
 pub use device::CopyRates;
 pub use experts::{CudaBank, CudaExpertSum};
 pub use kv::CudaKv;
+pub use kv_export::CudaKvCopy;
+use kv_export::KvExport;
 pub use sampling::CudaTokens;
 pub use slots::{CudaMark, CudaSlot};
 pub use tensor::CudaTensor;
@@ -81,6 +84,8 @@ pub struct CudaBackend {
     /// Copies to slots.
     loader: Arc<Uploader>,
     files: Arc<RegisteredFiles>,
+    /// Copies of KV to the host.
+    kv_export: Arc<KvExport>,
     marks: Arc<Marks>,
     device: Arc<Device>,
     activations: Activations,
@@ -126,6 +131,7 @@ impl CudaBackend {
         );
         let memory = Memory::new(Arc::clone(&stream), budget_bytes, sentinels);
         let files = Arc::new(RegisteredFiles::new(&device));
+        let marks = Marks::new(&device);
         Ok(Self {
             queue: Queue::new(stream, &memory)?,
             memory,
@@ -133,7 +139,8 @@ impl CudaBackend {
             uploader: Uploader::new(Stream::new(&device)?, &files)?,
             loader: Arc::new(Uploader::new(Stream::new(&device)?, &files)?),
             files,
-            marks: Marks::new(&device),
+            kv_export: KvExport::new(Stream::new(&device)?, &marks),
+            marks,
             device,
             activations,
             wgmma: OnceLock::new(),
@@ -249,7 +256,10 @@ impl CudaBackend {
     }
 
     fn buffer(&self, bytes: usize, what: &'static str) -> Result<Buffer, KernelError> {
-        self.memory.alloc(bytes, what, || self.queue.flush())
+        self.memory.alloc(bytes, what, || {
+            self.kv_export.take_back(|mark| self.queue.wait_for(mark))?;
+            self.queue.flush()
+        })
     }
 
     /// Launches an entry point.

@@ -65,6 +65,18 @@ impl Mark {
         }
     }
 
+    /// Whether this point is reached.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the driver fails.
+    pub(crate) fn is_reached(&self) -> Result<bool, KernelError> {
+        self.0.home.device.bind()?;
+        match &self.0.event {
+            Some(event) => event.is_reached(),
+            None => Ok(true),
+        }
+    }
+
     /// Waits until this point is reached.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hearth_kernels::KernelError;
 
-use super::sys::{self, CUevent, CUstream};
+use super::sys::{self, CUevent, CUresult, CUstream};
 use super::{Device, check};
 
 /// A queue of work on the GPU, executed in order.
@@ -117,6 +117,16 @@ impl Event {
         })
     }
 
+    /// Whether the mark is reached; true if it was never recorded.
+    pub(crate) fn is_reached(&self) -> Result<bool, KernelError> {
+        self.device.bind()?;
+        // SAFETY: the event lives.
+        match unsafe { sys::cuEventQuery(self.raw) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => check("cuEventQuery", result).map(|()| true),
+        }
+    }
+
     /// Waits until the mark is reached; returns immediately if it was never recorded.
     pub(crate) fn wait(&self) -> Result<(), KernelError> {
         self.device.bind()?;
@@ -132,7 +142,7 @@ impl Event {
         let mut ms = 0.0;
         // SAFETY: both events live, and the out-pointer is valid.
         let answer = unsafe { sys::cuEventElapsedTime(&raw mut ms, self.raw, to.raw) };
-        (answer == sys::CUresult::CUDA_SUCCESS).then_some((f64::from(ms) * 1e6) as u64)
+        (answer == CUresult::CUDA_SUCCESS).then_some((f64::from(ms) * 1e6) as u64)
     }
 }
 

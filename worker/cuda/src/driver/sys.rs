@@ -32,6 +32,7 @@ impl CUresult {
     pub(crate) const CUDA_ERROR_NVLINK_UNCORRECTABLE: Self = Self(220);
     pub(crate) const CUDA_ERROR_OPERATING_SYSTEM: Self = Self(304);
     pub(crate) const CUDA_ERROR_NOT_FOUND: Self = Self(500);
+    pub(crate) const CUDA_ERROR_NOT_READY: Self = Self(600);
     pub(crate) const CUDA_ERROR_ILLEGAL_ADDRESS: Self = Self(700);
     pub(crate) const CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED: Self = Self(712);
     pub(crate) const CUDA_ERROR_MISALIGNED_ADDRESS: Self = Self(716);
@@ -87,6 +88,7 @@ functions! { culib, CUresult;
     fn cuEventCreate(event: *mut CUevent, flags: c_uint);
     fn cuEventDestroy_v2(event: CUevent);
     fn cuEventElapsedTime(ms: *mut f32, begin: CUevent, end: CUevent);
+    fn cuEventQuery(event: CUevent);
     fn cuEventRecord(event: CUevent, stream: CUstream);
     fn cuEventSynchronize(event: CUevent);
     fn cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);

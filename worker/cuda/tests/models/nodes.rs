@@ -17,7 +17,7 @@ use crate::support::checkpoints;
 const MOST_DENSE_NODES: usize = 12;
 /// Most nodes of a layer with latent attention and routed experts.
 const MOST_EXPERT_NODES: usize = 18;
-const BLOCK_TOKENS: usize = 16;
+pub(crate) const BLOCK_TOKENS: usize = 16;
 /// Positions from which attention runs in splits, with a kernel that merges them.
 const LONG: usize = 600;
 const BLOCKS: usize = 4;
@@ -42,12 +42,13 @@ impl Observer<CudaBackend> for Sees {
     }
 }
 
-fn case(name: &str) -> PathBuf {
+pub(crate) fn case(name: &str) -> PathBuf {
     let mut all = checkpoints().into_iter();
     all.find(|dir| dir.ends_with(name)).unwrap()
 }
 
-fn model(dir: &Path, layers: usize, backend: &Arc<CudaBackend>) -> Model<CudaBackend> {
+/// The first layers of a model.
+pub(crate) fn model(dir: &Path, layers: usize, backend: &Arc<CudaBackend>) -> Model<CudaBackend> {
     let mut config = ModelConfig::read(dir).unwrap();
     assert!(layers <= config.layers, "{} layers", config.layers);
     config.layers = layers;

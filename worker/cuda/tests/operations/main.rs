@@ -19,6 +19,7 @@ mod experts;
 mod graphs;
 mod inputs;
 mod kv;
+mod kv_export;
 mod linear;
 mod linear_bits;
 mod mla;

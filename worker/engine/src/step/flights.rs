@@ -9,11 +9,11 @@ use std::{
     time::Instant,
 };
 
-use hearth_schedule::{SequenceId, Step};
+use hearth_schedule::Step;
 
 use super::{StepLoop, panic_text};
 use crate::{
-    EngineError,
+    export::ExportQueue,
     forward::{Forward, Output, Started},
     watch::StepWatch,
     work::StepWork,
@@ -26,8 +26,8 @@ pub(super) struct FlyingStep {
     started_at: Instant,
     /// What became of it at its start, or why it could not be started.
     started: Result<Started, String>,
-    /// Exports whose KV could not be read.
-    lost: Vec<(SequenceId, EngineError)>,
+    /// KV that it sends and has not sent yet.
+    exports: ExportQueue,
 }
 
 impl<F: Forward> StepLoop<F> {
@@ -71,18 +71,17 @@ impl<F: Forward> StepLoop<F> {
             requests: &mut self.requests,
             layout: &self.layout,
             is_finished_if_wanted: self.whole_prompts,
-            kv_bytes_moved: &mut self.counters.kv_bytes_moved,
-            lost: Vec::new(),
+            exports: ExportQueue::default(),
         };
         let forward = &mut self.forward;
         let started = catch_unwind(AssertUnwindSafe(|| forward.start(&work, &mut watch)));
-        let lost = watch.lost;
+        let exports = watch.exports;
         self.in_flight.push_back(FlyingStep {
             number,
             work,
             started_at,
             started: started.unwrap_or_else(|panic| Err(panic_text(&*panic))),
-            lost,
+            exports,
         });
     }
 
@@ -96,13 +95,17 @@ impl<F: Forward> StepLoop<F> {
             work,
             started_at,
             started,
-            lost,
+            mut exports,
         } = step;
         let outcome = match started {
-            Ok(Started::Running) => self.wait(),
+            Ok(Started::Running) => {
+                self.send_all(&mut exports);
+                self.wait()
+            }
             Ok(Started::GivenUp) => Ok(None),
             Err(reason) => Err(reason),
         };
+        self.counters.kv_bytes_moved += exports.sent_bytes;
         // While another step was in flight, this one waited for it.
         self.counters.step_time += started_at.max(self.landed_at).elapsed();
         self.landed_at = Instant::now();
@@ -115,7 +118,11 @@ impl<F: Forward> StepLoop<F> {
         match checked {
             Ok(output) => {
                 self.succeeded();
-                lost.into_iter().for_each(|(s, error)| self.fail(s, error));
+                if !exports.lost.is_empty() {
+                    self.note_lost_device();
+                }
+                let lost = exports.lost.into_iter();
+                lost.for_each(|(s, error)| self.fail(s, error));
                 self.deliver(number, &work, output);
             }
             Err(reason) => {
@@ -123,6 +130,18 @@ impl<F: Forward> StepLoop<F> {
                 self.wait_for_all();
                 self.failed(&work, reason);
             }
+        }
+    }
+
+    /// Sends all KV of a step, each piece as soon as it has arrived: the device goes on meanwhile, since all is launched.
+    fn send_all(&mut self, exports: &mut ExportQueue) {
+        if exports.is_empty() {
+            return;
+        }
+        // A device that hangs is seen here.
+        let pass = self.forward.progress().begin();
+        while exports.send_next(&mut self.requests) {
+            pass.goes_on();
         }
     }
 

@@ -14,7 +14,7 @@ use hearth_model::Batch;
 
 use crate::{
     SamplingParams,
-    forward::{Forward, KvBytes, Output, Started, Watch, WeightStats},
+    forward::{Forward, KvBytes, Output, PendingKv, Started, Watch, WeightStats},
     sampler::{History, choose, sample},
     work::StepWork,
 };
@@ -53,6 +53,10 @@ pub(super) struct Controls {
     pub(super) loops: Arc<AtomicUsize>,
     /// Whether tokens are chosen on the device.
     pub(super) can_sample: Arc<AtomicBool>,
+    /// Whether copied KV arrives only when the next layer was computed.
+    pub(super) copies_slowly: Arc<AtomicBool>,
+    /// Whether copied KV never arrives.
+    pub(super) copies_fail: Arc<AtomicBool>,
     /// Number of tokens chosen on the device.
     pub(super) sampled: Arc<AtomicUsize>,
     /// Whether steps are queued: those of answers alone are computed when the host waits for them.
@@ -335,17 +339,45 @@ impl Watch for Unwatched {
 struct View<'a>(&'a Fake);
 
 impl KvBytes for View<'_> {
-    fn read(
+    fn begin(
         &self,
         layer: usize,
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
-    ) -> Result<Vec<u8>, String> {
+    ) -> Result<Box<dyn PendingKv>, String> {
         let places = (first_token..first_token + tokens).map(|p| self.0.place(blocks, p));
-        Ok(places
-            .flat_map(|at| self.0.kv[layer][at].to_vec())
-            .collect())
+        Ok(Box::new(Copying {
+            bytes: places
+                .flat_map(|at| self.0.kv[layer][at].to_vec())
+                .collect(),
+            begun_at: self.0.controls.layers.load(Ordering::Relaxed),
+            controls: self.0.controls.clone(),
+        }))
+    }
+}
+
+struct Copying {
+    bytes: Vec<u8>,
+    /// Layers that were computed before.
+    begun_at: usize,
+    controls: Controls,
+}
+
+impl PendingKv for Copying {
+    fn has_arrived(&self) -> Result<bool, String> {
+        let Self {
+            begun_at, controls, ..
+        } = self;
+        let is_slow = controls.copies_slowly.load(Ordering::Relaxed);
+        Ok(!is_slow || controls.layers.load(Ordering::Relaxed) > *begun_at)
+    }
+
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, String> {
+        match self.controls.copies_fail.load(Ordering::Relaxed) {
+            true => Err("the fake was told to lose it".to_owned()),
+            false => Ok(self.bytes),
+        }
     }
 }
 

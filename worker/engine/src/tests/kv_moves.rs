@@ -172,6 +172,78 @@ fn kv_of_a_layer_leaves_before_the_next_layer_computes() {
 }
 
 #[test]
+fn kv_that_arrives_late_is_sent_in_order_and_before_the_end() {
+    let tokens: Vec<u32> = (0..24).collect();
+    let (swift, _) = engine_with(options(64));
+    let (slow, controls) = engine_with(options(64));
+    controls
+        .copies_slowly
+        .store(true, std::sync::atomic::Ordering::Relaxed);
+    let (got, logits, _) = exported(&slow, &tokens, 0);
+    assert_eq!(logits, oracle_logits(&tokens, VOCAB));
+    assert_eq!(got, exported(&swift, &tokens, 0).0);
+    assert_all_freed(&slow);
+    // A failed pass leaves nothing behind that a later one would send.
+    controls.fail_next(&[fake::Fault::Error]);
+    let (events, _handle) = prefill(&slow, &tokens[..7], 0);
+    while !matches!(
+        events.recv_timeout(PATIENCE).unwrap(),
+        PrefillEvent::Failed(_) | PrefillEvent::Done { .. }
+    ) {}
+    let other: Vec<u32> = (30..47).collect();
+    let (got, ..) = exported(&slow, &other, 0);
+    assert_eq!(got, exported(&swift, &other, 0).0);
+}
+
+#[test]
+fn kv_that_never_arrives_fails_its_request_alone() {
+    let (engine, controls) = engine_with(options(64));
+    let tokens: Vec<u32> = (0..7).collect();
+    let copies_fail = |fail| {
+        let flag = &controls.copies_fail;
+        flag.store(fail, std::sync::atomic::Ordering::Relaxed);
+    };
+    copies_fail(true);
+    let (events, _handle) = prefill(&engine, &tokens, 0);
+    match events.recv_timeout(PATIENCE).unwrap() {
+        PrefillEvent::Failed(EngineError::Forward { reason }) => {
+            assert_eq!(reason, "the fake was told to lose it");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(
+        events.recv_timeout(PATIENCE).is_err(),
+        "nothing comes after it"
+    );
+    copies_fail(false);
+    assert_eq!(
+        exported(&engine, &tokens, 0).1,
+        oracle_logits(&tokens, VOCAB)
+    );
+    assert_all_freed(&engine);
+}
+
+#[test]
+fn kv_on_its_way_for_a_prompt_that_is_cancelled_holds_nobody_up() {
+    let (engine, controls) = engine_with(options(64));
+    let flag = &controls.copies_slowly;
+    flag.store(true, std::sync::atomic::Ordering::Relaxed);
+    let (arrived, go) = stopped_before(&controls, LAYERS - 1, 1);
+    let leaves = prefill(&engine, &(0..8).collect::<Vec<u32>>(), 0);
+    arrived.recv_timeout(PATIENCE).unwrap();
+    let stays = (30..38).collect::<Vec<u32>>();
+    let stays_on = prefill(&engine, &stays, 0);
+    drop(leaves);
+    go.send(()).unwrap();
+    let mut layers = Vec::new();
+    while let PrefillEvent::Kv { layer, .. } = stays_on.0.recv_timeout(PATIENCE).unwrap() {
+        layers.push(layer);
+    }
+    assert_eq!(layers, (0..LAYERS).collect::<Vec<_>>());
+    assert_all_freed(&engine);
+}
+
+#[test]
 fn remote_prefill_gives_the_answer_of_local_prefill() {
     let (decode, prefill) = (engine(64), engine(64));
     let prompt: Vec<u32> = (5..30).collect();

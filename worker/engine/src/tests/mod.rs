@@ -3,6 +3,7 @@
 mod ahead;
 mod answers;
 mod choices;
+mod exports;
 mod fake;
 mod faults;
 mod grammars;

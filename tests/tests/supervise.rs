@@ -1,9 +1,11 @@
 //! Two workers of a plan in one container, under `hearth-worker supervise`: each is restarted by itself.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::{Child, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use hearth_tests::{
@@ -23,6 +25,8 @@ struct Pair {
     child: Child,
     log: PathBuf,
     health: String,
+    /// The plan of both.
+    plan: PathBuf,
 }
 
 impl Pair {
@@ -51,7 +55,7 @@ impl Pair {
             .args(["supervise", "--grace", "30", "--health", &health])
             .args(NAMES.iter().flat_map(|name| ["--rank", name]))
             .arg("--plan")
-            .arg(file)
+            .arg(&file)
             .stdin(Stdio::null())
             .stdout(output.try_clone().expect("the log"))
             .stderr(output)
@@ -62,6 +66,7 @@ impl Pair {
             child,
             log,
             health,
+            plan: file,
         }
     }
 
@@ -101,6 +106,23 @@ impl Pair {
             let pid = *self.processes().get(rank)?;
             (pid != before).then_some(pid)
         })
+    }
+
+    /// The lines of the supervisor's output that begin with `start`.
+    fn lines(&self, start: &str) -> Vec<String> {
+        let output = self.output();
+        let lines = output.lines().filter(|line| line.starts_with(start));
+        lines.map(str::to_owned).collect()
+    }
+
+    /// Makes the plan one that no prefill worker can start with; returns the plan as it was.
+    fn spoil_prefill(&self) -> String {
+        let before = std::fs::read_to_string(&self.plan).expect("the plan");
+        let mut plan: Value = serde_json::from_str(&before).expect("a plan");
+        let prefill = plan["ranks"][1].as_object_mut().expect("a rank");
+        prefill.remove("kv").expect("a KV cache");
+        std::fs::write(&self.plan, plan.to_string()).expect("the plan");
+        before
     }
 
     fn wait(&mut self) -> ExitStatus {
@@ -176,6 +198,16 @@ fn body(number: usize, tokens: u32) -> Value {
     body
 }
 
+/// What probes of `address` are told until `is_over`.
+async fn probed(address: String, is_over: Arc<AtomicBool>) -> BTreeSet<u8> {
+    let mut told = BTreeSet::new();
+    while !is_over.load(Ordering::Relaxed) {
+        told.extend(probe(&address, "").await);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    told
+}
+
 async fn ask(gateway: &Rank, body: &Value, each: impl FnMut(usize, &str)) -> Answer {
     let v1 = format!("{}/v1", gateway.base());
     let answer = chat_stream(&v1, body, each).await;
@@ -193,6 +225,8 @@ async fn a_killed_rank_returns_while_the_other_goes_on() {
     assert_eq!(first.len(), 2, "{first:?}");
     for victim in ["prefill-0", "decode-0"] {
         let before = pair.processes();
+        let is_over = Arc::new(AtomicBool::new(false));
+        let told = tokio::spawn(probed(pair.health.clone(), Arc::clone(&is_over)));
         let mut is_done = false;
         let answer = ask(&gateway, &body(0, 60), |pieces, _| {
             if pieces >= 5 && !std::mem::replace(&mut is_done, true) {
@@ -202,10 +236,15 @@ async fn a_killed_rank_returns_while_the_other_goes_on() {
         .await;
         assert!(is_done);
         assert_eq!(answer, expected, "{victim} was killed");
-        let seen = probe(&pair.health, "").await;
-        assert!(seen == Some(1) || victim == "decode-0", "{seen:?}");
         pair.wait_for_another(victim, before[victim]);
         wait_for_both(&gateway);
+        is_over.store(true, Ordering::Relaxed);
+        let told: Vec<u8> = told.await.expect("probes").into_iter().collect();
+        let expected: &[u8] = match victim {
+            "decode-0" => &[1, 2],
+            _ => &[1],
+        };
+        assert_eq!(told, expected, "{victim} was killed");
         let after = pair.processes();
         for (rank, pid) in &before {
             assert_eq!(after[rank] == *pid, rank != victim, "{rank}");
@@ -213,10 +252,82 @@ async fn a_killed_rank_returns_while_the_other_goes_on() {
     }
     // The new prefill worker reads prompts.
     let read = |metrics: &Metrics| metrics.of_role("hearth_worker_prompt_tokens_total", "prefill");
-    ask(&gateway, &body(1, 4), |_, _| {}).await;
+    let before = read(&Metrics::of(&gateway.metrics_base()));
+    let answer = ask(&gateway, &body(1, 4), |_, _| {}).await;
+    assert_eq!(answer.logprobs.len(), 4);
     Metrics::wait_for(&gateway.metrics_base(), "a prompt is counted", |metrics| {
-        read(metrics) > 0.0
+        read(metrics) > before
     });
+}
+
+/// Its process starts, is ready and ends, again and again: each start is later than the one before.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rank_that_ends_whenever_it_is_ready_is_restarted_ever_later() {
+    let pair = Pair::start(|_| {});
+    let mut pid = 0;
+    for life in 1..=4 {
+        wait_until("the prefill worker is ready", || {
+            let ready = pair.lines("prefill-0: {\"event\":\"ready\"").len();
+            (ready == life).then_some(())
+        });
+        pid = pair.wait_for_another("prefill-0", pid);
+        signal(pid, Signal::KILL);
+    }
+    let ends = || pair.lines("prefill-0: killed by signal 9");
+    wait_until("the fourth end is told", || {
+        (ends().len() == 4).then_some(())
+    });
+    let pauses: Vec<String> = ends()
+        .iter()
+        .filter_map(|line| line.rsplit_once("again in "))
+        .map(|(_, pause)| pause.to_owned())
+        .collect();
+    assert_eq!(pauses, ["100 ms", "200 ms", "400 ms", "800 ms"]);
+}
+
+/// The documented invariant: once both have been ready, a rank that cannot be started takes nothing with it, and comes back
+/// when it can.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rank_that_cannot_start_again_leaves_the_other_one_alone() {
+    let mut pair = Pair::start(|_| {});
+    let gateway = pair.gateway();
+    let before = pair.processes();
+    let plan = pair.spoil_prefill();
+    signal(before["prefill-0"], Signal::KILL);
+    wait_until("five starts have failed", || {
+        let failed = pair.lines("prefill-0: ended with exit code 1").len();
+        let over = pair.child.try_wait().expect("a status");
+        assert_eq!(over, None, "{}", pair.output());
+        (failed >= 5).then_some(())
+    });
+    assert_eq!(pair.processes()["decode-0"], before["decode-0"]);
+    assert_eq!(probe(&pair.health, "").await, Some(1));
+    ask(&gateway, &body(0, 4), |_, _| {}).await;
+    std::fs::write(&pair.plan, plan).expect("the plan");
+    wait_for_both(&gateway);
+    assert_eq!(pair.processes()["decode-0"], before["decode-0"]);
+}
+
+/// Its connection stays open, and it says nothing for longer than a serving process ever does.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_first_rank_that_hangs_is_not_ready_until_it_comes_back() {
+    let pair = Pair::start(|_| {});
+    let seen = async |wanted: u8| {
+        let deadline = Instant::now() + PATIENCE;
+        while probe(&pair.health, "").await != Some(wanted) {
+            assert!(Instant::now() < deadline, "never {wanted}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    seen(1).await;
+    let decode = pair.processes()["decode-0"];
+    signal(decode, Signal::STOP);
+    let stopped = Instant::now();
+    seen(2).await;
+    assert!(stopped.elapsed() > Duration::from_secs(1));
+    signal(decode, Signal::CONT);
+    seen(1).await;
+    assert_eq!(pair.processes()["decode-0"], decode);
 }
 
 #[tokio::test(flavor = "multi_thread")]

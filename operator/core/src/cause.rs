@@ -104,15 +104,28 @@ pub(crate) fn not_allowed(what: &str, words: &str) -> Cause {
     )
 }
 
-/// Cause of a process losing its readiness; `is_hung`: a gateway receives nothing from it.
+/// Cause of a rank losing its readiness while its Pod's container runs; `is_hung`: a gateway receives nothing from it.
 pub(crate) fn lost_readiness(what: &str, pod: &PodView, is_hung: bool) -> Cause {
     let node = node_of(pod);
     if is_hung {
+        let restarted_by = match pod.second {
+            Some(_) => "its supervisor",
+            None => "the kubelet",
+        };
         return Cause::trouble(
             "Hung",
             format!(
-                "{what} hangs on {node}: its process runs and answers nothing. Its streams go on elsewhere; the kubelet \
-                 starts it again if it does not come back"
+                "{what} hangs on {node}: its process runs and answers nothing. Its streams go on elsewhere; \
+                 {restarted_by} starts it again if it does not come back"
+            ),
+        );
+    }
+    if pod.second.is_some() {
+        return Cause::trouble(
+            "ReadinessLost",
+            format!(
+                "{what} on {node} was ready and is not: its process has ended or cannot compute; its supervisor starts it \
+                 again, and the other rank of its Pod goes on"
             ),
         );
     }

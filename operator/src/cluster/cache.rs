@@ -438,11 +438,13 @@ impl State {
             .collect()
     }
 
-    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready.
+    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, or a Pod with a
+    /// second rank.
     pub(crate) fn gateways_in_doubt(&self) -> Vec<(Key, String, String)> {
         let rows = self.pods.all();
-        let lost = rows.filter(|(_, row)| row.value.has_lost_readiness && !row.value.is_deleting);
-        let doubtful: HashSet<&Key> = lost
+        let is_doubtful = |pod: &PodView| pod.has_lost_readiness || pod.second.is_some();
+        let rows = rows.filter(|(_, row)| is_doubtful(&row.value) && !row.value.is_deleting);
+        let doubtful: HashSet<&Key> = rows
             .filter_map(|(_, row)| self.keys.get(&row.owner))
             .collect();
         if doubtful.is_empty() {

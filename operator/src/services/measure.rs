@@ -15,7 +15,8 @@ use tokio::time::Instant;
 
 /// Interval at which gateways are scraped.
 const EVERY: Duration = Duration::from_secs(30);
-/// Interval for gateways with a worker that is no longer ready: they know whether it hangs.
+/// Interval for gateways with a worker that is no longer ready, as they know whether it hangs, or with the second rank of a
+/// Pod, as they alone know whether it is ready.
 const EVERY_IN_DOUBT: Duration = Duration::from_secs(2);
 /// Time window of the medians.
 const WINDOW: Duration = Duration::from_secs(5 * 60);
@@ -37,7 +38,8 @@ const TPOT: &str = "gen_ai_server_time_per_output_token_seconds";
 pub(crate) trait Gateways: Send + Sync + 'static {
     /// Ready gateways: their deployment, the Pod's uid and its address.
     fn gateways(&self) -> Vec<(Key, String, String)>;
-    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready.
+    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, or a Pod with a
+    /// second rank.
     fn in_doubt(&self) -> Vec<(Key, String, String)>;
     /// Queues a deployment, since its measurements have changed.
     fn wake(&self, deployment: &Key);

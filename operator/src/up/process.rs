@@ -3,35 +3,26 @@
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
-use std::process::{ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Stdio;
+use std::time::Duration;
 
 use anyhow::Context;
-use hearth_crds::{DEVICE_LOST_EXIT_CODE, format_bytes};
+use hearth_crds::{
+    DEVICE_LOST_EXIT_CODE, HUNG_AFTER, LastError, Restarts, format_bytes, how_it_ended,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 
-/// First delay before a process is restarted; doubles up to [`MAX_PAUSE`].
-const MIN_PAUSE: Duration = Duration::from_millis(100);
-/// Longest delay before a process is restarted.
-const MAX_PAUSE: Duration = Duration::from_secs(10);
-/// Running time after which the restart delay is reset.
-const STABLE: Duration = Duration::from_secs(10);
-/// Silence after which a serving process counts as hung; it normally reports every second.
-const HUNG_AFTER: Duration = Duration::from_secs(3);
 /// Silence after which a hung process is considered lost and is killed.
 const SILENCE: Duration = Duration::from_secs(20);
 /// Time limit for reading the remaining output of a process that has ended.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Exit code of a worker that rejects its arguments.
 const USAGE: i32 = 2;
-/// Prefix of the line in which a worker reports the reason that it ends.
-const ERROR: &str = "error: ";
-/// Maximum number of lines of an error that are shown.
-const SHOWN_LOG_LINES: usize = 6;
 
 /// Command of a rank's process.
 #[derive(Clone, Debug)]
@@ -149,22 +140,17 @@ pub(crate) async fn keep(
             kind,
         });
     };
-    let mut pause = MIN_PAUSE;
+    let mut restarts = Restarts::default();
     loop {
-        let began = Instant::now();
         let log_start = std::fs::metadata(&spec.log).map_or(0, |log| log.len());
-        let End {
-            how,
-            was_ready,
-            code,
-        } = match spawn(&spec) {
+        let End { how, served, code } = match spawn(&spec) {
             Ok(child) => {
                 tell(ProcessEventKind::Started(child.id().unwrap_or_default()));
                 follow(child, &tell, &mut wanted).await
             }
             Err(error) => End {
                 how: format!("not started: {error:#}"),
-                was_ready: false,
+                served: None,
                 code: None,
             },
         };
@@ -172,14 +158,12 @@ pub(crate) async fn keep(
             tell(ProcessEventKind::Stopped);
             return;
         }
-        if began.elapsed() >= STABLE {
-            pause = MIN_PAUSE;
-        }
+        let pause = restarts.pause(served.unwrap_or_default());
         tell(ProcessEventKind::Died {
             how,
             why: last_error(&spec.log, log_start),
             pause,
-            was_ready,
+            was_ready: served.is_some(),
             is_refused: code == Some(USAGE),
             is_lost: code == Some(DEVICE_LOST_EXIT_CODE.into()),
         });
@@ -190,7 +174,6 @@ pub(crate) async fn keep(
                 return;
             }
         }
-        pause = (pause * 2).min(MAX_PAUSE);
     }
 }
 
@@ -220,8 +203,8 @@ fn open_log(path: &Path) -> anyhow::Result<File> {
 struct End {
     /// Description in words.
     how: String,
-    /// Whether it had been ready.
-    was_ready: bool,
+    /// Time since it became ready; `None` if it never did.
+    served: Option<Duration>,
     /// Its exit code; `None` if it has none.
     code: Option<i32>,
 }
@@ -237,9 +220,9 @@ async fn follow(
         .stdout
         .take()
         .map(|stdout| BufReader::new(stdout).lines());
-    let mut was_ready = false;
+    let mut ready_at: Option<Instant> = None;
     let (mut is_silent, mut is_ended) = (false, false);
-    let mut heard = tokio::time::Instant::now();
+    let mut heard = Instant::now();
     loop {
         let line = async {
             match lines.as_mut() {
@@ -249,18 +232,18 @@ async fn follow(
         };
         tokio::select! {
             status = child.wait() => {
-                let how = if is_ended { format!("hung for {} s and was ended", SILENCE.as_secs()) } else { describe(status.as_ref().ok()) };
+                let how = if is_ended { format!("hung for {} s and was ended", SILENCE.as_secs()) } else { how_it_ended(status.as_ref().ok()) };
                 if let Some(lines) = lines {
                     let _ = tokio::time::timeout(LAST_WORDS, last_words(lines, tell)).await;
                 }
                 let code = status.ok().and_then(|status| status.code());
-                return End { how, was_ready, code };
+                return End { how, served: ready_at.map(|at| at.elapsed()), code };
             }
-            () = tokio::time::sleep_until(heard + HUNG_AFTER), if was_ready && !is_silent => {
+            () = tokio::time::sleep_until(heard + HUNG_AFTER), if ready_at.is_some() && !is_silent => {
                 is_silent = true;
                 tell(ProcessEventKind::Hung(true));
             }
-            () = tokio::time::sleep_until(heard + SILENCE), if was_ready && !is_ended => {
+            () = tokio::time::sleep_until(heard + SILENCE), if ready_at.is_some() && !is_ended => {
                 is_ended = true;
                 if let Some(pid) = pid {
                     let _ = kill_process(pid, Signal::KILL);
@@ -269,14 +252,14 @@ async fn follow(
             line = line => match line {
                 Ok(Some(line)) => match serde_json::from_str(&line) {
                     Ok(Report::Alive) => {
-                        heard = tokio::time::Instant::now();
+                        heard = Instant::now();
                         if std::mem::take(&mut is_silent) {
                             tell(ProcessEventKind::Hung(false));
                         }
                     }
                     Ok(Report::Ready {}) => {
-                        was_ready = true;
-                        heard = tokio::time::Instant::now();
+                        heard = Instant::now();
+                        ready_at.get_or_insert(heard);
                         tell(ProcessEventKind::Ready);
                     }
                     Ok(Report::CutOff { answers }) => tell(ProcessEventKind::CutOff(answers)),
@@ -309,31 +292,14 @@ async fn last_words(mut lines: Lines<BufReader<ChildStdout>>, tell: &impl Fn(Pro
     }
 }
 
-fn describe(status: Option<&ExitStatus>) -> String {
-    use std::os::unix::process::ExitStatusExt;
-    match status {
-        Some(status) => match (status.code(), status.signal()) {
-            (Some(code), _) => format!("ended with exit code {code}"),
-            (None, Some(signal)) => format!("killed by signal {signal}"),
-            (None, None) => "ended".to_owned(),
-        },
-        None => "was lost".to_owned(),
-    }
-}
-
 /// Returns the last error that a process wrote after `start` of its log, with the lines that follow.
 fn last_error(path: &Path, start: u64) -> Option<String> {
     let bytes = std::fs::read(path).ok()?;
     let own = bytes.get(usize::try_from(start).ok()?..)?;
     let text = String::from_utf8_lossy(own);
-    let lines: Vec<&str> = text.lines().collect();
-    let error = lines.iter().rposition(|line| line.starts_with(ERROR))?;
-    let shown: Vec<&str> = lines[error..]
-        .iter()
-        .take(SHOWN_LOG_LINES)
-        .copied()
-        .collect();
-    shown.join("\n").strip_prefix(ERROR).map(str::to_owned)
+    let mut error = LastError::default();
+    text.lines().for_each(|line| error.hear(line));
+    error.words()
 }
 
 #[cfg(test)]

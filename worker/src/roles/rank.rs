@@ -178,7 +178,7 @@ fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
     }
 }
 
-/// Reports the engine's health to probes; returns when it has been unhealthy for [`FAULT_PATIENCE`], or when its device is
+/// Reports the engine's health to probes and to the supervisor; returns when it has been unhealthy for [`FAULT_PATIENCE`], or when its device is
 /// lost.
 async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
     let mut since = None;
@@ -190,10 +190,14 @@ async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
             EngineHealth::Healthy => {
                 if since.take().is_some() {
                     health.set_ready(true).await;
+                    Report::Healthy.send();
                 }
             }
             EngineHealth::Unhealthy(why) => {
-                let began = *since.get_or_insert_with(std::time::Instant::now);
+                let began = *since.get_or_insert_with(|| {
+                    Report::Unhealthy.send();
+                    std::time::Instant::now()
+                });
                 health.set_ready(false).await;
                 if began.elapsed() >= FAULT_PATIENCE {
                     return anyhow::anyhow!(

@@ -39,6 +39,10 @@ pub(crate) enum Report<'a> {
         /// Milliseconds from the begin of a pass to the end of its last experts, of all passes.
         pass_ms: f64,
     },
+    /// The engine has failed: no requests are accepted until it has recovered.
+    Unhealthy,
+    /// The engine has recovered.
+    Healthy,
     /// New requests are no longer accepted.
     Draining,
     /// The time for finishing requests in flight is over.

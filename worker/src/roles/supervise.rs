@@ -1,18 +1,22 @@
 //! `hearth-worker supervise`: several ranks of a plan in one container, each a process of its own.
 //!
 //! A device plugin gives a GPU to one container alone, so ranks that share a GPU share the container. Each is restarted
-//! by itself, and the others go on meanwhile. To the kubelet the container is ready while its first rank is, once every
-//! rank has been: the gateway finds out about each rank at its own port. A lost device ends all of them, with its exit
-//! code; so does a rank that cannot start, as the operator learns the cause from the container's end.
+//! by itself, however often, and the others go on meanwhile. To the kubelet the container is ready while its first rank
+//! is, once every rank has been: the gateway finds out about each rank at its own port. A lost device ends all of them,
+//! with its exit code. So does a rank that cannot start before all have been ready, as the operator learns the cause from
+//! the container's end.
 
 use std::path::PathBuf;
 use std::pin::pin;
-use std::process::{ExitStatus, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hearth_crds::{DEVICE_LOST_EXIT_CODE, InferencePlanSpec, PlanRole};
+use hearth_crds::{
+    DEVICE_LOST_EXIT_CODE, HUNG_AFTER, InferencePlanSpec, LastError, PlanRole, Restarts,
+    how_it_ended,
+};
 use hearth_transport::Health;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
@@ -26,11 +30,7 @@ use crate::logging::{print_line, say};
 use crate::lost::DeviceLost;
 use crate::signals;
 
-/// First delay before a rank is restarted; doubles up to [`MAX_PAUSE`].
-const MIN_PAUSE: Duration = Duration::from_millis(100);
-/// Longest delay before a rank is restarted.
-const MAX_PAUSE: Duration = Duration::from_secs(10);
-/// Ends in a row without having been ready after which a rank is given up.
+/// Ends in a row without having been ready after which a rank cannot be started.
 const MAX_FAILED_STARTS: u32 = 3;
 /// Silence after which a ready rank, which reports every second, is killed: as long as a liveness probe waits.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -40,10 +40,6 @@ const END_MARGIN: Duration = Duration::from_secs(4);
 const LOST_GRACE: Duration = Duration::from_secs(5);
 /// Time limit for reading the remaining output of a process that has ended.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Prefix of the line in which a process says why it ends.
-const ERROR: &str = "error: ";
-/// Maximum number of lines of an error that are kept.
-const ERROR_LINES: usize = 6;
 
 /// Arguments of `supervise`.
 #[derive(Args)]
@@ -131,35 +127,48 @@ enum Event {
     GivenUp(String),
 }
 
+/// How far the container is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Some rank has never been ready.
+    Starting,
+    /// Every rank has been ready: each is restarted however often it fails.
+    Serving,
+    /// The processes are to end.
+    Ending,
+}
+
 async fn supervise(args: &SuperviseArgs, ranks: Vec<Rank>) -> anyhow::Result<()> {
     let health = Health::starting().await;
     let address = args.health.as_deref();
     let _probes = address.map(|address| health.listen(address)).transpose()?;
     let mut readiness = Readiness::of(ranks.len());
     let (sender, mut events) = mpsc::unbounded_channel();
-    let (stop, stopping) = watch::channel(false);
+    let (phase, phases) = watch::channel(Phase::Starting);
     let mut tasks = JoinSet::new();
     for rank in ranks {
-        tasks.spawn(keep(rank, sender.clone(), stopping.clone()));
+        tasks.spawn(keep(rank, sender.clone(), phases.clone()));
     }
     let mut told = pin!(signals::termination());
     let grace = Duration::from_secs(u64::from(args.grace));
     let (outcome, grace) = loop {
         tokio::select! {
             () = &mut told => break (Ok(()), grace),
-            event = events.recv() => match event {
-                Some(Event::Ready(index, is_ready)) => {
+            Some(event) = events.recv() => match event {
+                Event::Ready(index, is_ready) => {
                     readiness.hear(index, is_ready);
+                    if readiness.all_have_been() {
+                        phase.send_replace(Phase::Serving);
+                    }
                     health.set_ready(readiness.is_ready()).await;
                 }
-                Some(Event::Lost(why)) => break (Err(DeviceLost(why).into()), LOST_GRACE),
-                Some(Event::GivenUp(why)) => break (Err(anyhow::Error::msg(why)), grace),
-                None => break (Ok(()), grace),
+                Event::Lost(why) => break (Err(DeviceLost(why).into()), LOST_GRACE),
+                Event::GivenUp(why) => break (Err(anyhow::Error::msg(why)), grace),
             },
         }
     };
     health.end().await;
-    stop.send_replace(true);
+    phase.send_replace(Phase::Ending);
     let ended = async { while tasks.join_next().await.is_some() {} };
     if timeout(grace + END_MARGIN, ended).await.is_err() {
         say("killing the processes that have not ended in time");
@@ -190,27 +199,32 @@ impl Readiness {
 
     /// Whether the first rank is ready now, and the others have been: their restarts do not take it out of service.
     fn is_ready(&self) -> bool {
-        self.now.first() == Some(&true) && self.ever.iter().all(|ever| *ever)
+        self.now.first() == Some(&true) && self.all_have_been()
+    }
+
+    fn all_have_been(&self) -> bool {
+        self.ever.iter().all(|ever| *ever)
     }
 }
 
-/// Keeps a rank running until `stop`, its device is lost, or it cannot be started.
-async fn keep(rank: Rank, events: mpsc::UnboundedSender<Event>, mut stop: watch::Receiver<bool>) {
+/// Keeps a rank running until the container ends, its device is lost, or it cannot be started at first.
+async fn keep(rank: Rank, events: mpsc::UnboundedSender<Event>, mut phase: watch::Receiver<Phase>) {
     let name = &rank.name;
     let tell = |event| {
         let _ = events.send(event);
     };
-    let (mut pause, mut failed_starts) = (MIN_PAUSE, 0);
+    let (mut restarts, mut failed_starts) = (Restarts::default(), 0);
     loop {
         let end = match spawn(&rank) {
-            Ok(child) => follow(child, &rank, &tell, &mut stop).await,
+            Ok(child) => follow(child, &rank, &tell, &mut phase).await,
             Err(error) => End {
-                how: format!("could not be started: {error:#}"),
+                how: format!("not started: {error:#}"),
                 ..End::default()
             },
         };
         tell(Event::Ready(rank.index, false));
-        if *stop.borrow() {
+        let now = *phase.borrow();
+        if now == Phase::Ending {
             return;
         }
         let how = match &end.why {
@@ -220,24 +234,24 @@ async fn keep(rank: Rank, events: mpsc::UnboundedSender<Event>, mut stop: watch:
         if end.code == Some(DEVICE_LOST_EXIT_CODE.into()) {
             return tell(Event::Lost(format!("{name}: {how}")));
         }
-        if end.was_ready {
-            (pause, failed_starts) = (MIN_PAUSE, 0);
+        failed_starts = if end.served.is_some() {
+            0
         } else {
-            failed_starts += 1;
-        }
-        if failed_starts >= MAX_FAILED_STARTS {
+            failed_starts + 1
+        };
+        if now == Phase::Starting && failed_starts >= MAX_FAILED_STARTS {
             return tell(Event::GivenUp(format!("{name}: {how}")));
         }
+        let pause = restarts.pause(end.served.unwrap_or_default());
         say(format_args!(
-            "{name} {}, and is started again in {} ms",
+            "{name}: {}; it is started again in {} ms",
             end.how,
             pause.as_millis()
         ));
         tokio::select! {
             () = sleep(pause) => {}
-            _ = stop.wait_for(|stop| *stop) => return,
+            _ = phase.wait_for(|phase| *phase == Phase::Ending) => return,
         }
-        pause = (pause * 2).min(MAX_PAUSE);
     }
 }
 
@@ -258,10 +272,50 @@ struct End {
     how: String,
     /// The error that it wrote last, if any.
     why: Option<String>,
-    /// Whether it had been ready.
-    was_ready: bool,
+    /// Time since it became ready; `None` if it never did.
+    served: Option<Duration>,
     /// Its exit code; `None` if it has none.
     code: Option<i32>,
+}
+
+/// A process's state by its reports.
+struct Reported {
+    /// Time at which it became ready.
+    ready_at: Option<Instant>,
+    /// Whether it takes requests, by its last word on that.
+    takes_requests: bool,
+    /// Time of its last report.
+    heard: Instant,
+    is_silent: bool,
+}
+
+impl Reported {
+    fn begin() -> Self {
+        Self {
+            ready_at: None,
+            takes_requests: false,
+            heard: Instant::now(),
+            is_silent: false,
+        }
+    }
+
+    fn hear(&mut self, event: Option<&str>) {
+        self.heard = Instant::now();
+        self.is_silent = false;
+        match event {
+            Some("ready") => {
+                self.ready_at.get_or_insert(self.heard);
+                self.takes_requests = true;
+            }
+            Some("healthy") => self.takes_requests = true,
+            Some("unhealthy" | "draining") => self.takes_requests = false,
+            _ => {}
+        }
+    }
+
+    fn is_ready(&self) -> bool {
+        self.takes_requests && !self.is_silent
+    }
 }
 
 /// Follows a process until it ends, and passes its output on.
@@ -269,7 +323,7 @@ async fn follow(
     mut child: Child,
     rank: &Rank,
     tell: &impl Fn(Event),
-    stop: &mut watch::Receiver<bool>,
+    phase: &mut watch::Receiver<Phase>,
 ) -> End {
     let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
     let signal = |signal| {
@@ -279,50 +333,56 @@ async fn follow(
     };
     let errors = child.stderr.take();
     let errors = tokio::spawn(pass_on(rank.name.clone(), errors));
-    let mut reports = child.stdout.take().map(|pipe| BufReader::new(pipe).lines());
-    let (mut was_ready, mut is_stopped) = (false, false);
-    let mut heard = Instant::now();
+    let mut lines = child
+        .stdout
+        .take()
+        .map(|pipe| BufReader::new(pipe).split(b'\n'));
+    let mut reported = Reported::begin();
+    let (mut was_ready, mut is_stopped, mut is_killed) = (false, false, false);
     let status = loop {
-        let report = async {
-            match reports.as_mut() {
-                Some(reports) => reports.next_line().await,
+        let line = async {
+            match lines.as_mut() {
+                Some(lines) => lines.next_segment().await,
                 None => std::future::pending().await,
             }
         };
+        let has_served = reported.ready_at.is_some();
         tokio::select! {
             status = child.wait() => break status,
-            () = sleep_until(heard + SILENCE), if was_ready => {
+            () = sleep_until(reported.heard + HUNG_AFTER), if has_served && !reported.is_silent => {
+                reported.is_silent = true;
+            }
+            () = sleep_until(reported.heard + SILENCE), if has_served && !is_killed => {
                 say(format_args!("{}: silent for {} s, and is killed", rank.name, SILENCE.as_secs()));
-                heard = Instant::now();
+                is_killed = true;
                 signal(Signal::KILL);
             }
-            _ = stop.wait_for(|stop| *stop), if !is_stopped => {
+            _ = phase.wait_for(|phase| *phase == Phase::Ending), if !is_stopped => {
                 is_stopped = true;
                 signal(Signal::TERM);
             }
-            report = report => match report {
+            line = line => match line {
                 Ok(Some(line)) => {
-                    heard = Instant::now();
-                    match event_of(&line).as_deref() {
-                        Some("alive") => continue,
-                        Some("ready") => {
-                            was_ready = true;
-                            tell(Event::Ready(rank.index, true));
-                        }
-                        Some("draining") => tell(Event::Ready(rank.index, false)),
-                        _ => {}
+                    let line = String::from_utf8_lossy(&line);
+                    let event = event_of(&line);
+                    reported.hear(event.as_deref());
+                    if event.as_deref() != Some("alive") {
+                        print_line(format_args!("{}: {line}", rank.name));
                     }
-                    print_line(format_args!("{}: {line}", rank.name));
                 }
-                Ok(None) | Err(_) => reports = None,
+                Ok(None) | Err(_) => lines = None,
             },
+        }
+        let is_ready = reported.is_ready();
+        if std::mem::replace(&mut was_ready, is_ready) != is_ready {
+            tell(Event::Ready(rank.index, is_ready));
         }
     };
     let why = timeout(LAST_WORDS, errors).await;
     End {
-        how: describe(status.as_ref().ok()),
+        how: how_it_ended(status.as_ref().ok()),
         why: why.ok().and_then(Result::ok).flatten(),
-        was_ready,
+        served: reported.ready_at.map(|at| at.elapsed()),
         code: status.ok().and_then(|status| status.code()),
     }
 }
@@ -335,27 +395,14 @@ fn event_of(line: &str) -> Option<String> {
 
 /// Passes a process's log on, line by line under its rank's name; returns the last error in it.
 async fn pass_on(rank: String, log: Option<impl AsyncRead + Unpin>) -> Option<String> {
-    let mut lines = BufReader::new(log?).lines();
-    let mut error: Vec<String> = Vec::new();
-    while let Ok(Some(line)) = lines.next_line().await {
+    let mut lines = BufReader::new(log?).split(b'\n');
+    let mut error = LastError::default();
+    while let Ok(Some(line)) = lines.next_segment().await {
+        let line = String::from_utf8_lossy(&line);
         say(format_args!("{rank}: {line}"));
-        if let Some(first) = line.strip_prefix(ERROR) {
-            error = vec![first.to_owned()];
-        } else if (1..ERROR_LINES).contains(&error.len()) {
-            error.push(line);
-        }
+        error.hear(&line);
     }
-    (!error.is_empty()).then(|| error.join("\n"))
-}
-
-fn describe(status: Option<&ExitStatus>) -> String {
-    use std::os::unix::process::ExitStatusExt;
-    let status = status.map(|status| (status.code(), status.signal()));
-    match status {
-        Some((Some(code), _)) => format!("ended with exit code {code}"),
-        Some((None, Some(signal))) => format!("was killed by signal {signal}"),
-        Some((None, None)) | None => "ended".to_owned(),
-    }
+    error.words()
 }
 
 #[cfg(test)]
@@ -373,5 +420,27 @@ mod tests {
         assert!(readiness.is_ready(), "the second is being restarted");
         readiness.hear(0, false);
         assert!(!readiness.is_ready());
+    }
+
+    #[tokio::test]
+    async fn a_process_takes_requests_until_it_says_otherwise_or_says_nothing() {
+        let mut reported = Reported::begin();
+        let mut after = |event| {
+            reported.hear(Some(event));
+            reported.is_ready()
+        };
+        assert!(!after("loading"));
+        assert!(after("ready") && after("alive") && after("streamed"));
+        assert!(
+            !after("unhealthy") && !after("alive"),
+            "its engine has failed"
+        );
+        assert!(after("healthy"));
+        assert!(!after("draining") && !after("alive"));
+        reported.hear(Some("ready"));
+        reported.is_silent = true;
+        assert!(!reported.is_ready());
+        reported.hear(Some("alive"));
+        assert!(reported.is_ready());
     }
 }

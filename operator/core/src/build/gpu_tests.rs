@@ -70,6 +70,26 @@ fn ranks_that_share_a_gpu_are_one_pod_with_one_container() {
     assert_eq!(told, [first, second].map(|(name, at)| (name, Some(at))));
 }
 
+/// One of two workers may wait until the other has loaded, so both must fit into the time for the start.
+#[test]
+fn a_pod_of_two_ranks_may_take_as_long_to_start_as_both() {
+    let mut both = shared();
+    let sizes = [(1, 10_000_000_000), (2, 25_000_000_000)];
+    for (n, bytes) in sizes {
+        let residency = both.ranks[n].residency.as_mut().expect("a residency");
+        residency.weight_bytes = bytes;
+    }
+    let seconds = |plan: &InferencePlanSpec, n: usize| {
+        let pods = pods_of(&settings(), &deployment(), plan);
+        let spec = pods[n].pod.spec.as_ref().expect("a spec");
+        let probe = spec.containers[0].startup_probe.as_ref();
+        probe.and_then(|probe| probe.failure_threshold)
+    };
+    assert_eq!(seconds(&both, 1), Some(900 + 2000 + 5000));
+    both.ranks[1].in_pod_of = None;
+    assert_eq!([1, 2].map(|n| seconds(&both, n)), [Some(2900), Some(5900)]);
+}
+
 /// The Pod holds what both ranks would hold alone, and one GPU; the second rank holds nothing beside that.
 #[test]
 fn a_pod_of_two_ranks_holds_the_sum_and_one_gpu() {

@@ -55,7 +55,7 @@ pub fn rank_pod(
     let mut container = container(context, role, image, arguments);
     container.ports = Some(ports(is_gateway, second.is_some()));
     container.resources = Some(held.resources());
-    watch_over(&mut container, rank);
+    watch_over(&mut container, rank, second);
     let mut spec = pod_spec(context, container, rank_volumes(context, is_gateway));
     spec.affinity = Some(on_node(&rank.node));
     let claim_template = hold_gpus(context, rank, &mut spec);

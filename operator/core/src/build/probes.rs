@@ -12,14 +12,14 @@ use crate::names::{GATEWAY_PORT, HEALTH_PORT, WORKER_PROGRAM};
 /// Seconds for which a terminating gateway keeps serving, so that every node learns that its address is withdrawn.
 pub(super) const LINGER_S: i64 = 5;
 
-/// Sets the probes of a rank's container, and the `preStop` hook of a gateway.
-pub(super) fn watch_over(container: &mut Container, rank: &PlanRank) {
+/// Sets the probes of the container of a rank and of a second one, if there is one, and a gateway's `preStop` hook.
+pub(super) fn watch_over(container: &mut Container, rank: &PlanRank, second: Option<&PlanRank>) {
     if rank.role == PlanRole::Gateway {
         container.readiness_probe = Some(http_probe(READINESS));
         container.liveness_probe = Some(http_probe(LIVENESS));
         container.lifecycle = Some(linger());
     } else {
-        container.startup_probe = Some(grpc_probe("", loading(rank)));
+        container.startup_probe = Some(grpc_probe("", loading(rank, second)));
         container.readiness_probe = Some(grpc_probe("", READINESS));
         container.liveness_probe = Some(grpc_probe("live", LIVENESS));
     }
@@ -33,17 +33,18 @@ const READINESS: Rhythm = (2, 2, 3);
 /// A process that is computing is alive even if it answers late: only one that hangs is killed.
 const LIVENESS: Rhythm = (10, 5, 6);
 
-/// Startup probe of a worker, which may take as long to load as a slow disk needs for its weights. Until the probe has
-/// succeeded, the kubelet reports the container as not started, which tells the operator that it is still loading.
-fn loading(rank: &PlanRank) -> Rhythm {
+/// Startup probe of one or two workers, which may take as long to load as a slow disk needs for their weights. Until
+/// the probe has succeeded, the kubelet reports the container as not started, which tells the operator that it is still
+/// loading.
+fn loading(rank: &PlanRank, second: Option<&PlanRank>) -> Rhythm {
     /// A network share over a slow link.
     const SLOWEST_BYTES_PER_S: u64 = 5_000_000;
     /// Allowance for everything other than reading: compiling kernels, loading a tokenizer.
     const BESIDE_S: u64 = 900;
-    let weights = rank
-        .residency
-        .as_ref()
-        .map_or(0, |residency| residency.weight_bytes);
+    // One may wait until the other has loaded.
+    let ranks = [Some(rank), second].into_iter().flatten();
+    let residencies = ranks.filter_map(|rank| rank.residency.as_ref());
+    let weights: u64 = residencies.map(|residency| residency.weight_bytes).sum();
     let seconds = BESIDE_S.saturating_add(weights / SLOWEST_BYTES_PER_S);
     (1, 5, i32::try_from(seconds).unwrap_or(i32::MAX))
 }

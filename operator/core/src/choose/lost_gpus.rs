@@ -100,10 +100,20 @@ fn shown_by(observed: &Observed, pod: &PodView) -> Option<LostGpu> {
     let plan = plans.find(|plan| plan.spec.generation == pod.plan_generation)?;
     let mut ranks = plan.spec.ranks.iter();
     let rank = ranks.find(|rank| rank.name == pod.rank && rank.node == node_of(pod))?;
+    let words = last_words(&end.message);
+    // A supervisor of two ranks says which one has noticed.
+    let is_named = |(name, _): (&str, _)| {
+        let rest = words.strip_prefix(name);
+        rest.is_some_and(|rest| rest.starts_with(": "))
+    };
+    let message = match pod.ranks().any(is_named) {
+        true => words,
+        false => format!("{}: {words}", rank.name),
+    };
     Some(LostGpu {
         node: rank.node.clone(),
         uuid: rank.device().gpu_uuid()?.to_owned(),
-        message: format!("{}: {}", rank.name, last_words(&end.message)),
+        message,
         at_seconds: observed.now.as_second(),
     })
 }

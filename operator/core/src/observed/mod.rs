@@ -18,7 +18,7 @@ use jiff::Timestamp;
 
 pub use forbidden::Forbidden;
 pub use node::{AgentEndpoint, NodeView, Taint};
-pub use placement::Placement;
+pub use placement::{Placement, Reach};
 pub use pod::{ContainerEnd, ContainerView, PodRole, PodView, SecondRank};
 pub use requests::{Holding, Others, Requests, Sight};
 pub use scaler::ScalerView;

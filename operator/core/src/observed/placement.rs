@@ -1,15 +1,31 @@
 //! Resources that workers actually got on their machines, as their gateway reports them in the labels of one series
 //! each.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 /// The gateway's series with one sample for each worker.
 const SERIES: &str = "hearth_worker_placement_info{";
-/// The gateway's series of workers that send nothing.
+/// The gateway's series of workers that take requests, with one sample for each worker.
+const READY_SERIES: &str = "hearth_worker_ready{";
+/// The gateway's series of workers that send nothing, with one sample for each worker.
 const HUNG_SERIES: &str = "hearth_worker_hung{";
 
-/// A gateway's report on a worker, before its Pod is identified: what it got, and whether it hangs.
+/// Whether requests of a gateway reach a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reach {
+    /// It takes requests.
+    #[default]
+    Ready,
+    /// It has not answered this gateway yet.
+    NotYet,
+    /// It has answered before, and takes no requests now.
+    Lost,
+    /// Its process runs and sends nothing.
+    Hung,
+}
+
+/// A gateway's report on a worker, before its Pod is identified: what it got, and whether requests reach it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
     /// IDs of its CPUs, such as `0-3,8`.
@@ -22,40 +38,53 @@ pub struct Placement {
     pub gpu_uuid: String,
     /// Planned resources that it did not get; empty: all is as planned.
     pub shortfalls: String,
-    /// Whether it sends nothing.
-    pub is_hung: bool,
+    /// Whether requests reach it. All else is empty before it has answered.
+    pub reach: Reach,
 }
 
 /// Reads a gateway's reports, by the workers' addresses.
 pub fn read(metrics: &str) -> BTreeMap<SocketAddr, Placement> {
-    let hung = metrics.lines().filter_map(|line| {
-        let labels_and_value = line.strip_prefix(HUNG_SERIES)?;
-        let (text, value) = labels_and_value.rsplit_once(' ')?;
-        let is_hung = value.parse::<f64>().is_ok_and(|value| value > 0.0);
-        labels(text)
-            .filter(|_| is_hung)?
-            .get("address")?
-            .parse()
-            .ok()
+    let placed = metrics.lines().filter_map(|line| {
+        let mut labels = labels(line.strip_prefix(SERIES)?)?;
+        let mut take = |name: &str| labels.remove(name).unwrap_or_default();
+        let address = take("address").parse().ok()?;
+        let placement = Placement {
+            cpus: take("cpus"),
+            numa_nodes: take("numa_nodes"),
+            memory_numa_nodes: take("memory_numa_nodes"),
+            gpu_uuid: take("gpu_uuid"),
+            shortfalls: take("shortfalls"),
+            reach: Reach::Ready,
+        };
+        Some((address, placement))
     });
-    let hung: BTreeSet<SocketAddr> = hung.collect();
-    let series = metrics.lines().filter_map(|line| line.strip_prefix(SERIES));
-    series
-        .filter_map(|line| {
-            let mut labels = labels(line)?;
-            let mut take = |name: &str| labels.remove(name).unwrap_or_default();
-            let address = take("address").parse().ok()?;
-            let placement = Placement {
-                cpus: take("cpus"),
-                numa_nodes: take("numa_nodes"),
-                memory_numa_nodes: take("memory_numa_nodes"),
-                gpu_uuid: take("gpu_uuid"),
-                shortfalls: take("shortfalls"),
-                is_hung: hung.contains(&address),
+    let mut told: BTreeMap<SocketAddr, Placement> = placed.collect();
+    for (address, is_ready) in gauges(metrics, READY_SERIES) {
+        if !is_ready {
+            let has_answered = told.contains_key(&address);
+            told.entry(address).or_default().reach = match has_answered {
+                true => Reach::Lost,
+                false => Reach::NotYet,
             };
-            Some((address, placement))
-        })
-        .collect()
+        }
+    }
+    for (address, is_hung) in gauges(metrics, HUNG_SERIES) {
+        if is_hung {
+            told.entry(address).or_default().reach = Reach::Hung;
+        }
+    }
+    told
+}
+
+/// The samples of a series by address: whether each is above zero.
+fn gauges<'a>(metrics: &'a str, series: &'a str) -> impl Iterator<Item = (SocketAddr, bool)> + 'a {
+    metrics.lines().filter_map(move |line| {
+        let labels_and_value = line.strip_prefix(series)?;
+        let (text, value) = labels_and_value.rsplit_once(' ')?;
+        let is_positive = value.parse::<f64>().ok()? > 0.0;
+        let address = labels(text)?.get("address")?.parse().ok()?;
+        Some((address, is_positive))
+    })
 }
 
 /// Parses the labels of a series after its opening brace: `a="b",c="d \"e\""} 1`.
@@ -96,6 +125,11 @@ mod tests {
             hearth_worker_placement_info{worker=\"x\",address=\"[fd00::1]:9000\",gpu_uuid=\"GPU-1\"} 1\n\
             hearth_worker_placement_info{worker=\"cut off\",address=\"10.0.0.2:9\n\
             hearth_worker_placement_info{worker=\"a name\",address=\"host:9000\"} 1\n\
+            hearth_worker_ready{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"} 1.0\n\
+            hearth_worker_ready{worker=\"x\",address=\"[fd00::1]:9000\",role=\"decode\"} 0.0\n\
+            hearth_worker_ready{worker=\"ended\",address=\"10.0.0.3:9000\",role=\"decode\"} 0.0\n\
+            hearth_worker_ready{worker=\"new\",address=\"10.0.0.4:9000\",role=\"decode\"} 0.0\n\
+            hearth_worker_placement_info{worker=\"ended\",address=\"10.0.0.3:9000\",cpus=\"2\"} 1\n\
             hearth_worker_hung{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"} 0.0\n\
             hearth_worker_hung{worker=\"x\",address=\"[fd00::1]:9000\",role=\"decode\"} 1.0\n";
         let placements = read(text);
@@ -107,10 +141,24 @@ mod tests {
         };
         let second = Placement {
             gpu_uuid: "GPU-1".to_owned(),
-            is_hung: true,
+            reach: Reach::Hung,
             ..Placement::default()
         };
-        let expected = [("10.0.0.1:9000", first), ("[fd00::1]:9000", second)];
+        let ended = Placement {
+            cpus: "2".to_owned(),
+            reach: Reach::Lost,
+            ..Placement::default()
+        };
+        let new = Placement {
+            reach: Reach::NotYet,
+            ..Placement::default()
+        };
+        let expected = [
+            ("10.0.0.1:9000", first),
+            ("[fd00::1]:9000", second),
+            ("10.0.0.3:9000", ended),
+            ("10.0.0.4:9000", new),
+        ];
         let expected = expected.map(|(at, placement)| (at.parse().expect("address"), placement));
         assert_eq!(placements, BTreeMap::from(expected));
     }

@@ -1,5 +1,6 @@
 //! The whole status, from the parts of a decision.
 
+mod causes;
 mod format;
 mod placements;
 mod rest;
@@ -13,12 +14,13 @@ use hearth_crds::{
 };
 use kube_core::ResourceExt;
 
+pub(crate) use self::causes::first_cause;
+use self::causes::{is_up, pool_cause};
 use self::format::{
     bounds_words, endpoint_url, latency_ms, list, measured, plan_sentence, sight_words, topology,
 };
 use crate::build::role_selector;
-use crate::candidates::is_down;
-use crate::cause::{Cause, cause, lost_readiness, not_allowed};
+use crate::cause::Cause;
 use crate::choose::PlanChoice;
 use crate::choose::lost_gpus;
 use crate::choose::stand_in::is_of;
@@ -29,7 +31,6 @@ use crate::conditions::{
 use crate::decision::Decision;
 use crate::model::fetched::{Download, percent};
 use crate::model::{ModelState, ModelStep};
-use crate::observed::forbidden::is_quota;
 use crate::observed::{Observed, PodView};
 use crate::plan_record::{failure, has_failed, has_served, instead_of};
 use crate::rollout::{Mode, Progress, Want};
@@ -128,18 +129,6 @@ fn count(pods: usize) -> u32 {
     u32::try_from(pods).unwrap_or(u32::MAX)
 }
 
-/// The cause to report for a target that is not ready: trouble comes before what only takes time.
-pub(crate) fn first_cause(observed: &Observed, wants: &[Want], mode: Mode) -> Option<Cause> {
-    let mut causes = wants
-        .iter()
-        .filter_map(|want| want_cause(observed, want, mode));
-    let first = causes.next()?;
-    if first.is_trouble {
-        return Some(first);
-    }
-    Some(causes.find(|cause| cause.is_trouble).unwrap_or(first))
-}
-
 /// Errors of fields on one line.
 pub(crate) fn field_sentence(errors: &[FieldError]) -> String {
     let lines: Vec<String> = errors
@@ -147,60 +136,6 @@ pub(crate) fn field_sentence(errors: &[FieldError]) -> String {
         .map(|error| format!("{} {}: {}", error.field, error.problem, error.remedy))
         .collect();
     lines.join("; ")
-}
-
-/// The API server's message about Pods of the newest plan that it forbids.
-fn forbidden(observed: &Observed) -> Option<&str> {
-    let forbidden = observed.forbidden.as_ref()?;
-    let newest = observed.plans.last()?;
-    let is_now = forbidden.last.is_some() && forbidden.generation == newest.spec.generation;
-    is_now.then_some(&*forbidden.words)
-}
-
-fn want_cause(observed: &Observed, want: &Want, mode: Mode) -> Option<Cause> {
-    let what = &want.rank;
-    let pod = observed.pods.iter().find(|pod| pod.name == want.name);
-    match pod {
-        _ if is_down(observed, &want.node) => Some(Cause::trouble(
-            "NodeLost",
-            format!(
-                "{what} waits: {}",
-                crate::choose::lost_words(observed, &want.node)
-            ),
-        )),
-        Some(pod) if pod.is_ready && !pod.is_deleting => None,
-        Some(pod) if pod.has_lost_readiness && !pod.is_deleting => {
-            let is_hung = placements::is_hung(observed, pod);
-            Some(lost_readiness(what, pod, is_hung))
-        }
-        Some(pod) => Some(cause(what, pod)),
-        None if mode == Mode::OldDownFirst && want.role != PlanRole::Gateway => {
-            Some(Cause::waiting(
-                "WaitingForRoom",
-                format!(
-                    "{what} starts when the workers before it have left {}",
-                    want.node
-                ),
-            ))
-        }
-        None if let Some(words) = forbidden(observed) => {
-            let mut cause = not_allowed(what, words);
-            if mode == Mode::Surge && is_quota(words) {
-                let more =
-                    "; what is running continues, since stopping it might not free enough quota";
-                cause.message.push_str(more);
-            }
-            Some(cause)
-        }
-        None if mode == Mode::Surge && want.role == PlanRole::Gateway => Some(Cause::waiting(
-            "WaitingForWorkers",
-            format!("{what} starts when the new workers are ready"),
-        )),
-        None => Some(Cause::waiting(
-            "Creating",
-            format!("{what} is being created on {}", want.node),
-        )),
-    }
 }
 
 impl StatusInput<'_> {
@@ -381,18 +316,14 @@ impl StatusInput<'_> {
             .filter(move |want| want.rank_of(role).is_some())
     }
 
-    /// Number of ranks that have a ready Pod, possibly of the previous plan.
+    /// Number of ranks that are up, possibly in a Pod of the previous plan.
     fn ready_count(&self, role: PlanRole) -> usize {
         let is_up = |rank: &&str| {
             let mut pods = self.observed.pods.iter();
-            pods.any(|pod| pod.has_rank(rank) && self.is_up(pod))
+            pods.any(|pod| pod.has_rank(rank) && is_up(self.observed, pod, rank))
         };
         let ranks = self.wants.iter().filter_map(|want| want.rank_of(role));
         ranks.filter(is_up).count()
-    }
-
-    fn is_up(&self, pod: &PodView) -> bool {
-        pod.is_ready && !pod.is_deleting && !is_down(self.observed, &pod.node)
     }
 
     fn pool_ready(&self, role: PlanRole) -> Verdict {
@@ -410,8 +341,7 @@ impl StatusInput<'_> {
         if ready == desired {
             return Verdict::yes("AllReady", format!("{ready} of {desired} ready"));
         }
-        let wants: Vec<Want> = self.wants_of(role).cloned().collect();
-        match first_cause(self.observed, &wants, self.mode()) {
+        match pool_cause(self.observed, self.wants, self.mode(), role) {
             Some(cause) => Verdict::not_for(&cause),
             None => Verdict::no("Starting", format!("{ready} of {desired} ready")),
         }
@@ -424,7 +354,8 @@ impl StatusInput<'_> {
     /// Whether some gateway can get a request answered once everything that is decided now is done.
     fn is_reachable(&self) -> bool {
         let pods: Vec<&PodView> = self.left.iter().map(|pod| &**pod).collect();
-        let is_open = |pod: &&&PodView| pod.role.is_gateway() && self.is_up(pod);
+        let is_open =
+            |pod: &&&PodView| pod.role.is_gateway() && is_up(self.observed, pod, &pod.rank);
         pods.iter()
             .filter(is_open)
             .any(|gateway| reachable(gateway, &pods).0 > 0)

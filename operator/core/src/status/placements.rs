@@ -4,17 +4,18 @@
 use hearth_crds::RankPlacement;
 
 use crate::conditions::Verdict;
-use crate::observed::{Observed, Placement, PodView};
+use crate::observed::{Observed, Placement, PodView, Reach};
 use crate::rollout::Want;
 use crate::routes::endpoints;
 
 /// Maximum number of shortfalls that the condition names; the status has all.
 const NAMED: usize = 3;
 
-/// Whether a gateway reports that a rank of a Pod sends nothing.
-pub(crate) fn is_hung(observed: &Observed, pod: &PodView) -> bool {
-    let mut told = endpoints(pod).filter_map(|endpoint| at(observed, &endpoint));
-    told.any(|told| told.is_hung)
+/// A gateway's report on whether requests reach a rank of a Pod; `None` without one.
+pub(super) fn reach(observed: &Observed, pod: &PodView, rank: &str) -> Option<Reach> {
+    let mut ranks = pod.ranks().zip(endpoints(pod));
+    let (_, endpoint) = ranks.find(|((name, _), _)| *name == rank)?;
+    Some(at(observed, &endpoint)?.reach)
 }
 
 /// A gateway's report on the rank at `endpoint`.
@@ -33,8 +34,8 @@ pub(crate) fn status(observed: &Observed, wants: &[Want]) -> Vec<RankPlacement> 
     let placed = running.flat_map(|(want, pod)| {
         let ranks = want.ranks().zip(endpoints(pod));
         ranks.filter_map(|((rank, _), endpoint)| match at(observed, &endpoint) {
-            Some(placement) => Some(of(rank, pod, placement)),
-            None => {
+            Some(placement) if placement.reach != Reach::NotYet => Some(of(rank, pod, placement)),
+            _ => {
                 let mut old = old.iter();
                 old.find(|old| old.pod == pod.name && old.rank == rank)
                     .cloned()

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::fake_cluster::FakeCluster;
 use crate::conditions::{DECODE_READY, DEGRADED, PLANNED, PROGRESSING, READY};
-use crate::observed::{ContainerView, Placement};
+use crate::observed::{ContainerView, Placement, Reach};
 
 #[test]
 fn a_plan_that_never_comes_up_is_given_up_for_the_one_before() {
@@ -99,7 +99,7 @@ fn a_worker_that_hangs_is_told_from_one_that_loads() {
     cluster.reconcile();
     assert_eq!(cluster.says(DECODE_READY), ("False", "ReadinessLost"));
     let told = Placement {
-        is_hung: true,
+        reach: Reach::Hung,
         ..Placement::default()
     };
     let address = "10.9.0.1:9400".parse().unwrap();

@@ -1,10 +1,12 @@
 //! A GPU of a device plugin that a prefill and a decode rank share, in one Pod.
 
+use std::net::SocketAddr;
+
 use hearth_crds::{ComputeCapability, DEVICE_LOST_EXIT_CODE, GpuProfile, PlanRank, Routes};
 
 use super::fake_cluster::FakeCluster;
 use crate::conditions::{DECODE_READY, DEGRADED, PLACED, PREFILL_READY, READY};
-use crate::observed::{ContainerEnd, ContainerView, Placement};
+use crate::observed::{ContainerEnd, ContainerView, Placement, Reach};
 
 const SPEC: &str = "prefill: {mode: StreamLoading, chunkedBelowTokens: 0}\ndecode: {maxBatch: 4, dualBatch: 'On'}\n";
 
@@ -69,6 +71,28 @@ fn pools(cluster: &FakeCluster) -> Vec<(&str, &str)> {
         .collect()
 }
 
+/// The addresses of the two ranks of the Pod.
+fn addresses(cluster: &FakeCluster) -> [SocketAddr; 2] {
+    let mut pods = cluster.observed.pods.iter();
+    let pod = pods.find(|pod| pod.rank == "decode-0").expect("a Pod");
+    [9400, 9403].map(|port| {
+        let address = format!("{}:{port}", pod.ip);
+        address.parse().expect("an address")
+    })
+}
+
+/// Has the gateway report what it reaches, and reconciles.
+fn reports(cluster: &mut FakeCluster, reach: [Reach; 2]) {
+    for (address, reach) in addresses(cluster).into_iter().zip(reach) {
+        let placement = Placement {
+            reach,
+            ..Placement::default()
+        };
+        cluster.observed.placements.insert(address, placement);
+    }
+    cluster.reconcile();
+}
+
 #[test]
 fn two_ranks_in_one_pod_are_two_workers_of_the_gateway_and_of_the_status() {
     let mut cluster = with_gpus(&["office"]);
@@ -81,18 +105,11 @@ fn two_ranks_in_one_pod_are_two_workers_of_the_gateway_and_of_the_status() {
     assert_eq!(pools(&cluster), ready);
     assert_eq!(cluster.says(READY), ("True", "Serving"));
 
-    let mut pods = cluster.observed.pods.iter();
-    let ip = pods
-        .find(|pod| pod.rank == "decode-0")
-        .expect("a Pod")
-        .ip
-        .clone();
-    for (port, cpus) in [(9400, "0-1"), (9403, "2-3")] {
+    for (address, cpus) in addresses(&cluster).into_iter().zip(["0-1", "2-3"]) {
         let placement = Placement {
             cpus: cpus.to_owned(),
             ..Placement::default()
         };
-        let address = format!("{ip}:{port}").parse().expect("an address");
         cluster.observed.placements.insert(address, placement);
     }
     cluster.reconcile();
@@ -110,12 +127,84 @@ fn two_ranks_in_one_pod_are_two_workers_of_the_gateway_and_of_the_status() {
     }
 }
 
+/// The Pod's readiness is that of its first rank: what is known of the second one is what the gateway reports.
+#[test]
+fn a_second_rank_that_is_away_is_not_ready_although_its_pod_is() {
+    let mut cluster = with_gpus(&["office"]);
+    cluster.told();
+    for (reach, reason, words) in [
+        (
+            Reach::Lost,
+            "ReadinessLost",
+            "prefill-0 on office was ready and is not",
+        ),
+        (Reach::Hung, "Hung", "prefill-0 hangs on office"),
+        (
+            Reach::NotYet,
+            "Starting",
+            "prefill-0 on office has not answered",
+        ),
+    ] {
+        reports(&mut cluster, [Reach::Ready, reach]);
+        assert_eq!(cluster.says(PREFILL_READY), ("False", reason));
+        let told = &cluster.condition(PREFILL_READY).message;
+        assert!(told.contains(words) && !told.contains("kubelet"), "{told}");
+        assert_eq!(cluster.says(DEGRADED), ("True", reason));
+        assert_eq!(cluster.says(DECODE_READY), ("True", "AllReady"));
+        assert_eq!(cluster.says(READY), ("True", "Serving"));
+        let ready = [("gateway", "1/1"), ("prefill", "0/1"), ("decode", "1/1")];
+        assert_eq!(pools(&cluster), ready);
+    }
+    reports(&mut cluster, [Reach::Ready; 2]);
+    assert_eq!(cluster.says(PREFILL_READY), ("True", "AllReady"));
+    assert_eq!(cluster.says(DEGRADED), ("False", "AsPlanned"));
+}
+
+/// The supervisor starts the first rank again; the kubelet has nothing to do with that.
+#[test]
+fn a_first_rank_that_is_away_takes_the_second_one_from_no_pool() {
+    let mut cluster = with_gpus(&["office"]);
+    let running_since = Some(cluster.observed.now);
+    cluster.pod("demo-decode-0", |pod| {
+        pod.is_ready = false;
+        pod.has_lost_readiness = true;
+        pod.container = Some(ContainerView {
+            running_since,
+            ..ContainerView::default()
+        });
+    });
+    reports(&mut cluster, [Reach::Lost, Reach::Ready]);
+    assert_eq!(cluster.says(PREFILL_READY), ("True", "AllReady"));
+    assert_eq!(cluster.says(DECODE_READY), ("False", "ReadinessLost"));
+    assert_eq!(
+        cluster.condition(DECODE_READY).message,
+        "decode-0 on office was ready and is not: its process has ended or cannot compute; its supervisor starts it again, \
+         and the other rank of its Pod goes on"
+    );
+    assert_eq!(cluster.condition(READY).status, "False");
+    // What the gateway reported before the container ended counts no longer.
+    cluster.pod("demo-decode-0", |pod| {
+        pod.has_lost_readiness = false;
+        pod.container = Some(ContainerView::default());
+    });
+    cluster.reconcile();
+    assert_eq!(cluster.condition(PREFILL_READY).status, "False");
+}
+
 /// There is one GPU, so that the old Pod must make room; afterwards both ranks are routed to again.
 #[test]
 fn a_rollout_of_a_pod_of_two_ranks_waits_for_the_gpu() {
     let mut cluster = with_gpus(&["office"]);
     let spec = SPEC.replace("maxBatch: 4", "maxBatch: 2");
     cluster.change(&spec);
+    // A step at a time: the new Pod is made when the old one is gone, not before.
+    for _ in 0..20 {
+        cluster.reconcile();
+        let holders = cluster.observed.pods.iter();
+        let holders = holders.filter(|pod| pod.rank == "decode-0").count();
+        assert!(holders <= 1, "two Pods for one GPU");
+        cluster.turn();
+    }
     cluster.settle();
     let plan = cluster.observed.plans.last().expect("a plan");
     assert_eq!(plan.spec.generation, 2);
@@ -153,7 +242,9 @@ fn a_gpu_that_is_lost_is_lost_for_both() {
     assert_eq!(cluster.says(DEGRADED), ("True", "GpuLost"));
     let told = &cluster.condition(DEGRADED).message;
     assert!(
-        told.contains(&format!("GPU GPU-{node} of {node} is lost")) && told.contains("Xid 79"),
+        told.contains(&format!(
+            "GPU GPU-{node} of {node} is lost: prefill-0: cuda does not answer: Xid 79"
+        )),
         "{told}"
     );
 }

@@ -24,3 +24,4 @@ pub use compile::{
     CompileReport, SOURCES, Variant, all_variants, compile_all, compile_one, obstacle,
 };
 pub use driver::{DeviceInfo, devices};
+pub use memory::CopyWays;

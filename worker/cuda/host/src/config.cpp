@@ -31,6 +31,7 @@ Config read() {
     sscanf(text("HEARTH_HOST_MODEL_CAPABILITY", "8.9").c_str(), "%d.%d", &c.capability_major, &c.capability_minor);
     c.host_register = !flag("HEARTH_HOST_MODEL_NO_REGISTER");
     c.read_only_register = c.host_register && !flag("HEARTH_HOST_MODEL_NO_READ_ONLY_REGISTER");
+    c.slow_registered_us = (unsigned)strtoul(text("HEARTH_HOST_MODEL_SLOW_REGISTERED_US", "0").c_str(), nullptr, 10);
     c.memory_info_error = atoi(text("HEARTH_HOST_MODEL_MEMORY_INFO_ERROR", "0").c_str());
     c.skipped_wait = strtoull(text("HEARTH_HOST_MODEL_SKIPPED_WAIT", "0").c_str(), nullptr, 10);
     c.report = text("HEARTH_HOST_MODEL_REPORT", "");

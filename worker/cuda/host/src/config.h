@@ -18,6 +18,7 @@ struct Config {
     int capability_minor;
     bool host_register;
     bool read_only_register;
+    unsigned slow_registered_us;
     int memory_info_error;
     uint64_t skipped_wait;
     std::string report;

@@ -1,5 +1,7 @@
 #include "transfer.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -76,6 +78,10 @@ Fault run(Device& device, const Transfer& t) {
     if (t.to_side == Side::DEVICE) fault = check_device(device, "destination", t.to, to_bytes);
     if (!fault && t.from_side == Side::DEVICE) fault = check_device(device, "source", t.from, from_bytes);
     if (!fault) fault = check_source(t);
+    if (config().slow_registered_us > 0 && t.from_side == Side::HOST) {
+        const HostRange* range = host_memory().find(t.from, from_bytes);
+        if (range != nullptr && range->registered) usleep(config().slow_registered_us);
+    }
     begin_operation("a copy");
     for (size_t row = 0; row < t.rows && !fault; row++) {
         fault = copy_row(device, t, (char*)t.to + row * t.to_pitch, (const char*)t.from + row * t.from_pitch);

@@ -8,7 +8,7 @@ use hearth_kernels::ops::{DeviceMemory, DeviceOps};
 
 use super::{Activations, CudaBackend, Kernel, MOST_RECORDED_ROWS};
 use crate::compile::Variant;
-use crate::memory::{Pinned, Pitched, Source};
+use crate::memory::{CopyWays, Pinned, Pitched, Source};
 use crate::queue::{Args, Command};
 
 /// Number of timed passes over the buffer, after one that is not timed.
@@ -109,6 +109,12 @@ impl CudaBackend {
             Activations::Bf16 => "bf16",
             Activations::Fp8 => "fp8",
         }
+    }
+
+    /// Rates of the two ways that streamed weights can take to this GPU; `None` until the first large one was copied, and where
+    /// the driver registers no pages.
+    pub fn copy_ways(&self) -> Option<CopyWays> {
+        self.loader.ways()
     }
 
     /// Copies `host` to the device both ways, best of several passes.

@@ -54,6 +54,8 @@ pub(super) struct Readable<'a> {
     _state: MutexGuard<'a, State>,
     /// Where pieces end, counted from the first byte; the last one is the end of the bytes. No copy may cross one.
     pub(super) ends: Vec<usize>,
+    /// Bytes of the pieces that were registered for this.
+    pub(super) new_bytes: usize,
 }
 
 impl RegisteredFiles {
@@ -88,6 +90,7 @@ impl RegisteredFiles {
         let mut state = self.state();
         let mut mapping = None;
         let mut ends = Vec::new();
+        let mut new_bytes = 0;
         let mut at = wanted.start;
         while at < wanted.end {
             if let Some(piece) = state.pieces.iter_mut().find(|p| p.range.contains(&at)) {
@@ -109,13 +112,16 @@ impl RegisteredFiles {
                 return Ok(None);
             };
             state.make_room(&wanted);
-            if !state.register(piece_at(mapping, at), reads, host)? {
+            let piece = piece_at(mapping, at);
+            new_bytes += piece.len();
+            if !state.register(piece, reads, host)? {
                 return Ok(None);
             }
         }
         Ok(Some(Readable {
             _state: state,
             ends,
+            new_bytes,
         }))
     }
 
@@ -129,6 +135,18 @@ impl RegisteredFiles {
             self.device.bind()?;
             state.pieces.retain(|piece| piece.reads == Reads::Often);
         }
+        Ok(())
+    }
+
+    /// Registers nothing from now on, and releases all pages. No copy of them may be in flight.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the device is lost.
+    pub(super) fn give_up(&self) -> Result<(), KernelError> {
+        let mut state = self.state();
+        state.registers = false;
+        self.device.bind()?;
+        state.pieces.clear();
         Ok(())
     }
 

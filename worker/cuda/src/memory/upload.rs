@@ -1,18 +1,19 @@
 //! Host bytes on their way to the GPU.
 //!
 //! Pages of mapped files are registered with the driver (`regions`), so that the GPU reads them directly. Other bytes, and
-//! those of files where the driver refuses (no support for read-only pages, a file system that cannot pin), go through a
-//! ring of pinned buffers.
+//! those of files where the driver refuses (no support for read-only pages, a file system that cannot pin) or where it is
+//! measured to be faster (`ways`), go through a ring of pinned buffers.
 
 use std::ffi::c_void;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use bytes::Bytes;
 use hearth_kernels::KernelError;
 
 use super::Pinned;
 use super::regions::{Reads, RegisteredFiles};
+use super::ways::CopyWays;
 use crate::driver::sys::{self, CUDA_MEMCPY2D, CUdeviceptr, CUmemorytype};
 use crate::driver::{Event, Stream, check};
 
@@ -24,6 +25,8 @@ const STAGE_BYTES: usize = 8 << 20;
 const STAGED_ALIGN_BYTES: usize = 256;
 /// Shorter bytes that are copied once are staged: registering pages costs more than it saves.
 const REGISTERED_FROM_BYTES: usize = 1 << 20;
+/// Shorter bytes tell nothing about rates.
+const TIMED_FROM_BYTES: usize = 1 << 20;
 
 /// Rows on the device that may lie further apart than they are long.
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +64,7 @@ pub(crate) struct Uploader {
     ready: Event,
     files: Arc<RegisteredFiles>,
     ring: Mutex<Option<Ring>>,
+    ways: OnceLock<CopyWays>,
 }
 
 impl Uploader {
@@ -70,12 +74,22 @@ impl Uploader {
             files: Arc::clone(files),
             stream,
             ring: Mutex::new(None),
+            ways: OnceLock::new(),
         })
     }
 
     /// The stream in whose order bytes are copied.
     pub(crate) fn stream(&self) -> &Stream {
         &self.stream
+    }
+
+    pub(super) fn files(&self) -> &RegisteredFiles {
+        &self.files
+    }
+
+    /// Rates of the two ways that bytes of mapped files can take, once they were measured.
+    pub(crate) fn ways(&self) -> Option<CopyWays> {
+        self.ways.get().copied()
     }
 
     /// Copies `rows × row_bytes` bytes after the work queued in `before`, zeroes the rest of each pitch, and returns when
@@ -113,12 +127,29 @@ impl Uploader {
     pub(crate) fn queue(&self, from: Source<'_>, to: Pitched) -> Result<(), KernelError> {
         self.stream.device().bind()?;
         self.zero_padding(to)?;
-        if let Source::Shared(host) = from
-            && let Some(readable) = self.files.readable(host, Reads::Often)?
+        let Source::Shared(host) = from else {
+            return self.stage(from.bytes(), to);
+        };
+        if host.len() >= TIMED_FROM_BYTES
+            && self.ways.get().is_none()
+            && let Some(ways) = self.time_ways(host, to)?
+            && self.ways.set(ways).is_ok()
+            && ways.prefers_ring()
         {
-            return self.copy_pieces(host, to, &readable.ends);
+            self.files.give_up()?;
         }
-        self.stage(from.bytes(), to)
+        match self.copy_registered(host, to)? {
+            true => Ok(()),
+            false => self.stage(host, to),
+        }
+    }
+
+    /// Queues copies of bytes that are copied again and again from their registered pages; returns false if they are not.
+    pub(super) fn copy_registered(&self, host: &Bytes, to: Pitched) -> Result<bool, KernelError> {
+        match self.files.readable(host, Reads::Often)? {
+            Some(readable) => self.copy_pieces(host, to, &readable.ends).map(|()| true),
+            None => Ok(false),
+        }
     }
 
     /// Copies page-locked bytes, and returns when they have arrived.
@@ -152,7 +183,7 @@ impl Uploader {
     }
 
     /// Queues copies through the ring; waits for the oldest ones if it is full.
-    fn stage(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
+    pub(super) fn stage(&self, host: &[u8], to: Pitched) -> Result<(), KernelError> {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = match &mut *ring {
             Some(ring) => ring,

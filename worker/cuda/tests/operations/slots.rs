@@ -1,8 +1,11 @@
 //! Weights in slots: what was loaded last is read, by steps that are recorded and by steps that are not, and a missing wait is
 //! found by the host model.
 
+use std::io::Write;
 use std::process::Command;
 
+use bytes::Bytes;
+use hearth_kernels::convert::bf16_to_f32;
 use hearth_kernels::ops::*;
 use hearth_kernels::{DType, HostMatrix};
 
@@ -187,5 +190,68 @@ fn one_reuse_of_a_slot() {
     }
     // Both streams have ended then.
     gpu.after(&gpu.copied().unwrap()).unwrap();
+    gpu.synchronize().unwrap();
+}
+
+#[test]
+fn weights_take_the_faster_way() {
+    if is_hardware() {
+        skipped("hardware has one faster way, which the log of a prompt tells");
+        return;
+    }
+    for slow_us in ["0", "200000"] {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "slots::mapped_weights_in_slots", "--ignored"])
+            .env("HEARTH_HOST_MODEL_SLOW_REGISTERED_US", slow_us)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{slow_us} us: {text}");
+    }
+}
+
+#[test]
+#[ignore = "its environment says what is slow: the test above starts it"]
+fn mapped_weights_in_slots() {
+    let is_slow = std::env::var("HEARTH_HOST_MODEL_SLOW_REGISTERED_US").unwrap() != "0";
+    let gpu = own(BUDGET_BYTES);
+    let (rows, cols) = (600, 1000);
+    let codes: Vec<u16> = (0..2 * rows * cols)
+        .map(|i| (i % 16_000) as u16 | 0x3000)
+        .collect();
+    let mut file = tempfile::tempfile().unwrap();
+    let bytes: Vec<u8> = codes.iter().flat_map(|code| code.to_le_bytes()).collect();
+    file.write_all(&bytes).unwrap();
+    // SAFETY: the file has no name, so nothing changes it.
+    let mapped = Bytes::from_owner(unsafe { memmap2::Mmap::map(&file) }.unwrap());
+    let matrix = |index: usize| {
+        let data = mapped.slice(index * rows * cols * 2..(index + 1) * rows * cols * 2);
+        HostMatrix::new(data, DType::Bf16, rows, cols, None).unwrap()
+    };
+    assert_eq!(gpu.copy_ways(), None);
+    let slots = gpu.slots(gpu.slot_bytes(&matrix(0)), 1).unwrap();
+    let mut free = None;
+    // The first one is timed, and the others take the way that was chosen.
+    for index in [0, 1, 0] {
+        gpu.reuse(&slots[0], free.as_ref()).unwrap();
+        let weight = gpu.load(&matrix(index), &slots[0], 0).unwrap();
+        gpu.after(&gpu.copied().unwrap()).unwrap();
+        let got = gpu
+            .download(&gpu.embed(&weight, &[0, 599]).unwrap())
+            .unwrap();
+        let want = [0, rows - 1].map(|row| &codes[(index * rows + row) * cols..][..cols]);
+        assert!(
+            got.iter()
+                .copied()
+                .eq(want.concat().iter().map(|&code| bf16_to_f32(code)))
+        );
+        free = Some(gpu.computed().unwrap());
+    }
+    let ways = gpu.copy_ways().unwrap();
+    // Without the delay the two are near each other.
+    assert!(ways.prefers_ring() || !is_slow, "{ways:?}");
+    for rate in [ways.register_gbps, ways.registered_gbps, ways.staged_gbps] {
+        assert!(rate > 0.0 && rate.is_finite(), "{ways:?}");
+    }
     gpu.synchronize().unwrap();
 }

@@ -61,7 +61,7 @@ impl Predictor<'_> {
             slots,
             copy_ms: self.expert_copy_ms(copy_gbps),
             expert_ms: self.expert_ms(step.tokens),
-            dense_ms: (self.dense_ms(step) + rates.overhead_ms(facts, beside)) / layers,
+            dense_ms: (self.dense_ms(step, tiles) + rates.overhead_ms(facts, beside)) / layers,
             is_ahead: chosen >= f64::from(facts.experts),
         }
         .simulate()
@@ -97,8 +97,8 @@ impl Predictor<'_> {
         below
     }
 
-    /// Milliseconds of everything in a step but routed experts and what operations add.
-    fn dense_ms(&self, step: Step) -> f64 {
+    /// Milliseconds of everything in a step of so many tiles of rows but routed experts and what operations add.
+    fn dense_ms(&self, step: Step, tiles: f64) -> f64 {
         let facts = self.facts;
         let no_logits = f64::from(step.tokens.saturating_sub(step.logit_rows));
         let flops = facts.dense_flops() * f64::from(step.tokens) - facts.head_flops() * no_logits;
@@ -107,7 +107,7 @@ impl Predictor<'_> {
             step.cache_positions * self.kv_bytes_per_token as f64,
             facts.attention_flops_per_position() * step.attended_positions,
         );
-        let activation_bytes = Operations::activation_bytes(facts) * f64::from(step.tokens);
+        let activation_bytes = Operations::activation_bytes(facts, tiles) * f64::from(step.tokens);
         products_ms + attention_ms + self.rates.ms(activation_bytes, 0.0)
     }
 
@@ -159,7 +159,7 @@ impl Predictor<'_> {
         let exchanged = tokens * f64::from(facts.hidden) * 4.0 * 2.0 * layers;
         let (host_ms, cached_ms) = self.experts_ms(step, on_host);
         HybridStep {
-            device_ms: (self.dense_ms(step) - shared_ms).max(0.0)
+            device_ms: (self.dense_ms(step, 1.0) - shared_ms).max(0.0)
                 + rates.overhead_ms(facts, operations),
             ends_ms: rates.ms(head_bytes, head_flops),
             beside_ms: shared_ms + cached_ms,

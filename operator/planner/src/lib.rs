@@ -21,6 +21,8 @@ mod host_experts;
 mod hybrid;
 mod input;
 mod link;
+#[cfg(test)]
+mod measured;
 mod memory;
 mod node_ranks;
 mod numerics;

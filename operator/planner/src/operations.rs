@@ -46,10 +46,11 @@ impl Operations {
         }
     }
 
-    /// Bytes of activations that a token's operations read and write in all layers, but for routed experts: norms, residual
-    /// sums and products by the width of the residual stream, rotations and attention by that of heads, shared experts by
-    /// their inner width. Counted on a modelled device.
-    pub(crate) fn activation_bytes(facts: &ModelFacts) -> f64 {
+    /// Bytes of activations that a token's operations read and write in all layers, but for routed experts, as a modelled
+    /// device counts them: norms, residual sums and products by the width of the residual stream, projections and attention
+    /// by that of heads, shared experts by their inner width. Several tiles of rows are copied, one is not. The widths of
+    /// queries and values outside of latent attention are not among the facts: they count as one more of its own.
+    pub(crate) fn activation_bytes(facts: &ModelFacts, tiles: f64) -> f64 {
         let heads = f64::from(facts.heads);
         let attention = match facts.kv {
             KvShape::Heads {
@@ -58,13 +59,17 @@ impl Operations {
                 value_dim,
             } => {
                 let kv = f64::from(kv_heads) * f64::from(key_dim + value_dim);
-                8.0 * heads * f64::from(key_dim) + 5.0 * kv
+                6.0 * heads * f64::from(key_dim) + 2.5 * kv
             }
-            KvShape::Latent { rank, rope_dim } => 10.5 * heads * f64::from(rank + rope_dim),
+            KvShape::Latent { rank, rope_dim } => 5.0 * heads * f64::from(rank + rope_dim),
         };
-        let (hidden, shared) = match facts.bytes.shared_expert {
-            0 => (20.0, 0.0),
-            _ => (32.0, 8.0),
+        let (hidden, of_tiles, shared) = match facts.bytes.shared_expert {
+            0 => (12.0, 8.0, 0.0),
+            _ => (17.0, 12.0, 6.0),
+        };
+        let hidden = match tiles > 1.0 {
+            true => hidden + of_tiles,
+            false => hidden,
         };
         let of_layer = hidden * f64::from(facts.hidden)
             + shared * f64::from(facts.expert_hidden)

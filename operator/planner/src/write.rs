@@ -1,8 +1,8 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanKv, PlanModel, PlanPrediction,
-    PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankDevice, RankPrediction,
+    DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanKv, PlanMlaForm, PlanModel,
+    PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankDevice, RankPrediction,
     ResidencyPolicy,
 };
 
@@ -206,6 +206,7 @@ impl Draft<'_> {
             activations: slot.map_or(PlanActivations::F32, |slot| {
                 slot.activations(self.input.spec.model.activations)
             }),
+            mla_form: PlanMlaForm::Absorbed,
             residency: is_worker.then_some(residency),
             kv: is_worker.then_some(PlanKv {
                 memory_bytes: kv_bytes,

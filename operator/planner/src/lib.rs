@@ -20,6 +20,7 @@ mod gpus;
 mod host_experts;
 mod hybrid;
 mod input;
+mod latents;
 mod link;
 mod memory;
 mod node_ranks;

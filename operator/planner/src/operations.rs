@@ -1,12 +1,15 @@
 //! Operations of a pass on a device, each of which takes some time besides its bytes and products.
 
-use hearth_crds::{KvShape, ModelFacts};
+use hearth_crds::{KvShape, ModelFacts, PlanMlaForm};
 
 /// Attention over keys and values: norm, projections, heads into the cache, scores, output.
 const HEADS_OPERATIONS: f64 = 5.0;
 /// Latent attention, absorbed: norm, compressed projections, latents into the cache, projection and absorption of the queries,
 /// scores, expansion, output.
 const LATENT_OPERATIONS: f64 = 8.0;
+/// Latent attention, expanded, but for the expansion and what attends to it: norm, compressed projections, latents into the
+/// cache, output.
+const EXPANDED_OPERATIONS: f64 = 4.0;
 /// A dense block: norm, projections, their product, output.
 const DENSE_OPERATIONS: f64 = 4.0;
 /// The way to a choice of experts: norm, logits, choice.
@@ -27,7 +30,7 @@ pub(crate) struct Operations {
 }
 
 impl Operations {
-    pub(crate) fn of(facts: &ModelFacts) -> Self {
+    pub(crate) fn of(facts: &ModelFacts, form: PlanMlaForm) -> Self {
         let layers = f64::from(facts.layers);
         let expert_layers = f64::from(facts.routed_layers());
         let shared = match facts.bytes.shared_expert {
@@ -36,9 +39,10 @@ impl Operations {
         };
         Self {
             attention: layers
-                * match facts.kv {
-                    KvShape::Heads { .. } => HEADS_OPERATIONS,
-                    KvShape::Latent { .. } => LATENT_OPERATIONS,
+                * match (facts.kv, form) {
+                    (KvShape::Heads { .. }, _) => HEADS_OPERATIONS,
+                    (KvShape::Latent { .. }, PlanMlaForm::Absorbed) => LATENT_OPERATIONS,
+                    (KvShape::Latent { .. }, PlanMlaForm::Expanded) => EXPANDED_OPERATIONS,
                 },
             feed_forward: (layers - expert_layers) * DENSE_OPERATIONS
                 + expert_layers * (ROUTER_OPERATIONS + shared),
@@ -48,8 +52,8 @@ impl Operations {
 
     /// Bytes of activations that a token's operations read and write in all layers, but for routed experts: norms, residual
     /// sums and products by the width of the residual stream, rotations and attention by that of heads, shared experts by
-    /// their inner width. Counted on a modelled device.
-    pub(crate) fn activation_bytes(facts: &ModelFacts) -> f64 {
+    /// their inner width. Counted on a modelled device. `expanded`: elements of latent attention's expanded form.
+    pub(crate) fn activation_bytes(facts: &ModelFacts, expanded: Option<f64>) -> f64 {
         let heads = f64::from(facts.heads);
         let attention = match facts.kv {
             KvShape::Heads {
@@ -60,7 +64,9 @@ impl Operations {
                 let kv = f64::from(kv_heads) * f64::from(key_dim + value_dim);
                 8.0 * heads * f64::from(key_dim) + 5.0 * kv
             }
-            KvShape::Latent { rank, rope_dim } => 10.5 * heads * f64::from(rank + rope_dim),
+            KvShape::Latent { rank, rope_dim, .. } => {
+                expanded.unwrap_or(10.5 * heads * f64::from(rank + rope_dim))
+            }
         };
         let (hidden, shared) = match facts.bytes.shared_expert {
             0 => (20.0, 0.0),

@@ -26,8 +26,13 @@ impl<B: Backend> Model<B> {
         batch::check(rows, &spans, self.decoder().vocab)?;
         let id = ModuleId::Embedding;
         let backend = self.backend();
+        // Positions that are expanded pass through products as rows do.
+        let expanded = match self.expands_latents() {
+            true => spans.iter().map(|span| span.start + span.rows).sum(),
+            false => 0,
+        };
         backend
-            .begin_pass(rows.count())
+            .begin_pass(rows.count().max(expanded))
             .map_err(|e| ModelError::from(e).within(id))?;
         self.residency().begin_pass(rows.count());
         let embedding = self.residency().acquire(id)?;

@@ -3,6 +3,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::plan::PlanMlaForm;
+
 /// Bytes of the weights as stored, summed over all layers, by class of module.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -61,6 +63,12 @@ pub enum KvShape {
         rank: u32,
         /// `qk_rope_head_dim`.
         rope_dim: u32,
+        /// `qk_nope_head_dim`: elements of an expanded key without the rotary part; 0 in facts of earlier versions.
+        #[serde(default)]
+        nope_dim: u32,
+        /// `v_head_dim`: elements of an expanded value; 0 in facts of earlier versions.
+        #[serde(default)]
+        value_dim: u32,
     },
 }
 
@@ -117,24 +125,54 @@ impl ModelFacts {
                 u64::from(kv_heads)
                     * (u64::from(key_dim) * key_bytes + u64::from(value_dim) * value_bytes)
             }
-            KvShape::Latent { rank, rope_dim } => {
+            KvShape::Latent { rank, rope_dim, .. } => {
                 (u64::from(rank) + u64::from(rope_dim)) * key_bytes
             }
         };
         layer.saturating_mul(u64::from(self.layers))
     }
 
-    /// Floating-point operations of attention for one token per position that it attends to, over all layers.
-    ///
-    /// A multiply-add counts as two. With the latent cache this is the absorbed form.
-    pub fn attention_flops_per_position(&self) -> f64 {
-        let per_head = match self.kv {
-            KvShape::Heads {
-                key_dim, value_dim, ..
-            } => f64::from(key_dim) + f64::from(value_dim),
-            KvShape::Latent { rank, rope_dim } => 2.0 * f64::from(rank) + f64::from(rope_dim),
+    /// Floating-point operations of attention for one token per position that it attends to, over all layers, in a form of
+    /// latent attention. A multiply-add counts as two.
+    pub fn attention_flops_per_position(&self, form: PlanMlaForm) -> f64 {
+        let per_head = match (self.kv, form) {
+            (
+                KvShape::Heads {
+                    key_dim, value_dim, ..
+                },
+                _,
+            ) => f64::from(key_dim) + f64::from(value_dim),
+            (KvShape::Latent { rank, rope_dim, .. }, PlanMlaForm::Absorbed) => {
+                2.0 * f64::from(rank) + f64::from(rope_dim)
+            }
+            (
+                KvShape::Latent {
+                    rope_dim,
+                    nope_dim,
+                    value_dim,
+                    ..
+                },
+                PlanMlaForm::Expanded,
+            ) => f64::from(nope_dim) + f64::from(rope_dim) + f64::from(value_dim),
         };
         2.0 * f64::from(self.heads) * per_head * f64::from(self.layers)
+    }
+
+    /// Floating-point operations that expand one cached position for all heads of all layers. For a token of the pass itself,
+    /// the absorbed form spends as many on its query and its output.
+    pub fn expansion_flops_per_position(&self) -> f64 {
+        match self.kv {
+            KvShape::Heads { .. } => 0.0,
+            KvShape::Latent {
+                rank,
+                nope_dim,
+                value_dim,
+                ..
+            } => {
+                let head = f64::from(nope_dim) + f64::from(value_dim);
+                2.0 * f64::from(self.heads) * head * f64::from(rank) * f64::from(self.layers)
+            }
+        }
     }
 
     /// Expected number of distinct routed experts of one layer that `tokens` tokens use, if each chooses uniformly and

@@ -193,6 +193,9 @@ pub struct PlanRank {
     /// Precision of activations in its products with weights; unset: F32, as in plans of earlier versions.
     #[serde(default, skip_serializing_if = "PlanActivations::is_exact")]
     pub activations: PlanActivations,
+    /// Form in which it computes latent attention; unset: Absorbed, as in plans of earlier versions.
+    #[serde(default, skip_serializing_if = "PlanMlaForm::is_absorbed")]
+    pub mla_form: PlanMlaForm,
     /// Residency of its weights in memory; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
@@ -366,6 +369,25 @@ impl PlanActivations {
     /// Whether nothing is rounded.
     pub fn is_exact(&self) -> bool {
         *self == Self::F32
+    }
+}
+
+/// Form of multi-head latent attention. Their bits differ: one form holds for all that a rank computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum PlanMlaForm {
+    /// Queries meet the cached latents: nothing but those is read, as suits answers.
+    #[default]
+    Absorbed,
+    /// Keys and values of all heads are computed from the latents once a pass: fewer operations where a pass has many
+    /// tokens. Prefill ranks alone.
+    Expanded,
+}
+
+impl PlanMlaForm {
+    /// Whether queries meet the latents.
+    pub fn is_absorbed(&self) -> bool {
+        *self == Self::Absorbed
     }
 }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use hearth_crds::PlanMlaForm;
 use hearth_kernels::{CpuOptions, Isa, KvDType};
 
 use crate::device::{
@@ -113,6 +114,9 @@ pub(crate) struct ModelArgs {
     /// Experts that are cached on the device with --residency host-experts: those that are used most
     #[arg(long, value_name = "EXPERTS", default_value_t = 0)]
     pub(crate) cache_slots: u32,
+    /// How latent attention is computed (models of DeepSeek's and Kimi's kind)
+    #[arg(long, value_enum, default_value = "absorbed")]
+    pub(crate) mla_form: MlaFormArg,
     /// Decode several sequences as two half batches with --residency host-experts: one is in attention while the other is
     /// in its experts
     #[arg(long)]
@@ -354,6 +358,24 @@ pub(crate) enum KvDTypeArg {
     Bf16,
     /// float32
     F32,
+}
+
+/// Forms of latent attention by name.
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum MlaFormArg {
+    /// Queries meet the cached latents
+    Absorbed,
+    /// Keys and values of all heads are computed from the latents once a pass: fewer operations for long prompts
+    Expanded,
+}
+
+impl From<MlaFormArg> for PlanMlaForm {
+    fn from(form: MlaFormArg) -> Self {
+        match form {
+            MlaFormArg::Absorbed => Self::Absorbed,
+            MlaFormArg::Expanded => Self::Expanded,
+        }
+    }
 }
 
 /// Residency policies by name.

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
+use hearth_crds::PlanMlaForm;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::trace::Trace;
@@ -26,6 +27,10 @@ const PREFETCH_MODULES: usize = 8;
 /// Rows of a tile where experts are streamed: prompts are long there, and the device's memory is short.
 const STREAMED_TILE_ROWS: usize = 512;
 
+/// Room for expanded heads of latent attention, and as much again for what they are made of: enough for every product to be
+/// large, and little beside a tile of rows of the largest models.
+const EXPANSION_BYTES: usize = 64 << 20;
+
 /// Options for opening a model.
 pub(crate) struct LoadOptions<'a> {
     /// The device, with its kernels, threads and pinning.
@@ -34,6 +39,8 @@ pub(crate) struct LoadOptions<'a> {
     pub(crate) residency: ResidencyPolicy,
     /// What computes routed experts beside a device with [`ResidencyPolicy::HostExperts`].
     pub(crate) host: HostOptions,
+    /// Form of latent attention.
+    pub(crate) mla_form: PlanMlaForm,
     /// Whether steps that decode several sequences run as two flights that take turns.
     pub(crate) is_dual_batch: bool,
     /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
@@ -148,6 +155,7 @@ impl LoadOptions<'_> {
             device: args.compute.device_options(environment, is_hybrid)?,
             residency,
             host: args.host_options()?,
+            mla_form: args.mla_form.into(),
             is_dual_batch: args.dual_batch,
             placing: None,
         })
@@ -227,11 +235,11 @@ pub(crate) fn open(
             OnDevice::Virtual(files.on_device(backend, policy, host, keep, slots)?)
         }
     };
-    Ok(match (options.is_dual_batch, loaded) {
-        (false, loaded) => loaded,
-        (true, OnDevice::Cpu(loaded)) => OnDevice::Cpu(loaded.in_dual_batches()),
-        (true, OnDevice::Gpu(loaded)) => OnDevice::Gpu(loaded.in_dual_batches()),
-        (true, OnDevice::Virtual(loaded)) => OnDevice::Virtual(loaded.in_dual_batches()),
+    let way = (options.mla_form, options.is_dual_batch);
+    Ok(match loaded {
+        OnDevice::Cpu(loaded) => OnDevice::Cpu(loaded.computing(way)?),
+        OnDevice::Gpu(loaded) => OnDevice::Gpu(loaded.computing(way)?),
+        OnDevice::Virtual(loaded) => OnDevice::Virtual(loaded.computing(way)?),
     })
 }
 
@@ -239,11 +247,21 @@ pub(crate) fn open(
 type Keep<'a, 'p> = (ResidentOptions<'a>, &'p mut dyn FnMut(LoadProgress));
 
 impl<B: Backend> LoadedOn<B> {
-    fn in_dual_batches(self) -> Self {
-        Self {
-            model: self.model.in_dual_batches(),
-            ..self
+    /// The model in a form of latent attention, and in dual batches or not.
+    fn computing(self, (mla_form, is_dual_batch): (PlanMlaForm, bool)) -> anyhow::Result<Self> {
+        let mut model = self.model;
+        if is_dual_batch {
+            model = model.in_dual_batches();
         }
+        model = match mla_form {
+            PlanMlaForm::Absorbed => model,
+            PlanMlaForm::Expanded => model.with_expanded_latents(EXPANSION_BYTES).map_err(|_| {
+                anyhow::anyhow!(
+                    "the model has no latent attention whose keys and values could be expanded\n  leave out --mla-form expanded (in a plan: plan again)"
+                )
+            })?,
+        };
+        Ok(Self { model, ..self })
     }
 }
 
@@ -522,7 +540,11 @@ fn listener(trace: Arc<Trace>) -> StreamListener {
 /// attention and order of the experts' sum, but not threads.
 pub(crate) fn numerics<B: Backend>(model: &Model<B>, kv_dtype: KvDType) -> String {
     let is_latent = model.kv_layout(1, kv_dtype).value_in_key;
-    let form = if is_latent { " mla=absorbed" } else { "" };
+    let form = match (is_latent, model.expands_latents()) {
+        (false, _) => "",
+        (true, false) => " mla=absorbed",
+        (true, true) => " mla=expanded",
+    };
     // Versions before the tree added experts by index, and are no match.
     let sum = match (&model.config().moe, model.expert_numerics()) {
         (Some(_), None) => " experts=tree".to_owned(),

@@ -1,18 +1,20 @@
 //! Predicted costs of placing a rank.
 
 use hearth_crds::{
-    GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations, ScalingMode,
+    GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations, PlanMlaForm,
+    ScalingMode,
 };
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
 use crate::gpus::{GpuLack, GpuOffer, GpuRules, GpuSlot, GpuSlots, activations_on, assign_slots};
 use crate::host_experts::{HostChoice, HostExperts};
+use crate::latents::Latents;
 use crate::link::LinkRates;
 use crate::memory::{Demand, NodeBudget};
 use crate::node_ranks::Device;
 use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
-use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor, Rates};
+use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor, Rates, Step};
 
 /// GB/s between two nodes that have not measured their link: a little under gigabit Ethernet.
 const UNMEASURED_LINK_GBPS: f64 = 0.1;
@@ -20,6 +22,16 @@ const UNMEASURED_LINK_GBPS: f64 = 0.1;
 const PREDICTED_PROMPT_TOKENS: u32 = 512;
 /// Context length in tokens at which TPOT is predicted: half of the context, capped at this.
 const PREDICTED_CONTEXT_TOKENS: u32 = 1024;
+
+/// Form of latent attention of a rank, and why.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct MlaChoice {
+    pub form: PlanMlaForm,
+    /// Milliseconds of the longest prompt beside its routed experts, absorbed.
+    pub absorbed_ms: f64,
+    /// The same expanded.
+    pub expanded_ms: f64,
+}
 
 /// Predicts what placing a rank costs.
 #[derive(Clone, Copy)]
@@ -105,6 +117,7 @@ impl<'a> Estimator<'a> {
             kept_bytes: u64::MAX,
             mapped_bytes: u64::MAX,
             experts_at,
+            mla_form: PlanMlaForm::Absorbed,
         }
     }
 
@@ -163,7 +176,13 @@ impl<'a> Estimator<'a> {
         match slot {
             Some(slot) => {
                 let activations = slot.activations(self.spec.model.activations);
-                self.on_gpu(slot.gpu, activations, self.experts_at(node, set, slot))
+                let mla_form = self
+                    .mla_choice(slot)
+                    .map_or_else(PlanMlaForm::default, |c| c.form);
+                Predictor {
+                    mla_form,
+                    ..self.on_gpu(slot.gpu, activations, self.experts_at(node, set, slot))
+                }
             }
             None => Predictor {
                 facts: self.demand.facts,
@@ -172,8 +191,33 @@ impl<'a> Estimator<'a> {
                 kept_bytes: self.kept_bytes(node, budget),
                 mapped_bytes: budget.weight_budget_bytes,
                 experts_at: ExpertsAt::Device,
+                mla_form: PlanMlaForm::Absorbed,
             },
         }
+    }
+
+    /// Form of latent attention of a rank that streams experts: the one that takes less time for the longest prompt, whose
+    /// attention weighs most and whose room the plan has; `None` where only the absorbed one is possible.
+    pub(crate) fn mla_choice(&self, slot: &GpuSlot<'_>) -> Option<MlaChoice> {
+        let streams = slot.device == Device::StreamingGpu;
+        let facts = self.demand.facts;
+        Latents::of(facts, self.demand.kv_bytes_per_token).filter(|_| streams)?;
+        let activations = slot.activations(self.spec.model.activations);
+        let prompt = Step::of_prompt(self.demand.context_length);
+        let ms = |mla_form| {
+            let plain = self.on_gpu(slot.gpu, activations, ExpertsAt::Device);
+            Predictor { mla_form, ..plain }.beside_experts_ms(prompt)
+        };
+        let [absorbed_ms, expanded_ms] = [PlanMlaForm::Absorbed, PlanMlaForm::Expanded].map(ms);
+        let form = match expanded_ms < absorbed_ms {
+            true => PlanMlaForm::Expanded,
+            false => PlanMlaForm::Absorbed,
+        };
+        Some(MlaChoice {
+            form,
+            absorbed_ms,
+            expanded_ms,
+        })
     }
 
     /// Where a rank on a GPU has its experts computed.

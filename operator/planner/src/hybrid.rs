@@ -1,6 +1,9 @@
 //! Duration of steps whose routed experts are not all on the device: a ring of slots, or CPUs (hybrid MoE paper, sections
 //! 3.1 and 3.3).
 
+use hearth_crds::PlanMlaForm;
+
+use crate::latents::Latents;
 use crate::operations::Operations;
 use crate::predict::{ExpertsAt, Predictor, Rates, Step};
 use crate::stream_loading::{StreamedPrompt, StreamedTime};
@@ -50,10 +53,6 @@ impl Predictor<'_> {
         let experts = facts.expected_distinct_experts(step.tokens).round();
         let layers = f64::from(facts.layers.max(1));
         let chosen = f64::from(step.tokens) * f64::from(facts.experts_per_token);
-        let rates = self.rates;
-        let tiles = (f64::from(step.tokens) / TILE_ROWS).ceil();
-        let operations = Operations::of(facts);
-        let beside = operations.total(tiles) + operations.local_experts(0.0);
         StreamedPrompt {
             dense_layers: facts.layers.saturating_sub(facts.routed_layers()),
             expert_layers: facts.routed_layers(),
@@ -61,10 +60,30 @@ impl Predictor<'_> {
             slots,
             copy_ms: self.expert_copy_ms(copy_gbps),
             expert_ms: self.expert_ms(step.tokens),
-            dense_ms: (self.dense_ms(step, tiles) + rates.overhead_ms(facts, beside)) / layers,
+            dense_ms: self.beside_experts_ms(step) / layers,
             is_ahead: chosen >= f64::from(facts.experts),
         }
         .simulate()
+    }
+
+    /// Milliseconds of everything in a streamed pass but its routed experts.
+    pub(crate) fn beside_experts_ms(&self, step: Step) -> f64 {
+        let facts = self.facts;
+        let tiles = (f64::from(step.tokens) / TILE_ROWS).ceil();
+        let operations = Operations::of(facts, self.mla_form);
+        let expansion = self.expanded().map_or(0.0, |latents| {
+            latents.operations(step.tokens) * f64::from(facts.layers)
+        });
+        let count = operations.total(tiles) + operations.local_experts(0.0) + expansion;
+        self.dense_ms(step, tiles) + self.rates.overhead_ms(facts, count)
+    }
+
+    /// Dimensions of latent attention that is expanded; `None` if it is absorbed.
+    fn expanded(&self) -> Option<Latents> {
+        match self.mla_form {
+            PlanMlaForm::Absorbed => None,
+            PlanMlaForm::Expanded => Latents::of(self.facts, self.kv_bytes_per_token),
+        }
     }
 
     /// Milliseconds that one routed expert computes in a step of `tokens`.
@@ -103,11 +122,21 @@ impl Predictor<'_> {
         let no_logits = f64::from(step.tokens.saturating_sub(step.logit_rows));
         let flops = facts.dense_flops() * f64::from(step.tokens) - facts.head_flops() * no_logits;
         let products_ms = self.rates.ms(facts.step_bytes(0), flops.max(0.0));
+        let expanded = self.expanded();
+        // Positions of the pass itself are expanded by as many operations as their queries and outputs are absorbed by.
+        let expansion_flops = match expanded {
+            Some(_) => facts.expansion_flops_per_position() * step.cache_positions,
+            None => 0.0,
+        };
+        let attention_flops =
+            facts.attention_flops_per_position(self.mla_form) * step.attended_positions;
         let attention_ms = self.rates.ms(
             step.cache_positions * self.kv_bytes_per_token as f64,
-            facts.attention_flops_per_position() * step.attended_positions,
+            attention_flops + expansion_flops,
         );
-        let activation_bytes = Operations::activation_bytes(facts, tiles) * f64::from(step.tokens);
+        let of_layer = expanded.map(Latents::activations);
+        let activation_bytes =
+            Operations::activation_bytes(facts, tiles, of_layer) * f64::from(step.tokens);
         products_ms + attention_ms + self.rates.ms(activation_bytes, 0.0)
     }
 
@@ -155,7 +184,7 @@ impl Predictor<'_> {
             true => SPLIT_OPERATIONS * layers,
             false => 0.0,
         };
-        let operations = Operations::of(facts).total(1.0) + split;
+        let operations = Operations::of(facts, self.mla_form).total(1.0) + split;
         let exchanged = tokens * f64::from(facts.hidden) * 4.0 * 2.0 * layers;
         let (host_ms, cached_ms) = self.experts_ms(step, on_host);
         HybridStep {

@@ -20,6 +20,7 @@ mod gpus;
 mod host_experts;
 mod hybrid;
 mod input;
+mod latents;
 mod link;
 #[cfg(test)]
 mod measured;

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::{GpuProfile, ModelFacts, PlanActivations};
+use hearth_crds::{GpuProfile, ModelFacts, PlanActivations, PlanMlaForm};
 use serde::Deserialize;
 
 use crate::predict::{ExpertsAt, Predictor, Rates};
@@ -100,6 +100,7 @@ impl Cell {
             kept_bytes: u64::MAX,
             mapped_bytes: u64::MAX,
             experts_at,
+            mla_form: PlanMlaForm::Absorbed,
         };
         match (self.tokens, self.batch) {
             (Some(tokens), _) => predictor.prefill_ms(tokens, self.chunk.unwrap_or(tokens)),

@@ -2,6 +2,7 @@
 
 use hearth_crds::{ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy};
 
+use crate::latents::Latents;
 use crate::node_ranks::{Device, NodeRanks};
 use crate::ring::RingLengths;
 
@@ -172,6 +173,17 @@ impl Demand<'_> {
         let kept = FLIGHT_WIDTHS * hidden + 3 * inner + u64::from(facts.experts);
         let tile = STREAMED_TILE_TOKENS.min(u64::from(tokens)) + u64::from(PREFILL_BATCH);
         let tile_bytes = tile * hidden * 4 * self.gpu_activation_widths();
+        let (kept, tile_bytes) = match Latents::of(facts, self.kv_bytes_per_token) {
+            None => (kept, tile_bytes),
+            // Either form has room. What was read before is expanded too, as much of it as there may be.
+            Some(latents) => {
+                let positions = u64::from(PREFILL_BATCH) * u64::from(self.context_length);
+                let [heads, activations] = latents.scratch_bytes(positions);
+                let activations = activations * (self.gpu_activation_widths() / ACTIVATION_WIDTHS);
+                let expanded = heads.saturating_add(activations);
+                (kept.max(latents.kept_by_row()), tile_bytes.max(expanded))
+            }
+        };
         (u64::from(tokens) * kept * 4)
             .saturating_add(tile_bytes)
             .saturating_add(self.logits_bytes())

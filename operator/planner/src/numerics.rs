@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use hearth_crds::{
-    ComputeCapability, IsaProfile, NodeProfileStatus, PlanRank, PlanRole, RankDevice,
+    ComputeCapability, IsaProfile, NodeProfileStatus, PlanMlaForm, PlanRank, PlanRole, RankDevice,
     ResidencyPolicy,
 };
 
@@ -70,19 +70,23 @@ pub(crate) fn mixed_pools(nodes: &[&NodeProfileStatus], ranks: &[PlanRank]) -> V
 }
 
 fn mixed_pool(nodes: &[&NodeProfileStatus], ranks: &[PlanRank], role: PlanRole) -> Option<String> {
-    let mut kinds: BTreeMap<Numerics, Vec<&str>> = BTreeMap::new();
+    let mut kinds: BTreeMap<(Numerics, PlanMlaForm), Vec<&str>> = BTreeMap::new();
     for rank in ranks.iter().filter(|rank| rank.role == role) {
         let node = nodes.iter().find(|node| node.node == rank.node)?;
-        let names = kinds.entry(of_rank(node, rank)).or_default();
+        let kind = (of_rank(node, rank), rank.mla_form);
+        let names = kinds.entry(kind).or_default();
         names.push(&rank.name);
     }
     if kinds.len() < 2 {
         return None;
     }
-    let parts = kinds
-        .iter()
-        .rev()
-        .map(|(kind, names)| format!("{} with {kind}", names.join(", ")));
+    let parts = kinds.iter().rev().map(|((kind, form), names)| {
+        let expanded = match form {
+            PlanMlaForm::Absorbed => "",
+            PlanMlaForm::Expanded => " and expanded latents",
+        };
+        format!("{} with {kind}{expanded}", names.join(", "))
+    });
     Some(format!(
         "{}: a stream that moves between them goes on, and its later tokens may be others",
         parts.collect::<Vec<_>>().join("; ")

@@ -1,12 +1,15 @@
 //! Operations of a pass on a device, each of which takes some time besides its bytes and products.
 
-use hearth_crds::{KvShape, ModelFacts};
+use hearth_crds::{KvShape, ModelFacts, PlanMlaForm};
 
 /// Attention over keys and values: norm, projections, heads into the cache, scores, output.
 const HEADS_OPERATIONS: f64 = 5.0;
 /// Latent attention, absorbed: norm, compressed projections, latents into the cache, projection and absorption of the queries,
 /// scores, expansion, output.
 const LATENT_OPERATIONS: f64 = 8.0;
+/// Latent attention, expanded, but for the expansion and what attends to it: norm, compressed projections, latents into the
+/// cache, output.
+const EXPANDED_OPERATIONS: f64 = 4.0;
 /// A dense block: norm, projections, their product, output.
 const DENSE_OPERATIONS: f64 = 4.0;
 /// The way to a choice of experts: norm, logits, choice.
@@ -27,7 +30,7 @@ pub(crate) struct Operations {
 }
 
 impl Operations {
-    pub(crate) fn of(facts: &ModelFacts) -> Self {
+    pub(crate) fn of(facts: &ModelFacts, form: PlanMlaForm) -> Self {
         let layers = f64::from(facts.layers);
         let expert_layers = f64::from(facts.routed_layers());
         let shared = match facts.bytes.shared_expert {
@@ -36,9 +39,10 @@ impl Operations {
         };
         Self {
             attention: layers
-                * match facts.kv {
-                    KvShape::Heads { .. } => HEADS_OPERATIONS,
-                    KvShape::Latent { .. } => LATENT_OPERATIONS,
+                * match (facts.kv, form) {
+                    (KvShape::Heads { .. }, _) => HEADS_OPERATIONS,
+                    (KvShape::Latent { .. }, PlanMlaForm::Absorbed) => LATENT_OPERATIONS,
+                    (KvShape::Latent { .. }, PlanMlaForm::Expanded) => EXPANDED_OPERATIONS,
                 },
             feed_forward: (layers - expert_layers) * DENSE_OPERATIONS
                 + expert_layers * (ROUTER_OPERATIONS + shared),
@@ -48,9 +52,9 @@ impl Operations {
 
     /// Bytes of activations that a token's operations read and write in all layers, but for routed experts, as a modelled
     /// device counts them: norms, residual sums and products by the width of the residual stream, projections and attention
-    /// by that of heads, shared experts by their inner width. Several tiles of rows are copied, one is not. The widths of
-    /// queries and values outside of latent attention are not among the facts: they count as one more of its own.
-    pub(crate) fn activation_bytes(facts: &ModelFacts, tiles: f64) -> f64 {
+    /// by that of heads, shared experts by their inner width. Several tiles of rows are copied, one is not. `expanded`:
+    /// elements of latent attention's expanded form.
+    pub(crate) fn activation_bytes(facts: &ModelFacts, tiles: f64, expanded: Option<f64>) -> f64 {
         let heads = f64::from(facts.heads);
         let attention = match facts.kv {
             KvShape::Heads {
@@ -61,7 +65,15 @@ impl Operations {
                 let kv = f64::from(kv_heads) * f64::from(key_dim + value_dim);
                 6.0 * heads * f64::from(key_dim) + 2.5 * kv
             }
-            KvShape::Latent { rank, rope_dim } => 5.0 * heads * f64::from(rank + rope_dim),
+            KvShape::Latent {
+                rank,
+                rope_dim,
+                nope_dim,
+                value_dim,
+            } => {
+                let widths = [rank + rope_dim, rank, nope_dim + rope_dim, value_dim];
+                expanded.unwrap_or(2.0 * heads * widths.map(f64::from).iter().sum::<f64>())
+            }
         };
         let (hidden, of_tiles, shared) = match facts.bytes.shared_expert {
             0 => (12.0, 8.0, 0.0),

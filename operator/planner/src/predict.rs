@@ -3,7 +3,7 @@
 //! A roofline with a few constants per kind of device; the measured values next to each prediction (metrics, status)
 //! show how far off it is.
 
-use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus, PlanActivations};
+use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus, PlanActivations, PlanMlaForm};
 
 use crate::cpus::CpuSet;
 use crate::operations::Operations;
@@ -192,6 +192,17 @@ pub(crate) struct Step {
 }
 
 impl Step {
+    /// A prompt of `tokens`, from its first one.
+    pub(crate) fn of_prompt(tokens: u32) -> Self {
+        let positions = f64::from(tokens);
+        Self {
+            tokens,
+            logit_rows: 1,
+            cache_positions: 0.0,
+            attended_positions: positions * positions / 2.0,
+        }
+    }
+
     /// One token of each of `batch` streams of `context` tokens.
     pub(crate) fn of_streams(batch: u32, context: u32) -> Self {
         let positions = f64::from(batch) * f64::from(context);
@@ -215,6 +226,8 @@ pub(crate) struct Predictor<'a> {
     /// Bytes of the weights that stay mapped; all of them under `Resident`.
     pub mapped_bytes: u64,
     pub experts_at: ExpertsAt,
+    /// Form of latent attention.
+    pub mla_form: PlanMlaForm,
 }
 
 impl Predictor<'_> {
@@ -235,7 +248,7 @@ impl Predictor<'_> {
         let read_gb = (weights + step.cache_positions * self.kv_bytes_per_token as f64) / 1e9;
         let read_ms = read_gb / self.rates.read_gbps * 1e3;
         let flops = 2.0 * self.facts.active_parameter_count as f64 * f64::from(step.tokens)
-            + self.facts.attention_flops_per_position() * step.attended_positions;
+            + self.facts.attention_flops_per_position(self.mla_form) * step.attended_positions;
         let compute_ms = flops / 1e9 / self.rates.gflops * 1e3;
         let absent = self
             .facts
@@ -253,7 +266,7 @@ impl Predictor<'_> {
         let unmapped = self.facts.absent_step_bytes(step.tokens, self.mapped_bytes);
         let map_ms = unmapped / 1e9 * self.rates.map_ms_per_gb;
         let experts = self.facts.expected_distinct_experts(step.tokens);
-        let operations = Operations::of(self.facts);
+        let operations = Operations::of(self.facts, self.mla_form);
         let overhead_ms = self.rates.overhead_ms(
             self.facts,
             operations.total(1.0) + operations.local_experts(experts),

@@ -1,4 +1,4 @@
-// Records of the paged cache: written from f32 rows, and copied out and in as bytes. KV_TYPE: 0 f32, 1 bf16.
+// Records of the paged cache: written from f32 rows and read as such, and copied out and in as bytes. KV_TYPE: 0 f32, 1 bf16.
 //
 // A record is one token's keys of all heads, then its values of all heads; `offsets` are the records' byte offsets in the layer.
 
@@ -23,6 +23,16 @@ extern "C" __global__ void kv_append(
     for (int c = start; c < min(start + 4, cols); ++c) {
         store_element(record + c, c < key_cols ? key[c] : value[c - key_cols]);
     }
+}
+
+// Grid (tokens, ceil(cols / 1024)), 256 threads: out [tokens][cols] are the records' elements.
+extern "C" __global__ void kv_rows(float* out, const unsigned char* layer, const long long* offsets, int tokens, int cols) {
+    int token = blockIdx.x;
+    int start = quad_column();
+    if (token >= tokens) return;
+    const Element* record = reinterpret_cast<const Element*>(layer + offsets[token]);
+    float* row = out + (long long)token * cols;
+    for (int c = start; c < min(start + 4, cols); ++c) row[c] = load_element(record + c);
 }
 
 // Copies one record with the whole block, 16 bytes at a time if records are aligned for it; every record has an even length.

@@ -18,6 +18,14 @@ __device__ __forceinline__ void store_elements(Element* to, float4 v) {
 #endif
 }
 
+__device__ __forceinline__ float load_element(const Element* from) {
+#if KV_TYPE == 0
+    return *from;
+#else
+    return bf16_to_float(*from);
+#endif
+}
+
 __device__ __forceinline__ void store_element(Element* to, float v) {
 #if KV_TYPE == 0
     *to = v;

@@ -125,14 +125,30 @@ pub fn rows(rows: &[u32], of: usize) -> Result<(), KernelError> {
         .try_for_each(|&row| ensure((row as usize) < of, "rows", || format!("row {row} of {of}")))
 }
 
-/// Checks that a tile's rows are within an operand.
+/// Checks that a tile at a row and column is within an operand.
 ///
 /// # Errors
 /// [`KernelError::Shape`].
-pub fn put_rows(x: Shape, first: usize, tile: Shape) -> Result<(), KernelError> {
-    let fits = tile.1 == x.1 && first.checked_add(tile.0).is_some_and(|end| end <= x.0);
-    ensure(fits, "put_rows", || {
-        format!("{} from row {first} of {}", shape(tile), shape(x))
+pub fn put_tile(x: Shape, (row, col): Shape, tile: Shape) -> Result<(), KernelError> {
+    let is_within = |first: usize, count, of| first.checked_add(count).is_some_and(|end| end <= of);
+    let fits = is_within(row, tile.0, x.0) && is_within(col, tile.1, x.1);
+    ensure(fits, "put_tile", || {
+        format!(
+            "{} from row {row}, column {col} of {}",
+            shape(tile),
+            shape(x)
+        )
+    })
+}
+
+/// Checks that rows are within a weight of `of` rows.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn weight_rows(first: usize, rows: usize, of: usize) -> Result<(), KernelError> {
+    let fits = first.checked_add(rows).is_some_and(|end| end <= of);
+    ensure(fits, "weight_rows", || {
+        format!("rows {first}+{rows} of {of}")
     })
 }
 

@@ -2,7 +2,7 @@
 //! running them at once.
 
 use crate::ops::{AttentionOps, LinearOps};
-use crate::{Heads, KernelError, Latents, MlaHeads, RopeTable, Span, checks};
+use crate::{BlockId, Heads, KernelError, Latents, MlaHeads, RopeTable, Span, checks};
 
 /// [`AttentionOps::cache_heads`].
 ///
@@ -93,4 +93,45 @@ pub fn latent_queries<B: AttentionOps + LinearOps + ?Sized>(
     backend.rope(&mut q_rope, heads, positions, rope)?;
     let q_latent = backend.mla_absorb(&q_nope, kv_b, dims)?;
     backend.interleave(&q_latent, &q_rope, heads)
+}
+
+/// Expands cached latents to what heads store with grouped queries: keys `[W_UK c_KV, k_R]` and values `W_UV c_KV`
+/// (DeepSeek-V3, arXiv:2412.19437, equations 2, 4 and 5), rounded like all that is cached.
+///
+/// `latents`: a cache, the layer, and the blocks of a sequence; `kv_b` `[heads * (nope + v), rank]`; `to`: the positions,
+/// with their blocks in layer 0 of `expanded`, which has a key and a value for each of these heads.
+///
+/// # Errors
+/// Errors of the single operations.
+pub fn expand_latents<B: AttentionOps + ?Sized>(
+    backend: &B,
+    (kv, layer, blocks): (&B::Kv, usize, &[BlockId]),
+    kv_b: &B::Weight,
+    dims: MlaHeads,
+    expanded: &mut B::Kv,
+    to: &Span,
+) -> Result<(), KernelError> {
+    let MlaHeads {
+        heads,
+        nope,
+        v,
+        rank,
+    } = dims;
+    // latents [tokens, rank + rope]
+    let latents = backend.kv_rows(kv, layer, blocks, to.start, to.rows)?;
+    let rotated = backend.shape(&latents).1.saturating_sub(rank);
+    // product [tokens, heads * (nope + v)]
+    let product = backend.linear(&backend.columns(&latents, 1, 0, rank)?, kv_b, None)?;
+    // k_rope [tokens, heads * rope]: the same for all heads
+    let mut k_rope = backend.columns(&latents, 1, rank, rotated)?;
+    drop(latents);
+    while backend.shape(&k_rope).1 < heads * rotated {
+        k_rope = backend.interleave(&k_rope, &k_rope, 1)?;
+    }
+    let k_rope = backend.columns(&k_rope, 1, 0, heads * rotated)?;
+    let k_nope = backend.columns(&product, heads, 0, nope)?;
+    let values = backend.columns(&product, heads, nope, v)?;
+    drop(product);
+    let keys = backend.interleave(&k_nope, &k_rope, heads)?;
+    backend.kv_append(expanded, 0, &keys, Some(&values), std::slice::from_ref(to))
 }

@@ -112,6 +112,13 @@ pub trait MemoryOps: DeviceOps {
 
     /// Prepares a weight; on the CPU this borrows the mapped bytes.
     fn weight(&self, matrix: &HostMatrix) -> Result<Self::Weight, KernelError>;
+    /// The rows `first..first + rows` of a weight as a weight, over the same memory.
+    fn weight_rows(
+        &self,
+        w: &Self::Weight,
+        first: usize,
+        rows: usize,
+    ) -> Result<Self::Weight, KernelError>;
     /// Prepares a vector.
     fn vector(&self, values: &[f32]) -> Result<Self::Vector, KernelError>;
     /// Copies activations to the device.
@@ -212,11 +219,11 @@ pub trait ElementwiseOps: MemoryOps {
     ) -> Result<Self::Tensor, KernelError>;
     /// Picks rows of `x` in the given order (the last row of each sequence before the head).
     fn rows(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor, KernelError>;
-    /// Copies `tile` `[n, cols]` over the rows `first..first + n` of `x` `[rows, cols]`.
-    fn put_rows(
+    /// Copies `tile` into `x`, its first element to this row and column.
+    fn put_tile(
         &self,
         x: &mut Self::Tensor,
-        first: usize,
+        at: (usize, usize),
         tile: &Self::Tensor,
     ) -> Result<(), KernelError>;
     /// Rotates, in place, the first `2 * inv_freq.len()` columns of each of `heads` heads.
@@ -331,6 +338,16 @@ pub trait KvOps: MemoryOps {
     /// # Errors
     /// [`KernelError::Device`] if nothing has waited for them, nor seen them arrive.
     fn kv_read_end(&self, copy: Self::KvCopy) -> Result<Vec<u8>, KernelError>;
+    /// Returns what is stored of `tokens` tokens in one layer, starting at a sequence's `first_token`, as activations
+    /// `[tokens, token_elements]`: keys, then values unless they are in the keys.
+    fn kv_rows(
+        &self,
+        kv: &Self::Kv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        tokens: usize,
+    ) -> Result<Self::Tensor, KernelError>;
     /// Writes the bytes that another worker's [`KvOps::kv_read`] returned.
     fn kv_write(
         &self,

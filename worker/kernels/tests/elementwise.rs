@@ -255,15 +255,20 @@ proptest! {
     }
 
     #[test]
-    fn put_rows_changes_the_rows_of_the_tile_alone(rows in 1usize..9, cols in 1usize..20, first in 0usize..9, count in 0usize..9) {
+    fn put_tile_changes_the_elements_of_the_tile_alone(
+        (rows, cols) in (1usize..9, 1usize..20), (row, col) in (0usize..9, 0usize..20), (count, width) in (0usize..9, 0usize..20),
+    ) {
         let backend = backend(hearth_kernels::Isa::Scalar, 1);
-        let (first, count) = (first % rows, count % (rows - first % rows + 1));
+        let (row, col) = (row % rows, col % cols);
+        let (count, width) = (count % (rows - row + 1), width % (cols - col + 1));
         let before = Rng(8).normals(rows * cols);
-        let tile = Rng(9).normals(count * cols);
+        let tile = Rng(9).normals(count * width);
         let mut x = upload(&backend, rows, &before);
-        backend.put_rows(&mut x, first, &backend.upload(count, cols, &tile).unwrap()).unwrap();
+        backend.put_tile(&mut x, (row, col), &backend.upload(count, width, &tile).unwrap()).unwrap();
         let mut want = before;
-        want[first * cols..][..tile.len()].copy_from_slice(&tile);
+        for i in 0..count {
+            want[(row + i) * cols + col..][..width].copy_from_slice(&tile[i * width..][..width]);
+        }
         prop_assert!(same_bits(&backend.download(&x).unwrap(), &want));
     }
 }

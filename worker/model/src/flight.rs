@@ -122,38 +122,40 @@ impl<B: Backend> Stream<B> {
     }
 
     /// Runs a block over a tile of rows after the other: `block` gets the stream of a tile, and returns its output
-    /// `[tile rows, hidden]`. Outputs take the memory of those that they add.
+    /// `[tile rows, cols]`. Returns all of them, `[rows, cols]`, in the memory of the pending ones if these are as wide.
     pub(crate) fn in_tiles(
         &mut self,
         backend: &B,
         tile_rows: usize,
+        cols: usize,
         mut block: impl FnMut(&mut Self, Range<usize>) -> Result<B::Tensor, ModelError>,
-    ) -> Result<(), ModelError> {
-        let (rows, hidden) = backend.shape(&self.residual);
+    ) -> Result<B::Tensor, ModelError> {
+        let rows = backend.shape(&self.residual).0;
         if rows <= tile_rows {
-            self.delta = Some(block(self, 0..rows)?);
-            return Ok(());
+            return block(self, 0..rows);
         }
-        let is_pending = self.delta.is_some();
-        let mut outputs = match self.delta.take() {
-            Some(delta) => delta,
-            None => backend.zeros(rows, hidden)?,
+        let mut pending = self.delta.take();
+        let is_pending = pending.is_some();
+        let is_as_wide = |delta: &mut B::Tensor| backend.shape(delta).1 == cols;
+        let (mut outputs, pending) = match pending.take_if(is_as_wide) {
+            Some(delta) => (delta, None),
+            None => (backend.zeros(rows, cols)?, pending),
         };
         for tile in row_tiles(rows, tile_rows) {
             let picked = indices(&tile);
-            let delta = is_pending.then(|| backend.rows(&outputs, &picked));
+            let delta = pending.as_ref().unwrap_or(&outputs);
+            let delta = is_pending.then(|| backend.rows(delta, &picked));
             let mut stream = Self {
                 residual: backend.rows(&self.residual, &picked)?,
                 delta: delta.transpose()?,
             };
             let output = block(&mut stream, tile.clone())?;
             if is_pending {
-                backend.put_rows(&mut self.residual, tile.start, &stream.residual)?;
+                backend.put_tile(&mut self.residual, (tile.start, 0), &stream.residual)?;
             }
-            backend.put_rows(&mut outputs, tile.start, &output)?;
+            backend.put_tile(&mut outputs, (tile.start, 0), &output)?;
         }
-        self.delta = Some(outputs);
-        Ok(())
+        Ok(outputs)
     }
 }
 

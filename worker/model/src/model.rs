@@ -6,7 +6,7 @@ use hearth_formats::ModelConfig;
 use hearth_kernels::{Backend, KvDType, KvLayout};
 
 use crate::arch;
-use crate::decoder::Decoder;
+use crate::decoder::{Attention, Decoder};
 use crate::experts::{Experts, HostExperts, LocalExperts};
 use crate::{
     Batch, ExpertCache, ModelError, ModuleId, ModuleSpec, Observer, Residency, ResidencyStats,
@@ -41,6 +41,8 @@ pub struct Model<B: Backend> {
     experts: Box<dyn Experts<B>>,
     /// Most rows that attention and dense feed-forward blocks take at once.
     tile_rows: usize,
+    /// Room for expanded heads of latent attention; `None`: it is absorbed.
+    expansion_bytes: Option<usize>,
     is_dual_batch: bool,
 }
 
@@ -71,6 +73,7 @@ impl<B: Backend> Model<B> {
             residency,
             experts: Box::new(experts),
             tile_rows: usize::MAX,
+            expansion_bytes: None,
             is_dual_batch: false,
         })
     }
@@ -81,6 +84,30 @@ impl<B: Backend> Model<B> {
     pub fn in_row_tiles(mut self, rows: usize) -> Self {
         self.tile_rows = rows.max(1);
         self
+    }
+
+    /// Computes latent attention with keys and values that are expanded once a pass, for as many heads at a time as
+    /// `scratch_bytes` hold, instead of absorbing them into the queries: fewer operations where many rows see many
+    /// positions. The cache is the same; the bits of the two forms differ, those of two sizes of scratch do not.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] if the model has no latent attention.
+    pub fn with_expanded_latents(mut self, scratch_bytes: usize) -> Result<Self, ModelError> {
+        match self.decoder.attention {
+            Attention::Mla(_) => self.expansion_bytes = Some(scratch_bytes),
+            Attention::Gqa(_) => {
+                return Err(ModelError::Config {
+                    architecture: self.config.architecture.to_string(),
+                    what: "expanded latents",
+                });
+            }
+        }
+        Ok(self)
+    }
+
+    /// Whether latent attention is computed with expanded keys and values.
+    pub fn expands_latents(&self) -> bool {
+        self.expansion_bytes.is_some()
     }
 
     /// Runs routed experts on another backend, the host's CPUs, in a thread of their own; `residency` has their modules
@@ -173,6 +200,11 @@ impl<B: Backend> Model<B> {
     /// Most rows that attention and dense feed-forward blocks take at once.
     pub(crate) fn tile_rows(&self) -> usize {
         self.tile_rows
+    }
+
+    /// Room for expanded heads of latent attention; `None`: it is absorbed.
+    pub(crate) fn expansion_bytes(&self) -> Option<usize> {
+        self.expansion_bytes
     }
 
     /// Whether decode steps run as two flights.

@@ -7,9 +7,10 @@ use hearth_kernels::{Backend, Span};
 
 use crate::batch::{self, Rows};
 use crate::blocks::Pass;
+use crate::blocks::mla::Mla;
 use crate::decoder::{Attention, FeedForward};
 use crate::flight::{Flight, Sequences, Stream};
-use crate::{Model, ModelError, ModuleId, Observer};
+use crate::{Model, ModelError, ModuleId, ModuleWeights, Observer};
 
 impl<B: Backend> Model<B> {
     /// Begins a pass of `rows` whose sequences are `spans`: looks up the embeddings of their tokens.
@@ -25,8 +26,13 @@ impl<B: Backend> Model<B> {
         batch::check(rows, &spans, self.decoder().vocab)?;
         let id = ModuleId::Embedding;
         let backend = self.backend();
+        // Positions that are expanded pass through products as rows do.
+        let expanded = match self.expands_latents() {
+            true => spans.iter().map(|span| span.start + span.rows).sum(),
+            false => 0,
+        };
         backend
-            .begin_pass(rows.count())
+            .begin_pass(rows.count().max(expanded))
             .map_err(|e| ModelError::from(e).within(id))?;
         self.residency().begin_pass(rows.count());
         let embedding = self.residency().acquire(id)?;
@@ -71,32 +77,25 @@ impl<B: Backend> Model<B> {
         } = flight;
         self.pass(sequences, layer, observer).check_cancelled()?;
         let weights = self.residency().acquire(id)?;
-        let run = |stream: &mut Stream<B>, rows: Range<usize>| {
-            let is_whole = rows.len() == sequences.positions.len();
-            let tile = (!is_whole).then(|| sequences.tile(&rows));
-            let sequences = tile.as_ref().unwrap_or(sequences);
-            let pass = &mut self.pass(sequences, layer, &mut *observer);
-            if rows.start > 0 {
-                pass.check_cancelled()?;
+        let (rows, of_layer) = ((&*sequences, &mut *stream), (layer, &*weights));
+        let hidden = self.decoder().hidden;
+        // delta [rows, hidden]
+        let delta = match (&self.decoder().attention, self.expansion_bytes()) {
+            (Attention::Gqa(gqa), _) => {
+                self.over_norms(rows, of_layer, hidden, observer, |pass, x| {
+                    gqa.forward(pass, kv, &weights, &x)
+                })
             }
-            // x [rows, hidden]
-            let x = stream.norm(pass, weights.vector("norm")?, self.decoder().eps)?;
-            if layer > 0 {
-                let backend = pass.backend;
-                let observer = &mut pass.observer;
-                observer.tensor("layer_out", Some(layer - 1), backend, &stream.residual);
+            (Attention::Mla(mla), None) => {
+                self.over_norms(rows, of_layer, hidden, observer, |pass, x| {
+                    mla.forward(pass, kv, &weights, &x)
+                })
             }
-            pass.show("attn_norm", &x);
-            // delta [rows, hidden]
-            let delta = match &self.decoder().attention {
-                Attention::Gqa(gqa) => gqa.forward(pass, kv, &weights, &x)?,
-                Attention::Mla(mla) => mla.forward(pass, kv, &weights, &x)?,
-            };
-            Ok(delta)
+            (Attention::Mla(mla), Some(bytes)) => {
+                self.expanded(mla, rows, of_layer, (kv, bytes), observer)
+            }
         };
-        stream
-            .in_tiles(self.backend(), self.tile_rows(), run)
-            .map_err(|e: ModelError| e.within(id))?;
+        stream.delta = Some(delta.map_err(|e| e.within(id))?);
         observer.layer_done(layer, kv);
         flight.leave();
         Ok(())
@@ -197,8 +196,8 @@ impl<B: Backend> Model<B> {
             [Some(first), Some(second)] => {
                 let backend = self.backend();
                 let mut both = backend.zeros(logit_rows.len(), backend.shape(&first).1)?;
-                backend.put_rows(&mut both, 0, &first)?;
-                backend.put_rows(&mut both, of_first.len(), &second)?;
+                backend.put_tile(&mut both, (0, 0), &first)?;
+                backend.put_tile(&mut both, (of_first.len(), 0), &second)?;
                 let mut order = vec![0; logit_rows.len()];
                 for (from, to) in of_first.iter().chain(&of_second).enumerate() {
                     order[*to] = from as u32;
@@ -215,6 +214,68 @@ impl<B: Backend> Model<B> {
             }
         };
         self.head(&last, observer).map(Some)
+    }
+
+    /// Latent attention in its expanded form: latents of all rows into the cache, all heads, then outputs.
+    fn expanded(
+        &self,
+        mla: &Mla,
+        (sequences, stream): (&Sequences, &mut Stream<B>),
+        (layer, weights): (usize, &ModuleWeights<B>),
+        (kv, scratch_bytes): (&mut B::Kv, usize),
+        observer: &mut dyn Observer<B>,
+    ) -> Result<B::Tensor, ModelError> {
+        let (rows, of_layer) = ((sequences, stream), (layer, weights));
+        // inputs [rows, q_rank], or [rows, hidden] where queries are not compressed
+        let inputs = self.over_norms(rows, of_layer, mla.query_inputs(), observer, |pass, x| {
+            mla.cache(pass, kv, weights, x)
+        })?;
+        let pass = &mut self.pass(sequences, layer, observer);
+        // heads [rows, heads * v]
+        let heads = mla.expanded(pass, kv, weights, &inputs, scratch_bytes)?;
+        drop(inputs);
+        let mut heads = Stream::<B> {
+            residual: heads,
+            delta: None,
+        };
+        let output = |tile: &mut Stream<B>, _| mla.output(pass, weights, &tile.residual);
+        heads.in_tiles(
+            self.backend(),
+            self.tile_rows(),
+            self.decoder().hidden,
+            output,
+        )
+    }
+
+    /// Runs a part of a layer's attention over its normalised rows, tile by tile: `block` gets `x` `[tile rows, hidden]` and
+    /// returns `[tile rows, cols]`.
+    fn over_norms(
+        &self,
+        (sequences, stream): (&Sequences, &mut Stream<B>),
+        (layer, weights): (usize, &ModuleWeights<B>),
+        cols: usize,
+        observer: &mut dyn Observer<B>,
+        mut block: impl FnMut(&mut Pass<'_, B>, B::Tensor) -> Result<B::Tensor, ModelError>,
+    ) -> Result<B::Tensor, ModelError> {
+        let run = |stream: &mut Stream<B>, rows: Range<usize>| {
+            let is_whole = rows.len() == sequences.positions.len();
+            let tile = (!is_whole).then(|| sequences.tile(&rows));
+            let sequences = tile.as_ref().unwrap_or(sequences);
+            let pass = &mut self.pass(sequences, layer, &mut *observer);
+            if rows.start > 0 {
+                pass.check_cancelled()?;
+            }
+            // x [rows, hidden]
+            let x = stream.norm(pass, weights.vector("norm")?, self.decoder().eps)?;
+            if layer > 0 {
+                let backend = pass.backend;
+                let observer = &mut pass.observer;
+                observer.tensor("layer_out", Some(layer - 1), backend, &stream.residual);
+            }
+            pass.show("attn_norm", &x);
+            block(pass, x)
+        };
+        stream.in_tiles(self.backend(), self.tile_rows(), cols, run)
     }
 
     fn dense(
@@ -240,9 +301,10 @@ impl<B: Backend> Model<B> {
             pass.show("ffn_out", &delta);
             Ok(delta)
         };
-        stream
-            .in_tiles(self.backend(), self.tile_rows(), run)
-            .map_err(|e: ModelError| e.within(id))
+        let hidden = self.decoder().hidden;
+        let delta = stream.in_tiles(self.backend(), self.tile_rows(), hidden, run);
+        stream.delta = Some(delta.map_err(|e: ModelError| e.within(id))?);
+        Ok(())
     }
 
     /// Chooses a layer's experts, begins them, and runs the shared ones meanwhile.

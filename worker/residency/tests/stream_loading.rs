@@ -210,6 +210,41 @@ fn row_tiles_give_the_same_bits_in_less_memory() {
     }
 }
 
+/// Latent attention with expanded heads: what they take comes out of the budget, and is less where the room is smaller.
+#[test]
+fn expanded_latents_give_the_same_bits_in_every_ring_and_room() {
+    for case in ["deepseek_v3", "deepseek_v3_fp8", "kimi_k2"] {
+        let files = Files::of(case);
+        let passes: [(usize, &[u32]); 3] = [(0, &[4, 9]), (2, &prompt()), (62, &[5])];
+        let backend = Arc::new(CpuBackend::new(options()).unwrap());
+        let mut plain = files.model(backend, files.resident());
+        let absorbed = passes.map(|(start, tokens)| plain.run(start, tokens));
+        plain.model = plain.model.with_expanded_latents(1 << 20).unwrap();
+        let want = passes.map(|(start, tokens)| plain.run(start, tokens));
+        assert!(want != absorbed, "{case}");
+        let run = |memory_bytes, slots, tile_rows, room| {
+            let device = device(memory_bytes);
+            let streamed = files.streamed(&device, Some(slots)).unwrap();
+            let mut runner = files.model(Arc::clone(&device), streamed);
+            let model = runner.model.in_row_tiles(tile_rows);
+            runner.model = model.with_expanded_latents(room).unwrap();
+            let got = passes.map(|(start, tokens)| runner.run(start, tokens));
+            assert!(
+                got == want,
+                "{case}, {slots} slots, tiles of {tile_rows}, {room} bytes"
+            );
+            device.device_memory().unwrap().peak_bytes
+        };
+        let ample = run(1 << 30, 3, 60, 1 << 20);
+        for (slots, tile_rows) in [(2, 7), (3, 60), (files.experts(), 1)] {
+            run(1 << 30, slots, tile_rows, 20_000);
+        }
+        let tight = run(1 << 30, 3, 60, 0);
+        assert!(tight <= ample, "{case}: {tight} of {ample}");
+        assert_eq!(run(ample, 3, 60, 1 << 20), ample, "{case}");
+    }
+}
+
 /// Experts that crossed the link since the last call, sorted.
 #[derive(Clone, Default)]
 struct Crossed(Arc<Mutex<Vec<ModuleId>>>);

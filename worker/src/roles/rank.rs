@@ -369,9 +369,16 @@ fn load_options<'a>(
         .residency
         .as_ref()
         .with_context(|| format!("the plan gives {} no residency", rank.name))?;
+    if !rank.mla_form.is_absorbed() && rank.role != PlanRole::Prefill {
+        bail!(
+            "the plan has {} expand latents (mlaForm), and it writes answers: each token would expand all before it\n  plan again with this version of hearth",
+            rank.name
+        );
+    }
     Ok(LoadOptions {
         device,
         host,
+        mla_form: rank.mla_form,
         is_dual_batch: rank.dual_batch,
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,

@@ -259,13 +259,17 @@ fn kv_shape(attention: &AttentionConfig) -> (u32, KvShape) {
         AttentionConfig::Mla {
             heads,
             kv_lora_rank,
+            qk_nope_head_dim,
             qk_rope_head_dim,
+            v_head_dim,
             ..
         } => (
             heads as u32,
             KvShape::Latent {
                 rank: kv_lora_rank as u32,
                 rope_dim: qk_rope_head_dim as u32,
+                nope_dim: qk_nope_head_dim as u32,
+                value_dim: v_head_dim as u32,
             },
         ),
     }

@@ -120,6 +120,31 @@ impl KvOps for VirtualBackend {
         }
     }
 
+    fn kv_rows(
+        &self,
+        kv: &VirtualKv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        tokens: usize,
+    ) -> Result<VirtualTensor, KernelError> {
+        checks::kv_layer("kv_rows", &kv.layout, layer)?;
+        checks::kv_blocks(
+            "kv_rows",
+            &kv.layout,
+            kv.blocks,
+            blocks,
+            first_token,
+            tokens,
+        )?;
+        let shape = (tokens, kv.layout.token_elements());
+        let stored = tokens * kv.layout.token_layer_bytes();
+        let work = Work::new("kv_rows", shape.0 * shape.1).bytes(stored);
+        self.output(&work, shape, |cpu| {
+            cpu.kv_rows(kv.values()?, layer, blocks, first_token, tokens)
+        })
+    }
+
     fn kv_write(
         &self,
         kv: &mut VirtualKv,

@@ -99,16 +99,16 @@ impl ElementwiseOps for VirtualBackend {
         self.output(&work, shape, |cpu| cpu.rows(x.values()?, rows))
     }
 
-    fn put_rows(
+    fn put_tile(
         &self,
         x: &mut VirtualTensor,
-        first: usize,
+        at: (usize, usize),
         tile: &VirtualTensor,
     ) -> Result<(), KernelError> {
-        checks::put_rows(x.shape, first, tile.shape)?;
-        let work = Work::new("put_rows", 2 * tile.elements());
+        checks::put_tile(x.shape, at, tile.shape)?;
+        let work = Work::new("put_tile", 2 * tile.elements());
         self.run(&work, |cpu| {
-            cpu.put_rows(x.values_mut()?, first, tile.values()?)
+            cpu.put_tile(x.values_mut()?, at, tile.values()?)
         })?;
         Ok(())
     }

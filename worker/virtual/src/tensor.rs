@@ -49,6 +49,8 @@ pub(crate) fn no_values() -> KernelError {
 /// A weight matrix; clones share it.
 #[derive(Clone)]
 pub struct VirtualWeight {
+    /// First row of the stored matrix that is its own.
+    first: usize,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     /// With scales.
@@ -75,10 +77,21 @@ pub(crate) enum Storage {
 impl VirtualWeight {
     pub(crate) fn new(matrix: &HostMatrix, bytes: usize, storage: Storage) -> Self {
         Self {
+            first: 0,
             rows: matrix.rows(),
             cols: matrix.cols(),
             bytes,
             storage,
+        }
+    }
+
+    /// Some of its rows.
+    fn part(&self, first: usize, rows: usize) -> Self {
+        Self {
+            first: self.first + first,
+            rows,
+            bytes: self.bytes / self.rows.max(1) * rows,
+            ..self.clone()
         }
     }
 
@@ -104,7 +117,8 @@ impl VirtualWeight {
             Storage::Own { matrix, .. } => matrix.clone(),
             Storage::Slot { contents, .. } => contents.upgrade().map(|matrix| (*matrix).clone()),
         };
-        matrix.ok_or_else(no_values)
+        let matrix = matrix.ok_or_else(no_values)?;
+        matrix.row_slice(self.first, self.rows)
     }
 
     /// Lets the operation `serial` read it, where computation has waited for copies up to `waited`.
@@ -191,6 +205,16 @@ impl MemoryOps for VirtualBackend {
             _held: held,
         };
         Ok(VirtualWeight::new(matrix, bytes, storage))
+    }
+
+    fn weight_rows(
+        &self,
+        w: &VirtualWeight,
+        first: usize,
+        rows: usize,
+    ) -> Result<VirtualWeight, KernelError> {
+        checks::weight_rows(first, rows, w.rows)?;
+        Ok(w.part(first, rows))
     }
 
     fn vector(&self, values: &[f32]) -> Result<VirtualVector, KernelError> {

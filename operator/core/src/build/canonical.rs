@@ -212,6 +212,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         gpu_memory_bytes,
         virtual_device,
         activations,
+        mla_form,
         residency,
         kv,
         max_batch,
@@ -238,6 +239,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put_if(*gpu_memory_bytes > 0, "gpu-memory", gpu_memory_bytes);
     lines.put_some("virtual-device", virtual_device.as_ref());
     lines.put_if(!activations.is_exact(), "activations", "bf16");
+    lines.put_if(!mla_form.is_absorbed(), "mla-form", "expanded");
     if let Some(residency) = residency {
         put_residency(lines, residency);
     }

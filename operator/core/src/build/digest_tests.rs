@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, PlanActivations, PlanRingLength,
-    ResidencyPolicy, SecretRef, TolerationSpec,
+    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, PlanActivations, PlanMlaForm,
+    PlanRingLength, ResidencyPolicy, SecretRef, TolerationSpec,
 };
 use serde_json::json;
 
@@ -182,6 +182,11 @@ const CHANGES: &[Change] = &[
     (
         "virtual device",
         |_, _, p| p.ranks[1].virtual_device = Some("virtual:memory=1Gi".to_owned()),
+        &[1],
+    ),
+    (
+        "expanded latents",
+        |_, _, p| p.ranks[1].mla_form = PlanMlaForm::Expanded,
         &[1],
     ),
     (

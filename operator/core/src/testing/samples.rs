@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use hearth_crds::{
     DeploymentRef, InferenceDeployment, InferencePlanSpec, ModelSource, ObjectivesSpec,
-    PlanActivations, PlanKv, PlanKvType, PlanModel, PlanPrediction, PlanRank, PlanResidency,
-    PlanRole, PlanRouting, PlanStrategy, RankPrediction, ResidencyPolicy,
+    PlanActivations, PlanKv, PlanKvType, PlanMlaForm, PlanModel, PlanPrediction, PlanRank,
+    PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankPrediction, ResidencyPolicy,
 };
 use serde_json::json;
 
@@ -135,6 +135,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         gpu_memory_bytes: 0,
         virtual_device: None,
         activations: PlanActivations::F32,
+        mla_form: PlanMlaForm::Absorbed,
         residency: is_worker.then_some(PlanResidency {
             policy: ResidencyPolicy::Resident,
             weight_bytes: 7_733_248,

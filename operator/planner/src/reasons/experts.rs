@@ -1,6 +1,8 @@
 //! Sentences about routed experts that stay in the node's memory while the rest of the model is on a GPU.
 
-use hearth_crds::{DualBatch, PlanRank, PlanRole, PlanRouting, ResidencyPolicy, format_bytes};
+use hearth_crds::{
+    DualBatch, PlanMlaForm, PlanRank, PlanRole, PlanRouting, ResidencyPolicy, format_bytes,
+};
 
 use crate::cpus::format_cpu_list;
 use crate::draft::{Draft, ranks_of};
@@ -19,6 +21,7 @@ pub(super) fn used(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>)
         if has_policy(rank, ResidencyPolicy::StreamLoading) {
             why.extend(streamed(draft, rank));
             why.extend(turning_point(draft, rank));
+            why.extend(mla_form(draft, rank));
             why.extend(far_from_gpu(draft, ranks, rank));
         }
         if has_policy(rank, ResidencyPolicy::HostExperts) {
@@ -39,13 +42,7 @@ fn streamed(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     };
     let predictor = draft.predictor_of(rank)?;
     let tokens = rank.predicted.as_ref()?.prompt_tokens?;
-    let positions = f64::from(tokens);
-    let step = Step {
-        tokens,
-        logit_rows: 1,
-        cache_positions: 0.0,
-        attended_positions: positions * positions / 2.0,
-    };
+    let step = Step::of_prompt(tokens);
     let ExpertsAt::Ring { slots, copy_gbps } = predictor.experts_at else {
         return None;
     };
@@ -119,6 +116,23 @@ fn turning_point(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
         "ring of {}: slots of {one} by tokens of the prompt: {lengths}; ring and prompt share {room}, and {turning}",
         rank.name
     ))
+}
+
+/// The form of latent attention, with the times of both.
+fn mla_form(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
+    let choice = draft.estimator.mla_choice(&draft.slot_of(rank)?)?;
+    let context = draft.demand.context_length;
+    let [absorbed, expanded] = [choice.absorbed_ms, choice.expanded_ms].map(ms);
+    Some(match choice.form {
+        PlanMlaForm::Absorbed => format!(
+            "latent attention of {} is absorbed: the longest prompt of {context} tokens takes {absorbed} beside its routed experts, and {expanded} with expanded keys and values",
+            rank.name
+        ),
+        PlanMlaForm::Expanded => format!(
+            "latent attention of {} is expanded: the longest prompt of {context} tokens takes {expanded} beside its routed experts, and {absorbed} absorbed; answers are written absorbed, so one that comes back in a prompt is read again",
+            rank.name
+        ),
+    })
 }
 
 fn on_host(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {

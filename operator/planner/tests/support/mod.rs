@@ -172,6 +172,8 @@ pub fn demo_model() -> ModelFacts {
         kv: KvShape::Latent {
             rank: 64,
             rope_dim: 16,
+            nope_dim: 32,
+            value_dim: 32,
         },
         bytes: ModuleBytes {
             embedding: 2 * MIB,

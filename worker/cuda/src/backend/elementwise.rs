@@ -224,21 +224,23 @@ impl ElementwiseOps for CudaBackend {
         Ok(y)
     }
 
-    fn put_rows(
+    fn put_tile(
         &self,
         x: &mut CudaTensor,
-        first: usize,
+        (row, col): (usize, usize),
         tile: &CudaTensor,
     ) -> Result<(), KernelError> {
-        checks::put_rows(x.shape(), first, tile.shape())?;
+        checks::put_tile(x.shape(), (row, col), tile.shape())?;
         changed(x);
         let args = Args::new()
-            .with(self.values(x)? + (first * x.cols * 4) as u64)
+            .with(self.values(x)? + (row * x.cols * 4) as u64)
             .with(self.values(tile)?)
             .with(tile.rows as i32)
-            .with(tile.cols as i32);
+            .with(tile.cols as i32)
+            .with(x.cols as i32)
+            .with(col as i32);
         let variant = Variant::plain("rows");
-        let kernel = Kernel::new(&variant, "put_rows");
+        let kernel = Kernel::new(&variant, "put_tile");
         self.launch(kernel, row_grid(tile.rows, tile.cols), args)
     }
 

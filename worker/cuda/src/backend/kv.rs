@@ -4,6 +4,7 @@
 use hearth_kernels::ops::KvOps;
 use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, Span, checks};
 
+use super::elementwise::QUAD_COLS;
 use super::kv_export::CudaKvCopy;
 use super::{CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
@@ -152,6 +153,37 @@ impl KvOps for CudaBackend {
 
     fn kv_read_end(&self, copy: CudaKvCopy) -> Result<Vec<u8>, KernelError> {
         copy.take()
+    }
+
+    fn kv_rows(
+        &self,
+        kv: &CudaKv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        tokens: usize,
+    ) -> Result<CudaTensor, KernelError> {
+        checks::kv_layer("kv_rows", &kv.layout, layer)?;
+        checks::kv_blocks(
+            "kv_rows",
+            &kv.layout,
+            kv.blocks,
+            blocks,
+            first_token,
+            tokens,
+        )?;
+        let cols = kv.layout.token_elements();
+        let rows = self.tensor(tokens, cols)?;
+        let args = Args::new()
+            .with(rows.output())
+            .with(kv.layer(layer))
+            .with(self.host(&kv.offsets(blocks, first_token, tokens))?)
+            .with(tokens as i32)
+            .with(cols as i32);
+        let variant = kv.variant();
+        let kernel = Kernel::new(&variant, "kv_rows");
+        self.launch(kernel, [tokens, cols.div_ceil(QUAD_COLS), 1], args)?;
+        Ok(rows)
     }
 
     fn kv_write(

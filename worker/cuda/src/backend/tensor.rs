@@ -140,13 +140,15 @@ pub(super) enum WeightBytes {
         address: u64,
         _memory: Arc<SlotMemory>,
     },
+    /// Rows of another weight.
+    Rows { address: u64, _of: Arc<WeightData> },
 }
 
 impl WeightBytes {
     pub(super) fn address(&self) -> u64 {
         match self {
             Self::Own(buffer) => buffer.address(),
-            Self::Slot { address, .. } => *address,
+            Self::Slot { address, .. } | Self::Rows { address, .. } => *address,
         }
     }
 }
@@ -177,6 +179,25 @@ impl WeightData {
             ld: WeightLayout::of(matrix).ld,
             first_row: matrix.first_row(),
             scale_cols: matrix.scales().map_or(0, |s| s.blocks_per_row),
+        }
+    }
+
+    /// Describes some rows of a weight.
+    pub(super) fn part(of: &Arc<Self>, first: usize, rows: usize) -> Self {
+        let at = |address| WeightBytes::Rows {
+            address,
+            _of: Arc::clone(of),
+        };
+        let skipped_bytes = first * of.dtype.row_bytes(of.ld);
+        Self {
+            data: at(of.data.address() + skipped_bytes as u64),
+            scales: of.scales.as_ref().map(|scales| at(scales.address())),
+            dtype: of.dtype,
+            rows,
+            cols: of.cols,
+            ld: of.ld,
+            first_row: of.first_row + first,
+            scale_cols: of.scale_cols,
         }
     }
 

@@ -72,6 +72,16 @@ impl MemoryOps for CudaBackend {
         Ok(CudaWeight(Arc::new(weight)))
     }
 
+    fn weight_rows(
+        &self,
+        w: &CudaWeight,
+        first: usize,
+        rows: usize,
+    ) -> Result<CudaWeight, KernelError> {
+        checks::weight_rows(first, rows, w.0.rows)?;
+        Ok(CudaWeight(Arc::new(WeightData::part(&w.0, first, rows))))
+    }
+
     fn vector(&self, values: &[f32]) -> Result<CudaVector, KernelError> {
         Ok(CudaVector {
             data: Arc::new(self.send_floats(values, "vectors")?),

@@ -15,7 +15,7 @@ use crate::support::checkpoints;
 const FAST_ERROR_STDS: f32 = 2e-2;
 /// Error bound with exact activations and cache: only the order of sums differs from the reference, and the bound is
 /// that of the CPU's scalar kernels.
-const EXACT_ERROR_STDS: f32 = 5e-5;
+pub(crate) const EXACT_ERROR_STDS: f32 = 5e-5;
 /// Lead from which the best token must be the same.
 const CLEAR_LEAD_STDS: f32 = 0.1;
 const BLOCK_TOKENS: usize = 16;
@@ -46,7 +46,7 @@ impl Golden {
 }
 
 /// One sequence whose blocks are neither adjacent nor in order.
-struct Runner {
+pub(crate) struct Runner {
     model: Model<CudaBackend>,
     kv: CudaKv,
     blocks: Vec<BlockId>,
@@ -54,7 +54,7 @@ struct Runner {
 }
 
 impl Runner {
-    fn new(model: Model<CudaBackend>, dtype: KvDType, tokens: usize) -> Self {
+    pub(crate) fn new(model: Model<CudaBackend>, dtype: KvDType, tokens: usize) -> Self {
         let layout = model.kv_layout(BLOCK_TOKENS, dtype);
         let count = layout.blocks_for(tokens);
         Self {
@@ -66,7 +66,7 @@ impl Runner {
     }
 
     /// Returns the logits of every appended token.
-    fn step(&mut self, tokens: &[u32]) -> Vec<Vec<f32>> {
+    pub(crate) fn step(&mut self, tokens: &[u32]) -> Vec<Vec<f32>> {
         let batch = Batch {
             tokens: tokens.to_vec(),
             spans: vec![Span {
@@ -160,7 +160,7 @@ fn rounded_activations_stay_near() {
 }
 
 /// Largest error at any position in standard deviations; asserts the best token where it leads clearly.
-fn worst_error(got: &[Vec<f32>], golden: &Golden) -> f32 {
+pub(crate) fn worst_error(got: &[Vec<f32>], golden: &Golden) -> f32 {
     let vocab = golden.logits.len() / golden.tokens.len();
     let mut worst = 0.0_f32;
     for (got, want) in got.iter().zip(golden.logits.chunks(vocab)) {

@@ -10,6 +10,7 @@
 mod support;
 
 mod device;
+mod expanded;
 mod export;
 mod goldens;
 mod host_experts;

@@ -14,7 +14,7 @@ use hearth_residency::{Resident, RingLength, RingSlots, StreamLoading, StreamLoa
 use crate::device::gpu;
 
 /// Tokens of the prompt: more than a step that is recorded has.
-const PROMPT: u32 = 60;
+pub(crate) const PROMPT: u32 = 60;
 
 pub(crate) struct Files {
     pub(crate) config: ModelConfig,
@@ -34,12 +34,12 @@ impl Files {
         self.config.moe.as_ref().unwrap().experts
     }
 
-    fn resident(&self, gpu: &Arc<CudaBackend>) -> Arc<dyn Residency<CudaBackend>> {
+    pub(crate) fn resident(&self, gpu: &Arc<CudaBackend>) -> Arc<dyn Residency<CudaBackend>> {
         let modules = modules(&self.config).unwrap();
         Arc::new(Resident::open(&self.checkpoint, modules, gpu.clone()).unwrap())
     }
 
-    fn streamed(
+    pub(crate) fn streamed(
         &self,
         gpu: &Arc<CudaBackend>,
         slots: RingSlots,
@@ -82,7 +82,7 @@ impl Files {
     }
 }
 
-fn logits(
+pub(crate) fn logits(
     model: &mut Model<CudaBackend>,
     kv: &mut CudaKv,
     start: usize,

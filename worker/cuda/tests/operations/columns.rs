@@ -62,10 +62,34 @@ fn a_tile_takes_the_place_of_its_rows() {
             let tile = rng.normals(count * cols);
             let mut tensor = gpu.upload(9, cols, &want).unwrap();
             let rows = gpu.upload(count, cols, &tile).unwrap();
-            gpu.put_rows(&mut tensor, first, &rows).unwrap();
+            gpu.put_tile(&mut tensor, (first, 0), &rows).unwrap();
             want[first * cols..][..tile.len()].copy_from_slice(&tile);
-            assert_same_bits(&gpu.download(&tensor).unwrap(), &want, "put_rows");
+            assert_same_bits(&gpu.download(&tensor).unwrap(), &want, "put_tile");
         }
+    }
+}
+
+#[test]
+fn a_tile_leaves_the_columns_beside_it() {
+    let gpu = plain();
+    let mut rng = Rng(4);
+    for (cols, width, first) in [
+        (4, 12, 8),
+        (4, 12, 0),
+        (3, 12, 4),
+        (4, 10, 4),
+        (1028, 2060, 4),
+        (2, 9, 7),
+    ] {
+        let mut want = rng.normals(5 * width);
+        let tile = rng.normals(3 * cols);
+        let mut tensor = gpu.upload(5, width, &want).unwrap();
+        let part = gpu.upload(3, cols, &tile).unwrap();
+        gpu.put_tile(&mut tensor, (2, first), &part).unwrap();
+        for (row, tile) in tile.chunks(cols).enumerate() {
+            want[(2 + row) * width + first..][..cols].copy_from_slice(tile);
+        }
+        assert_same_bits(&gpu.download(&tensor).unwrap(), &want, "put_tile");
     }
 }
 

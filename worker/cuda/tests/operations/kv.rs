@@ -73,6 +73,31 @@ fn what_is_appended_lies_as_on_the_cpu() {
     }
 }
 
+#[test]
+fn rows_are_read_as_the_cpu_reads_them() {
+    fn read<B: Backend>(backend: &B, sequence: &Sequence) -> Vec<Vec<f32>> {
+        let mut kv = backend.kv_alloc(sequence.layout, 10).unwrap();
+        sequence.append(backend, &mut kv, &PARTS);
+        let blocks = sequence.blocks(0);
+        [(0, 30), (17, 1), (9, 16), (4, 0)]
+            .map(|(first, tokens)| {
+                let rows = backend.kv_rows(&kv, LAYER, &blocks, first, tokens).unwrap();
+                let elements = sequence.layout.token_elements();
+                assert_eq!(backend.shape(&rows), (tokens, elements));
+                backend.download(&rows).unwrap()
+            })
+            .to_vec()
+    }
+    let (gpu, cpu) = (plain(), scalar());
+    for layout in layouts() {
+        let sequence = Sequence::new(layout, layout.kv_heads, 60, 1);
+        let want = read(&cpu, &sequence);
+        for (got, want) in read(&*gpu, &sequence).iter().zip(&want) {
+            assert_same_bits(got, want, &layout.fingerprint());
+        }
+    }
+}
+
 /// Bytes of one stored token per value.
 fn stored<B: Backend>(backend: &B, layout: KvLayout, values: &[f32]) -> Vec<u8> {
     let mut kv = backend.kv_alloc(layout, 10).unwrap();

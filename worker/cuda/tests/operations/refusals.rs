@@ -64,8 +64,9 @@ fn elementwise<B: Backend>(backend: &B, answers: &mut Answers) {
     answers.add(backend.columns(&x, 0, 0, 1));
     answers.add(backend.interleave(&x, &y, 2));
     answers.add(backend.rows(&x, &[2]));
-    answers.add(backend.put_rows(&mut z, 1, &y));
-    answers.add(backend.put_rows(&mut z, usize::MAX, &y));
+    answers.add(backend.put_tile(&mut z, (1, 0), &y));
+    answers.add(backend.put_tile(&mut z, (usize::MAX, 0), &y));
+    answers.add(backend.put_tile(&mut z, (0, 2), &y));
     answers.add(backend.rope(&mut z, 2, &[0, 1], &table));
     answers.add(backend.rope(&mut z, 1, &[0], &table));
     answers.add(backend.rope(&mut z, 0, &[0, 1], &table));
@@ -85,6 +86,8 @@ fn products<B: Backend>(backend: &B, answers: &mut Answers) {
     answers.add(backend.linear(&wide, &w, None));
     answers.add(backend.linear(&x, &w, Some(&short)));
     answers.add(backend.embed(&w, &[0, 3]));
+    answers.add(backend.weight_rows(&w, 2, 2));
+    answers.add(backend.weight_rows(&w, usize::MAX, 2));
     let heads = MlaHeads {
         heads: 1,
         nope: 2,
@@ -185,6 +188,9 @@ fn cache<B: Backend>(backend: &B, answers: &mut Answers) {
     answers.add(backend.kv_read(&kv, 0, &[BlockId(9)], 0, 1));
     answers.add(backend.kv_read(&kv, 2, &[BlockId(0)], 0, 1));
     answers.add(backend.kv_read(&kv, 0, &[BlockId(0)], 4, 5));
+    answers.add(backend.kv_rows(&kv, 0, &[BlockId(9)], 0, 1));
+    answers.add(backend.kv_rows(&kv, 2, &[BlockId(0)], 0, 1));
+    answers.add(backend.kv_rows(&kv, 0, &[BlockId(0)], 4, 5));
     answers.add(backend.kv_write(&mut kv, 0, &[BlockId(0)], 0, &[0; 191]));
     answers.add(backend.kv_write(&mut kv, 0, &[BlockId(0)], 8, &[0; 192]));
 }

@@ -117,15 +117,18 @@ impl ElementwiseOps for CpuBackend {
         Ok(out)
     }
 
-    fn put_rows(
+    fn put_tile(
         &self,
         x: &mut CpuTensor,
-        first: usize,
+        (row, col): (usize, usize),
         tile: &CpuTensor,
     ) -> Result<(), KernelError> {
-        checks::put_rows(shape(x), first, shape(tile))?;
-        let elements = tile.as_slice();
-        x.as_mut_slice()[first * tile.cols()..][..elements.len()].copy_from_slice(elements);
+        checks::put_tile(shape(x), (row, col), shape(tile))?;
+        let cols = x.cols();
+        for i in 0..tile.rows() {
+            let to = (row + i) * cols + col;
+            x.as_mut_slice()[to..to + tile.cols()].copy_from_slice(tile.row(i));
+        }
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 
 use crate::affinity;
-use crate::convert::f32_to_bf16;
+use crate::convert::{bf16_to_f32, f32_to_bf16};
 use crate::ops::KvOps;
 use crate::{BlockId, KernelError, KvDType, KvLayout, Span, checks};
 
@@ -149,6 +149,26 @@ impl KvOps for CpuBackend {
         Ok(copy)
     }
 
+    fn kv_rows(
+        &self,
+        kv: &CpuKv,
+        layer: usize,
+        blocks: &[BlockId],
+        first_token: usize,
+        tokens: usize,
+    ) -> Result<CpuTensor, KernelError> {
+        checks::kv_layer("kv_rows", &kv.layout, layer)?;
+        kv.check_blocks("kv_rows", blocks, first_token, tokens)?;
+        let size = kv.layout.token_layer_bytes();
+        let cols = kv.layout.token_elements();
+        let mut out = self.tensor(tokens, cols);
+        for (i, row) in out.as_mut_slice().chunks_exact_mut(cols).enumerate() {
+            let at = kv.offset(layer, blocks, first_token + i);
+            restore(kv.layout.dtype, &kv.memory.bytes()[at..at + size], row);
+        }
+        Ok(out)
+    }
+
     fn kv_write(
         &self,
         kv: &mut CpuKv,
@@ -180,6 +200,22 @@ fn store(dtype: KvDType, values: &[f32], out: &mut [u8]) {
         KvDType::F32 => {
             for (value, out) in values.iter().zip(out.chunks_exact_mut(4)) {
                 out.copy_from_slice(&value.to_le_bytes());
+            }
+        }
+    }
+}
+
+/// The inverse of [`store`].
+fn restore(dtype: KvDType, stored: &[u8], out: &mut [f32]) {
+    match dtype {
+        KvDType::Bf16 => {
+            for (out, bytes) in out.iter_mut().zip(stored.as_chunks().0) {
+                *out = bf16_to_f32(u16::from_le_bytes(*bytes));
+            }
+        }
+        KvDType::F32 => {
+            for (out, bytes) in out.iter_mut().zip(stored.as_chunks().0) {
+                *out = f32::from_le_bytes(*bytes);
             }
         }
     }

@@ -164,6 +164,16 @@ impl MemoryOps for CpuBackend {
         Ok(matrix.clone())
     }
 
+    fn weight_rows(
+        &self,
+        w: &HostMatrix,
+        first: usize,
+        rows: usize,
+    ) -> Result<HostMatrix, KernelError> {
+        checks::weight_rows(first, rows, w.rows())?;
+        w.row_slice(first, rows)
+    }
+
     fn vector(&self, values: &[f32]) -> Result<Arc<[f32]>, KernelError> {
         Ok(values.into())
     }

@@ -2,7 +2,7 @@
 
 use crate::{HostMatrix, MlaHeads};
 
-use super::{dequant_row, linear_row};
+use super::{dequant_row, linear, linear_row};
 
 /// `q_latent[h] = q_nope[h] · W_UK[h]`: `[tokens, heads * nope]` → `[tokens, heads * rank]`, where `W_UK[h]`
 /// `[nope, rank]` are the first `nope` of the `nope + v` rows of head `h` in `kv_b`.
@@ -56,4 +56,31 @@ pub fn mla_expand(latent: &[f32], tokens: usize, kv_b: &HostMatrix, dims: MlaHea
         }
     }
     out
+}
+
+/// Keys `[tokens, heads * (nope + rope)]` and values `[tokens, heads * v]` of latents `[tokens, rank + rope]`: for each head
+/// `[W_UK[h] · c_KV, k_R]` and `W_UV[h] · c_KV`.
+pub fn expand_latents(
+    latents: &[f32],
+    tokens: usize,
+    kv_b: &HostMatrix,
+    dims: MlaHeads,
+) -> (Vec<f32>, Vec<f32>) {
+    let MlaHeads {
+        heads,
+        nope,
+        v,
+        rank,
+    } = dims;
+    let (mut keys, mut values) = (Vec::new(), Vec::new());
+    for latent in latents.chunks(latents.len() / tokens) {
+        let (c_kv, k_rope) = latent.split_at(rank);
+        for head in linear(c_kv, 1, kv_b, None).chunks(nope + v).take(heads) {
+            let (k_nope, value) = head.split_at(nope);
+            keys.extend_from_slice(k_nope);
+            keys.extend_from_slice(k_rope);
+            values.extend_from_slice(value);
+        }
+    }
+    (keys, values)
 }

@@ -20,7 +20,7 @@ pub use dequant::{dequant, dequant_row};
 pub use expert_sum::expert_sum;
 pub use ffn::{expert, silu, silu_mul};
 pub use linear::{linear, linear_row};
-pub use mla::{mla_absorb, mla_expand};
+pub use mla::{expand_latents, mla_absorb, mla_expand};
 pub use norm::rms_norm;
 pub use rope::{rope, rope_head};
 pub use router::route_token;

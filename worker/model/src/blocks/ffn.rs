@@ -45,7 +45,7 @@ impl SwiGlu {
             // x, y [tile rows, hidden]
             let x = backend.rows(x, &indices(&tile))?;
             let y = self.tile(pass, weights, &x)?;
-            backend.put_rows(&mut out, tile.start, &y)?;
+            backend.put_tile(&mut out, (tile.start, 0), &y)?;
             pass.check_cancelled()?;
         }
         Ok(out)

@@ -140,7 +140,8 @@ impl Gqa {
             scale: 1.0 / (self.head_dim as f32).sqrt(),
         };
         // heads [rows, heads * dim]
-        let heads = attend(pass, kv, &q, spec)?;
+        let cached = (&*kv, pass.layer, &pass.sequences.spans[..]);
+        let heads = attend(pass, cached, &q, spec)?;
         pass.show("attn_heads", &heads);
         pass.check_cancelled()?;
         // out [rows, hidden]

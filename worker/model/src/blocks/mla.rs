@@ -1,8 +1,10 @@
 //! Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3, arXiv:2412.19437, equations 1 to 11).
 //!
 //! The cache holds one latent per token: the normalised `c_KV` and the rotated shared key. Queries are absorbed
-//! (`q · W_UK`) and outputs expanded (`W_UV · o`) with `kv_b_proj` as it is stored. Both prompt and generated tokens
-//! use this form: the expanded form is algebraically equal but differs in bits, so mixing the two would break replay.
+//! (`q · W_UK`) and outputs expanded (`W_UV · o`) with `kv_b_proj` as it is stored. A model may expand keys and values
+//! instead (`expanded`), which is algebraically equal but differs in bits: one form holds for all that a model computes.
+
+mod expanded;
 
 use hearth_formats::{AttentionConfig, ModelConfig};
 use hearth_kernels::{
@@ -18,7 +20,7 @@ const LATENT_NORM_EPS: f32 = 1e-6;
 
 /// Intermediates, by name: `q_a_norm` `[rows, q_rank]`, `q` `[rows, heads * (nope + rope)]`, `kv_a` `[rows, rank + rope]`,
 /// `kv_latent` `[rows, rank]`, `q_latent` `[rows, heads * rank]`, `attn_latent` `[rows, heads * rank]`,
-/// `attn_heads` `[rows, heads * v]`, `attn_out` `[rows, hidden]`.
+/// `attn_heads` `[rows, heads * v]`, `attn_out` `[rows, hidden]`. Expanded: `kv_a`, `q_a_norm`, `attn_heads`, `attn_out`.
 #[derive(Clone, Debug)]
 pub(crate) struct Mla {
     hidden: usize,
@@ -124,7 +126,8 @@ impl Mla {
         };
         let backend = pass.backend;
         // latent [rows, heads * rank]
-        let latent = attend(pass, kv, &query, spec)?;
+        let cached = (&*kv, pass.layer, &pass.sequences.spans[..]);
+        let latent = attend(pass, cached, &query, spec)?;
         pass.show("attn_latent", &latent);
         pass.check_cancelled()?;
         // heads [rows, heads * v]

@@ -83,11 +83,11 @@ pub(crate) fn project<B: Backend, const N: usize>(
 /// Fewest rows in a tile of attention: fewer would read the keys too often.
 const LEAST_TILE_ROWS: usize = 64;
 
-/// Attention of the queries `q` `[rows, heads * k_dim]` of this layer → `[rows, heads * v_dim]`. Where that is long, the
-/// pass can be ended between tiles of rows; the bits are the same.
+/// Attention of the queries `q` `[rows, heads * k_dim]` over a layer of a cache, whose sequences are these, →
+/// `[rows, heads * v_dim]`. Where that is long, the pass can be ended between tiles of rows; the bits are the same.
 pub(crate) fn attend<B: Backend>(
     pass: &mut Pass<'_, B>,
-    kv: &B::Kv,
+    (kv, layer, spans): (&B::Kv, usize, &[Span]),
     q: &B::Tensor,
     spec: AttentionSpec,
 ) -> Result<B::Tensor, ModelError> {
@@ -96,17 +96,17 @@ pub(crate) fn attend<B: Backend>(
     let rows = backend.shape(q).0;
     let most_products = backend.longest_operation_products();
     let Some(most_products) = most_products.filter(|_| rows > LEAST_TILE_ROWS) else {
-        return Ok(backend.attention(q, kv, pass.layer, &pass.sequences.spans, spec)?);
+        return Ok(backend.attention(q, kv, layer, spans, spec)?);
     };
     let of_pair = (spec.heads * (layout.k_dim + layout.v_dim)) as u64;
-    let tiles = tiles(&pass.sequences.spans, most_products / of_pair.max(1));
+    let tiles = tiles(spans, most_products / of_pair.max(1));
     if tiles.len() <= 1 {
-        return Ok(backend.attention(q, kv, pass.layer, &pass.sequences.spans, spec)?);
+        return Ok(backend.attention(q, kv, layer, spans, spec)?);
     }
     let mut out = backend.zeros(rows, spec.heads * layout.v_dim)?;
     for tile in tiles {
         pass.check_cancelled()?;
-        backend.attention_rows(&mut out, q, kv, pass.layer, &tile, spec)?;
+        backend.attention_rows(&mut out, q, kv, layer, &tile, spec)?;
     }
     Ok(out)
 }

@@ -127,7 +127,7 @@ impl<B: Backend> Split<B> {
         ];
         for (chosen, part) in parts {
             if let Some(part) = part {
-                device.put_rows(&mut products, first, part)?;
+                device.put_tile(&mut products, (first, 0), part)?;
                 chosen.place_products(first, &mut rows);
                 first += chosen.choices();
             }

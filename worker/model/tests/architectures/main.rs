@@ -8,6 +8,7 @@
 )]
 
 mod batch_invariance;
+mod expanded;
 mod flights;
 mod goldens;
 mod harness;

@@ -1,0 +1,301 @@
+//! Latent attention with expanded keys and values: `2 (nope + rope + v)` operations for a pair of a query and a position,
+//! where the absorbed form has `2 (2 rank + rope)`, but each position is expanded once for all rows of a pass.
+//!
+//! Keys and values of some heads at a time are expanded from the cached latents, for all positions of the pass's
+//! sequences, into a cache of their own, over which attention runs as over any other. How many heads that are changes no
+//! bit: a head's keys are a function of its weights and of the latents as they are stored.
+
+use hearth_kernels::{
+    AttentionSpec, Backend, BlockId, KernelError, KvLayout, Latents, MlaHeads, Span, compose,
+};
+
+use super::super::{Pass, attend, project};
+use super::{LATENT_NORM_EPS, Mla};
+use crate::flight::{Sequences, indices, row_tiles};
+use crate::{ModelError, ModuleWeights};
+
+/// Most positions, or rows, of a tile: enough for large products.
+const MOST_TILE: usize = 2048;
+
+impl Mla {
+    /// Columns of what queries are projected from.
+    pub(crate) fn query_inputs(&self) -> usize {
+        self.q_rank.unwrap_or(self.hidden)
+    }
+
+    /// Stores the latents of the rows `x` `[rows, hidden]`, and returns what their queries are projected from: the queries'
+    /// latent `[rows, q_rank]`, or `x`.
+    pub(crate) fn cache<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &mut B::Kv,
+        weights: &ModuleWeights<B>,
+        x: B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        // kv_a [rows, rank + rope]; q_a [rows, q_rank]
+        let (kv_a, q_a) = match self.q_rank {
+            Some(_) => {
+                let [kv_a, q_a] = project(pass, weights, &x, [("kv_a", ""), ("q_a", "")])?;
+                (kv_a, Some((q_a, weights.vector("q_a_norm")?)))
+            }
+            None => {
+                let [kv_a] = project(pass, weights, &x, [("kv_a", "")])?;
+                (kv_a, None)
+            }
+        };
+        pass.show("kv_a", &kv_a);
+        let latents = Latents {
+            kv_a,
+            kv_norm: weights.vector("kv_a_norm")?,
+            q_a,
+            rank: self.heads.rank,
+            eps: LATENT_NORM_EPS,
+            positions: &pass.sequences.positions,
+            rope: &self.rope,
+        };
+        let spans = &pass.sequences.spans;
+        let q_a = pass.backend.cache_latents(kv, pass.layer, spans, latents)?;
+        if let Some(q_a) = &q_a {
+            pass.show("q_a_norm", q_a);
+        }
+        pass.check_cancelled()?;
+        Ok(q_a.unwrap_or(x))
+    }
+
+    /// Attention of the rows whose queries are projected from `inputs` → `[rows, heads * v]`. Expanded heads, and the
+    /// activations that lead to them, take about `scratch_bytes` each.
+    pub(crate) fn expanded<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &B::Kv,
+        weights: &ModuleWeights<B>,
+        inputs: &B::Tensor,
+        scratch_bytes: usize,
+    ) -> Result<B::Tensor, ModelError> {
+        let backend = pass.backend;
+        let layout = backend.kv_layout(kv);
+        let sequences = Sequences {
+            spans: apart(&pass.sequences.spans, &layout),
+            positions: pass.sequences.positions.clone(),
+            blocks_done: pass.sequences.blocks_done,
+        };
+        let blocks: usize = sequences.spans.iter().map(|span| span.blocks.len()).sum();
+        let cut = self.cut(&layout, blocks, scratch_bytes);
+        let MlaHeads { heads, nope, v, .. } = self.heads;
+        let part = MlaHeads {
+            heads: cut.heads,
+            ..self.heads
+        };
+        let rows = sequences.positions.len();
+        let mut cache = backend.kv_alloc(self.expanded_layout(&layout, cut.heads), blocks)?;
+        // out [rows, heads * v]
+        let mut out = backend.zeros(rows, heads * v)?;
+        let (of_kv_b, of_q) = (nope + v, nope + self.rope_dim);
+        let q_weight = weights.matrix(if self.q_rank.is_some() { "q_b" } else { "q" })?;
+        for first in (0..heads).step_by(cut.heads) {
+            let rows_of =
+                |weight, width| backend.weight_rows(weight, first * width, cut.heads * width);
+            let kv_b = rows_of(weights.matrix("kv_b")?, of_kv_b)?;
+            let q_weight = rows_of(q_weight, of_q)?;
+            for (from, to) in pass.sequences.spans.iter().zip(&sequences.spans) {
+                for tile in row_tiles(to.start + to.rows, cut.positions) {
+                    pass.check_cancelled()?;
+                    let latents = (kv, pass.layer, &from.blocks[..]);
+                    let to = Span {
+                        first_row: 0,
+                        rows: tile.len(),
+                        start: tile.start,
+                        blocks: to.blocks.clone(),
+                    };
+                    compose::expand_latents(backend, latents, &kv_b, part, &mut cache, &to)?;
+                }
+            }
+            for tile in row_tiles(rows, cut.rows) {
+                pass.check_cancelled()?;
+                let part = sequences.tile(&tile);
+                let picked = (tile.len() < rows).then(|| backend.rows(inputs, &indices(&tile)));
+                let picked = picked.transpose()?;
+                let x = picked.as_ref().unwrap_or(inputs);
+                let query = self.queries(backend, x, &q_weight, cut.heads, &part.positions)?;
+                drop(picked);
+                let spec = AttentionSpec {
+                    heads: cut.heads,
+                    scale: self.scale,
+                };
+                // attended [tile rows, cut.heads * v]
+                let attended = attend(pass, (&cache, 0, &part.spans), &query, spec)?;
+                backend.put_tile(&mut out, (tile.start, first * v), &attended)?;
+            }
+        }
+        pass.show("attn_heads", &out);
+        Ok(out)
+    }
+
+    /// `heads` `[rows, heads * v]` → `[rows, hidden]`.
+    pub(crate) fn output<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        weights: &ModuleWeights<B>,
+        heads: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        pass.check_cancelled()?;
+        let out = pass.backend.linear(heads, weights.matrix("o")?, None)?;
+        pass.show("attn_out", &out);
+        Ok(out)
+    }
+
+    /// Queries `[q_C, rope(q_R)]` of some heads, `[rows, heads * (nope + rope)]` (DeepSeek-V3, equations 7 to 9), from what
+    /// they are projected from and the heads' rows of the weight.
+    fn queries<B: Backend>(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        weight: &B::Weight,
+        heads: usize,
+        positions: &[u32],
+    ) -> Result<B::Tensor, KernelError> {
+        // q [rows, heads * (nope + rope)]
+        let q = backend.linear(x, weight, None)?;
+        // q_nope [rows, heads * nope], q_rope [rows, heads * rope]
+        let q_nope = backend.columns(&q, heads, 0, self.heads.nope)?;
+        let mut q_rope = backend.columns(&q, heads, self.heads.nope, self.rope_dim)?;
+        drop(q);
+        backend.rope(&mut q_rope, heads, positions, &self.rope)?;
+        backend.interleave(&q_nope, &q_rope, heads)
+    }
+
+    /// Layout of a cache for some expanded heads of a layer.
+    fn expanded_layout(&self, latents: &KvLayout, heads: usize) -> KvLayout {
+        KvLayout {
+            layers: 1,
+            kv_heads: heads,
+            k_dim: self.heads.nope + self.rope_dim,
+            v_dim: self.heads.v,
+            value_in_key: false,
+            ..*latents
+        }
+    }
+
+    /// As many heads as fit into `scratch_bytes` for so many blocks of positions, all groups of the same size, and as many
+    /// positions and rows as have room for their activations.
+    fn cut(&self, latents: &KvLayout, blocks: usize, scratch_bytes: usize) -> Cut {
+        let MlaHeads {
+            heads,
+            nope,
+            v,
+            rank,
+        } = self.heads;
+        let head_bytes = self.expanded_layout(latents, 1).block_bytes() * blocks;
+        let most = (scratch_bytes / head_bytes.max(1)).clamp(1, heads);
+        let divisor = (1..=most).rev().find(|n| heads.is_multiple_of(*n));
+        let at_once = divisor.unwrap_or(1);
+        // What an operation reads, and what it writes.
+        let of_heads = 2 * at_once * (nope + self.rope_dim + v);
+        let tile = |elements: usize| (scratch_bytes / (4 * elements)).clamp(1, MOST_TILE);
+        Cut {
+            heads: at_once,
+            positions: tile(of_heads + 2 * (rank + self.rope_dim)),
+            rows: tile(of_heads + self.query_inputs()),
+        }
+    }
+}
+
+/// What is expanded, and attends, at once.
+#[derive(Debug, PartialEq, Eq)]
+struct Cut {
+    /// Heads of a group.
+    heads: usize,
+    /// Positions of a tile that is expanded.
+    positions: usize,
+    /// Rows of a tile that attends.
+    rows: usize,
+}
+
+/// The same spans, in a cache that holds one sequence behind the other.
+fn apart(spans: &[Span], layout: &KvLayout) -> Vec<Span> {
+    let mut next = 0;
+    let moved = |span: &Span| {
+        let first = next;
+        next += layout.blocks_for(span.start + span.rows) as u32;
+        Span {
+            first_row: span.first_row,
+            rows: span.rows,
+            start: span.start,
+            blocks: (first..next).map(BlockId).collect(),
+        }
+    };
+    spans.iter().map(moved).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_kernels::{KvDType, RopeLayout, RopeTable};
+
+    use super::*;
+
+    /// DeepSeek-V3's attention.
+    fn mla() -> Mla {
+        Mla {
+            hidden: 7168,
+            q_rank: Some(1536),
+            rope_dim: 64,
+            heads: MlaHeads {
+                heads: 128,
+                nope: 128,
+                v: 128,
+                rank: 512,
+            },
+            scale: 1.0,
+            rope: RopeTable {
+                inv_freq: Vec::new(),
+                magnitude: 1.0,
+                layout: RopeLayout::Interleaved,
+            },
+        }
+    }
+
+    #[test]
+    fn all_groups_of_heads_are_as_large_as_the_room_allows() {
+        let (mla, room) = (mla(), 64 << 20);
+        let layout = mla.kv_layout(61, 16, KvDType::Bf16);
+        let cut = |tokens: usize| mla.cut(&layout, layout.blocks_for(tokens), room);
+        // 640 bytes of a position and head.
+        for (tokens, heads) in [(1, 128), (512, 128), (800, 128), (1024, 64), (32_768, 2)] {
+            let Cut {
+                heads: at_once,
+                positions,
+                rows,
+            } = cut(tokens);
+            assert_eq!(at_once, heads, "{tokens}");
+            assert!(positions * 4 * (640 * heads + 1152) <= room, "{tokens}");
+            assert!(rows * 4 * (640 * heads + 1536) <= room && rows > 0);
+        }
+        // One head, one position and one row have no smaller part.
+        let least = Cut {
+            heads: 1,
+            positions: 1,
+            rows: 1,
+        };
+        assert_eq!(mla.cut(&layout, 1000, 0), least);
+    }
+
+    #[test]
+    fn sequences_lie_one_behind_the_other() {
+        let span = |first_row, rows, start, blocks: &[u32]| Span {
+            first_row,
+            rows,
+            start,
+            blocks: blocks.iter().copied().map(BlockId).collect(),
+        };
+        let layout = mla().kv_layout(1, 16, KvDType::Bf16);
+        // The last block of the first sequence is for tokens to come.
+        let spans = [span(0, 3, 30, &[9, 4, 7, 1]), span(3, 16, 0, &[2])];
+        let moved = apart(&spans, &layout);
+        assert_eq!(moved[0].blocks, [0, 1, 2].map(BlockId));
+        assert_eq!(moved[1].blocks, [BlockId(3)]);
+        assert_eq!(
+            (moved[1].first_row, moved[1].rows, moved[1].start),
+            (3, 16, 0)
+        );
+    }
+}

@@ -19,6 +19,7 @@ pub(crate) struct StepWatch<'a> {
     pub(crate) layout: &'a KvLayout,
     /// Whether a pass goes on as long as one of its requests is wanted.
     pub(crate) is_finished_if_wanted: bool,
+    /// KV on its way to the host.
     pub(crate) exports: ExportQueue,
 }
 

@@ -1,8 +1,8 @@
 //! Copies of stored KV to the host, which run beside what is computed next.
 //!
 //! They have a stream of their own. A copy waits on the device for the kernel that gathers its bytes, and a mark behind it says
-//! when they have landed in pinned memory; the gathered bytes' memory is used again behind that mark. Nothing here waits for
-//! the device, but for who asks for the bytes.
+//! when they have landed in pinned memory; the gathered bytes' memory is used again behind that mark. The host waits where
+//! somebody asks for bytes, and where copies that were dropped hold too much pinned memory to begin another one.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -176,9 +176,7 @@ impl<'a> Estimator<'a> {
         match slot {
             Some(slot) => {
                 let activations = slot.activations(self.spec.model.activations);
-                let mla_form = self
-                    .mla_choice(slot)
-                    .map_or_else(PlanMlaForm::default, |c| c.form);
+                let mla_form = self.mla_form(Some(slot));
                 Predictor {
                     mla_form,
                     ..self.on_gpu(slot.gpu, activations, self.experts_at(node, set, slot))
@@ -194,6 +192,12 @@ impl<'a> Estimator<'a> {
                 mla_form: PlanMlaForm::Absorbed,
             },
         }
+    }
+
+    /// Form of latent attention of a rank; `slot` is `None` on CPUs.
+    pub(crate) fn mla_form(&self, slot: Option<&GpuSlot<'_>>) -> PlanMlaForm {
+        let choice = slot.and_then(|slot| self.mla_choice(slot));
+        choice.map_or_else(PlanMlaForm::default, |choice| choice.form)
     }
 
     /// Form of latent attention of a rank that streams experts: the one that takes less time for the longest prompt, whose

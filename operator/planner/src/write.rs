@@ -1,9 +1,9 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanKv, PlanMlaForm, PlanModel,
-    PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankDevice,
-    RankPrediction, ResidencyPolicy,
+    DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanKv, PlanModel, PlanPrediction,
+    PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankDevice, RankPrediction,
+    ResidencyPolicy,
 };
 
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
@@ -206,9 +206,7 @@ impl Draft<'_> {
             activations: slot.map_or(PlanActivations::F32, |slot| {
                 slot.activations(self.input.spec.model.activations)
             }),
-            mla_form: slot
-                .and_then(|slot| self.estimator.mla_choice(slot))
-                .map_or_else(PlanMlaForm::default, |choice| choice.form),
+            mla_form: self.estimator.mla_form(slot),
             residency: is_worker.then_some(residency),
             kv: is_worker.then_some(PlanKv {
                 memory_bytes: kv_bytes,

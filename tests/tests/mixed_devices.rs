@@ -1,5 +1,6 @@
-//! Prompts read by one device and answers written by another: two instruction sets simulate two devices. If either
-//! dies, streams continue with the bits of an undisturbed run of the same pair, as their log-probabilities show.
+//! Prompts read with other bits than answers are written with: two instruction sets simulate two devices, or the reader
+//! expands latents. If either worker dies, streams continue with the bits of an undisturbed run of the same pair, as their
+//! log-probabilities show.
 
 use std::cell::RefCell;
 
@@ -25,6 +26,24 @@ enum Who {
     Writer,
 }
 
+/// How the reader and the writer compute.
+#[derive(Clone, Copy, Debug)]
+struct Kinds {
+    /// Instruction sets.
+    isas: [&'static str; 2],
+    /// Whether the reader expands latents.
+    expands: bool,
+}
+
+/// Kinds whose bits differ, and what the reader's would be like if they did not.
+fn kinds() -> Vec<(Kinds, Kinds)> {
+    let of = |isas, expands| Kinds { isas, expands };
+    let forms = (of(["auto", "auto"], true), of(["auto", "auto"], false));
+    let devices = instruction_sets()
+        .map(|[reads, writes]| (of([reads, writes], false), of([writes, writes], false)));
+    devices.into_iter().chain([forms]).collect()
+}
+
 /// Returns the instruction sets that simulate two devices: not the reference kernels, which are slow.
 fn instruction_sets() -> Option<[&'static str; 2]> {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -46,8 +65,18 @@ fn instruction_sets() -> Option<[&'static str; 2]> {
 
 impl Pair {
     /// Starts both; with `is_tight` the writer's KV cache holds one context, and a short one.
-    fn start([reader, writer]: [&'static str; 2], is_tight: bool) -> Self {
+    fn start(kinds: Kinds, is_tight: bool) -> Self {
+        let [reader, writer] = kinds.isas;
         let mut ranks = Ranks::of_demo();
+        if kinds.expands {
+            ranks.edit(|plan| {
+                for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
+                    if rank["role"] == "Prefill" {
+                        rank["mlaForm"] = json!("Expanded");
+                    }
+                }
+            });
+        }
         if is_tight {
             ranks.edit(|plan| {
                 let context = 320;
@@ -140,20 +169,21 @@ fn long_prompt(number: usize) -> Value {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn whoever_dies_the_answer_has_the_bits_of_its_pair() {
-    let Some(sets) = instruction_sets() else {
-        return;
-    };
-    let [reads, writes] = sets;
-    let body = long_prompt(0);
-    let expected = Pair::start(sets, false).ask(&body, |_, _| {}).await;
-    assert_eq!(expected.logprobs.len(), LONG as usize);
-    // The bits must show which worker read the prompt; otherwise this test would prove nothing.
-    let alike = Pair::start([writes, writes], false)
-        .ask(&body, |_, _| {})
-        .await;
-    assert_ne!(expected.logprobs, alike.logprobs);
+    for (kinds, alike) in kinds() {
+        let body = long_prompt(0);
+        let expected = Pair::start(kinds, false).ask(&body, |_, _| {}).await;
+        assert_eq!(expected.logprobs.len(), LONG as usize);
+        // The bits must show which worker read the prompt; otherwise this test would prove nothing.
+        let alike = Pair::start(alike, false).ask(&body, |_, _| {}).await;
+        assert_ne!(expected.logprobs, alike.logprobs, "{kinds:?}");
+        survive(kinds, &body, &expected).await;
+    }
+}
 
-    let pair = Pair::start(sets, false);
+/// Asks a pair while its workers are killed, each time after another piece of text.
+async fn survive(kinds: Kinds, body: &Value, expected: &Answer) {
+    let [reads, writes] = kinds.isas;
+    let pair = Pair::start(kinds, false);
     let mut kills = 0;
     for (after, victims) in [
         (1, vec![Who::Writer]),
@@ -164,7 +194,7 @@ async fn whoever_dies_the_answer_has_the_bits_of_its_pair() {
     ] {
         let mut is_done = false;
         let answer = pair
-            .ask(&body, |pieces, _| {
+            .ask(body, |pieces, _| {
                 if pieces >= after && !is_done {
                     is_done = true;
                     kills += victims.len();
@@ -175,8 +205,8 @@ async fn whoever_dies_the_answer_has_the_bits_of_its_pair() {
             })
             .await;
         assert_eq!(
-            answer, expected,
-            "{victims:?} killed after {after} pieces of text"
+            answer, *expected,
+            "{kinds:?}: {victims:?} killed after {after} pieces of text"
         );
     }
     assert_eq!(kills, 7);
@@ -190,57 +220,75 @@ async fn whoever_dies_the_answer_has_the_bits_of_its_pair() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_that_lose_their_kv_read_the_prompt_where_it_was_read() {
-    let Some(sets) = instruction_sets() else {
-        return;
-    };
-    let mut expected = Vec::new();
-    {
-        let pair = Pair::start(sets, false);
-        for number in 0..4 {
-            expected.push(pair.ask(&long_prompt(number), |_, _| {}).await);
+    for (kinds, _) in kinds() {
+        let mut expected = Vec::new();
+        {
+            let pair = Pair::start(kinds, false);
+            for number in 0..4 {
+                expected.push(pair.ask(&long_prompt(number), |_, _| {}).await);
+            }
         }
+        let pair = Pair::start(kinds, true);
+        let bodies: Vec<Value> = (0..4).map(long_prompt).collect();
+        for _ in 0..3 {
+            let answers = bodies.iter().map(|body| pair.ask(body, |_, _| {}));
+            assert_eq!(
+                futures::future::join_all(answers).await,
+                expected,
+                "{kinds:?}"
+            );
+        }
+        let preemptions =
+            |metrics: &Metrics| metrics.of_role("hearth_worker_preemptions_total", "decode");
+        // A worker reports its counters periodically.
+        let metrics = Metrics::wait_for(
+            &pair.gateway.metrics_base(),
+            "somebody had to yield",
+            |metrics| preemptions(metrics) > 0.0,
+        );
+        println!("{kinds:?}: {} preemptions", preemptions(&metrics));
     }
-    let pair = Pair::start(sets, true);
-    let bodies: Vec<Value> = (0..4).map(long_prompt).collect();
-    for _ in 0..3 {
-        let answers = bodies.iter().map(|body| pair.ask(body, |_, _| {}));
-        assert_eq!(futures::future::join_all(answers).await, expected);
-    }
-    let preemptions =
-        |metrics: &Metrics| metrics.of_role("hearth_worker_preemptions_total", "decode");
-    // A worker reports its counters periodically.
-    let metrics = Metrics::wait_for(
-        &pair.gateway.metrics_base(),
-        "somebody had to yield",
-        |metrics| preemptions(metrics) > 0.0,
-    );
-    println!("{} preemptions", preemptions(&metrics));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_one_device_has_cached_is_not_taken_for_the_others() {
-    let Some(sets) = instruction_sets() else {
-        return;
-    };
-    let body = long_prompt(0);
-    let expected = Pair::start(sets, false).ask(&body, |_, _| {}).await;
-    let mut pair = Pair::start(sets, false);
-    // While the reader is away, the writer reads the same prompt itself and caches it.
-    pair.ranks.route_to(&[&pair.workers.borrow()[1]]);
-    Metrics::wait_for(
-        &pair.gateway.metrics_base(),
-        "the reader has left",
-        |metrics| ready(metrics, "prefill") == 0.0,
-    );
-    let alone = pair.ask(&body, |_, _| {}).await;
-    assert_ne!(alone.logprobs, expected.logprobs);
-    // The gateway knows that and would skip the reader; a new one does not.
-    {
-        let workers = pair.workers.borrow();
-        pair.ranks.route_to(&[&workers[0], &workers[1]]);
+async fn what_one_worker_has_cached_is_not_taken_for_the_others() {
+    for (kinds, _) in kinds() {
+        let body = long_prompt(0);
+        let expected = Pair::start(kinds, false).ask(&body, |_, _| {}).await;
+        let mut pair = Pair::start(kinds, false);
+        // While the reader is away, the writer reads the same prompt itself and caches it.
+        pair.ranks.route_to(&[&pair.workers.borrow()[1]]);
+        Metrics::wait_for(
+            &pair.gateway.metrics_base(),
+            "the reader has left",
+            |metrics| ready(metrics, "prefill") == 0.0,
+        );
+        let alone = pair.ask(&body, |_, _| {}).await;
+        assert_ne!(alone.logprobs, expected.logprobs, "{kinds:?}");
+        // The gateway knows that and would skip the reader; a new one does not.
+        {
+            let workers = pair.workers.borrow();
+            pair.ranks.route_to(&[&workers[0], &workers[1]]);
+        }
+        pair.gateway = gateway(&pair.ranks, "gateway-1");
+        for _ in 0..2 {
+            assert_eq!(pair.ask(&body, |_, _| {}).await, expected, "{kinds:?}");
+        }
     }
-    pair.gateway = gateway(&pair.ranks, "gateway-1");
-    for _ in 0..2 {
-        assert_eq!(pair.ask(&body, |_, _| {}).await, expected);
+}
+
+/// Its tokens are cached where they were written, with other bits than a reader gives them.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_that_comes_back_in_a_prompt_is_read_again() {
+    for (kinds, _) in kinds() {
+        let body = long_prompt(0);
+        let pair = Pair::start(kinds, false);
+        let first = pair.ask(&body, |_, _| {}).await;
+        let mut next = body.clone();
+        let messages = next["messages"].as_array_mut().expect("messages");
+        messages.push(json!({"role": "assistant", "content": first.text}));
+        messages.push(json!({"role": "user", "content": "What else does the lab have?"}));
+        let expected = Pair::start(kinds, false).ask(&next, |_, _| {}).await;
+        assert_eq!(pair.ask(&next, |_, _| {}).await, expected, "{kinds:?}");
     }
 }

@@ -97,7 +97,7 @@ def main():
     parser.add_argument("worker")
     parser.add_argument("directory")
     parser.add_argument("--out", default="operator/planner/tests/measured.json")
-    parser.add_argument("--stretch", type=float, default=10, help="of prompts; of steps, where the host waits at each layer, four times that")
+    parser.add_argument("--stretch", type=float, default=10, help="of prompts; of steps four times that, with a cache ten times: threads of the host wait for each other there")
     parser.add_argument("--tries", type=int, default=4)
     args = parser.parse_args()
     facts, rates, cells, left_out = {}, {}, [], 0
@@ -112,7 +112,7 @@ def main():
         model = cell.setdefault("model", SMALL)
         words = options(cell)
         key = f"{words[1]} {cell.get('host', '')}"
-        stretch = f",stretch={args.stretch * (1 if 'tokens' in cell else 4)}"
+        stretch = f",stretch={args.stretch * (1 if 'tokens' in cell else 10 if 'cache' in cell else 4)}"
         words[1] += stretch
         if "--host" in words:
             words[words.index("--host") + 1] += stretch

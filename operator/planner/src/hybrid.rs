@@ -210,19 +210,28 @@ impl Predictor<'_> {
         let flops = rows * facts.expert_flops();
         let on_host_ms = host.ms(bytes, flops) + host.operation_ms;
         let on_device_ms = self.rates.ms(bytes, flops) + self.rates.operation_ms;
-        let missed = distinct * (1.0 - on_host.cached_share);
         let copy_ms = stored_bytes / 1e9 / on_host.copy_gbps * 1e3;
-        let misses_ms = |copies: f64| {
-            let link_ms = copies * copy_ms + copies.min(1.0) * on_device_ms;
-            link_ms.max((missed - copies) * on_host_ms)
+        let soonest = |cached_share: f64| {
+            let missed = distinct * (1.0 - cached_share);
+            let misses_ms = |copies: f64| {
+                let link_ms = copies * copy_ms + copies.min(1.0) * on_device_ms;
+                link_ms.max((missed - copies) * on_host_ms)
+            };
+            let most = match on_host.cached_share > 0.0 {
+                true => missed as u32,
+                false => 0,
+            };
+            let all = (0..=most).map(|copies| (misses_ms(f64::from(copies)), copies));
+            all.fold((f64::INFINITY, 0), |a, b| if b.0 < a.0 { b } else { a })
         };
-        let most = match on_host.cached_share > 0.0 {
-            true => missed as u32,
-            false => 0,
-        };
-        let soonest = (0..=most).map(|copies| misses_ms(f64::from(copies)));
-        let missed_ms = soonest.fold(f64::INFINITY, f64::min);
-        let cached_ms = distinct * on_host.cached_share * on_device_ms;
+        let (mut missed_ms, copies) = soonest(on_host.cached_share);
+        let mut cached_share = on_host.cached_share;
+        // Copies take the slots of experts that were used longest ago, which are those of the layers that come next.
+        if f64::from(copies) > cached_share * f64::from(facts.experts) {
+            cached_share = 0.0;
+            (missed_ms, _) = soonest(cached_share);
+        }
+        let cached_ms = distinct * cached_share * on_device_ms;
         (
             (missed_ms + host.overhead_of_layer_ms()) * layers,
             cached_ms * layers,
@@ -230,25 +239,29 @@ impl Predictor<'_> {
     }
 
     /// Milliseconds of a decode step in two half batches: while one is on the device, the other is on the CPUs (hybrid
-    /// MoE paper, section 3.3.1). In each layer the busier of the two is never idle, unless a half has to wait for its own
-    /// experts; before the first layer's experts and behind the last layer's there is nothing to overlap.
+    /// MoE paper, section 3.3.1). In each layer with experts the busier of the two is never idle, unless a half has to wait
+    /// for its own experts; in layers without, before the first one with experts and behind the last there is nothing to
+    /// overlap.
     pub(crate) fn halves_ms(&self, batch: u32, context: u32) -> f64 {
         let halves = [batch.div_ceil(2), batch / 2];
-        let [first, second] = halves.map(|half| self.hybrid(Step::of_streams(half, context)));
-        let on_device = |half: HybridStep| half.device_ms - half.ends_ms + half.exchange_ms;
-        let devices_ms = on_device(first) + first.beside_ms + on_device(second) + second.beside_ms;
-        let hosts_ms = first.host_ms + second.host_ms;
-        let chain = |half: HybridStep| on_device(half) + half.host_ms.max(half.beside_ms);
-        let busier_ms = devices_ms
-            .max(hosts_ms)
-            .max(chain(first))
-            .max(chain(second));
+        let halves = halves.map(|half| self.hybrid(Step::of_streams(half, context)));
         let layers = f64::from(self.facts.routed_layers().max(1));
+        let overlapped = layers / f64::from(self.facts.layers.max(1));
+        let layers_ms = |half: HybridStep| half.device_ms - half.ends_ms;
+        let on_device = |half: HybridStep| layers_ms(half) * overlapped + half.exchange_ms;
+        let of_both = |ms: &dyn Fn(HybridStep) -> f64| halves.into_iter().map(ms).sum::<f64>();
+        let devices_ms = of_both(&|half| on_device(half) + half.beside_ms);
+        let hosts_ms = of_both(&|half| half.host_ms);
+        let chain = |half: HybridStep| on_device(half) + half.host_ms.max(half.beside_ms);
+        let chains = halves.into_iter().map(chain);
+        let busier_ms = chains.fold(devices_ms.max(hosts_ms), f64::max);
+        let [first, second] = halves;
         let fill_ms = match devices_ms < hosts_ms {
             true => on_device(first) / layers,
             false => second.host_ms / layers,
         };
+        let alone_ms = of_both(&|half| layers_ms(half) * (1.0 - overlapped));
         let ends = self.hybrid(Step::of_streams(batch, context)).ends_ms;
-        busier_ms + fill_ms + ends
+        busier_ms + fill_ms + alone_ms + ends
     }
 }

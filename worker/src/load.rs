@@ -9,7 +9,7 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuBackend, KernelError, KvDType};
-use hearth_model::{ExpertCache, Model, ModuleId, ModuleSpec, Residency, modules};
+use hearth_model::{ExpansionRoom, ExpertCache, Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
     HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
     ResidentOptions, RingSlots, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
@@ -255,11 +255,17 @@ impl<B: Backend> LoadedOn<B> {
         }
         model = match mla_form {
             PlanMlaForm::Absorbed => model,
-            PlanMlaForm::Expanded => model.with_expanded_latents(EXPANSION_BYTES).map_err(|_| {
+            PlanMlaForm::Expanded => {
+                let room = ExpansionRoom {
+                    least_bytes: EXPANSION_BYTES,
+                    row_bytes: model.idle_row_bytes(),
+                };
+                model.with_expanded_latents(room).map_err(|_| {
                 anyhow::anyhow!(
                     "the model has no latent attention whose keys and values could be expanded\n  leave out --mla-form expanded (in a plan: plan again)"
                 )
-            })?,
+            })?
+            }
         };
         Ok(Self { model, ..self })
     }

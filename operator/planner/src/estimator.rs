@@ -23,6 +23,9 @@ const PREDICTED_PROMPT_TOKENS: u32 = 512;
 /// Context length in tokens at which TPOT is predicted: half of the context, capped at this.
 const PREDICTED_CONTEXT_TOKENS: u32 = 1024;
 
+/// Share of the absorbed form's time below which the expanded one is chosen.
+const MLA_GAIN: f64 = 0.95;
+
 /// Form of latent attention of a rank, and why.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct MlaChoice {
@@ -213,7 +216,8 @@ impl<'a> Estimator<'a> {
             Predictor { mla_form, ..plain }.beside_experts_ms(prompt)
         };
         let [absorbed_ms, expanded_ms] = [PlanMlaForm::Absorbed, PlanMlaForm::Expanded].map(ms);
-        let form = match expanded_ms < absorbed_ms {
+        // Predictions that are as near as this say nothing, and ranks of a pool had better have one form.
+        let form = match expanded_ms < absorbed_ms * MLA_GAIN {
             true => PlanMlaForm::Expanded,
             false => PlanMlaForm::Absorbed,
         };

@@ -56,7 +56,8 @@ impl Latents {
         2 * self.hidden + self.heads * self.value
     }
 
-    /// Bytes for some heads of `positions`, and for a tile of activations.
+    /// Bytes of some heads at least, for `positions`, and of a tile of activations. Longer prompts leave more of what their
+    /// experts will take.
     pub(crate) fn scratch_bytes(self, positions: u64) -> [u64; 2] {
         let one_head = self.head_bytes(positions);
         let heads = one_head.saturating_mul(self.heads);
@@ -70,7 +71,10 @@ impl Latents {
     /// Operations of a layer that expand `tokens` positions and let as many rows attend to them.
     pub(crate) fn operations(self, tokens: u32) -> f64 {
         let tokens = u64::from(tokens.max(1));
-        let most = (EXPANSION_BYTES / self.head_bytes(tokens).max(1)).clamp(1, self.heads);
+        // A row's idle bytes are the worker's (`Model::idle_row_bytes`), with the queries' latent as one width of the stream.
+        let idle = 4 * (6 * self.hidden).saturating_sub(self.heads * self.value);
+        let room = EXPANSION_BYTES.max(idle * tokens);
+        let most = (room / self.head_bytes(tokens).max(1)).clamp(1, self.heads);
         let at_once = (1..=most).rev().find(|n| self.heads.is_multiple_of(*n));
         let at_once = at_once.unwrap_or(1);
         let tile = (EXPANSION_BYTES / (4 * self.in_tile(at_once))).clamp(1, MOST_TILE);
@@ -129,7 +133,7 @@ mod tests {
     fn operations_grow_with_groups_and_tiles() {
         // All heads at once, in 2 tiles of 188 positions: 16 operations a tile, and 7 copies of the rotary part.
         assert_eq!(deepseek_v3().operations(300), 2.0 * 23.0);
-        // 64 groups of 2 heads, in tiles of 1,985 positions.
-        assert_eq!(deepseek_v3().operations(32_768), 64.0 * 17.0 * 17.0);
+        // What its experts will take has room for all heads of a long prompt, too.
+        assert_eq!(deepseek_v3().operations(32_768), 175.0 * 23.0);
     }
 }

@@ -31,7 +31,7 @@ pub use batch::{Batch, Rows};
 pub use blocks::rope::{rope_table, yarn_softmax_factor};
 pub use error::{ModelError, ResidencyError};
 pub use flight::Flight;
-pub use model::{Model, kv_layout, modules};
+pub use model::{ExpansionRoom, Model, kv_layout, modules};
 pub use module::{ModuleId, ModuleSpec, ModuleWeights, TensorShape, TensorSpec};
 pub use observer::Observer;
 pub use residency::{ExpertCache, Guard, Kept, Release, Residency, ResidencyStats, StreamedStats};

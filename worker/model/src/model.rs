@@ -32,6 +32,25 @@ pub fn kv_layout(
     Ok(arch::describe(config)?.kv_layout(block_tokens, dtype))
 }
 
+/// Room for expanded heads of latent attention, and as much as `least_bytes` again for a tile of what they are made of.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpansionRoom {
+    /// Bytes of any pass.
+    pub least_bytes: usize,
+    /// Bytes for each row of a pass, where that is more.
+    pub row_bytes: usize,
+}
+
+impl ExpansionRoom {
+    /// The same room for every pass.
+    pub const fn of(bytes: usize) -> Self {
+        Self {
+            least_bytes: bytes,
+            row_bytes: 0,
+        }
+    }
+}
+
 /// A model that computes logits.
 pub struct Model<B: Backend> {
     config: ModelConfig,
@@ -42,7 +61,7 @@ pub struct Model<B: Backend> {
     /// Most rows that attention and dense feed-forward blocks take at once.
     tile_rows: usize,
     /// Room for expanded heads of latent attention; `None`: it is absorbed.
-    expansion_bytes: Option<usize>,
+    expansion: Option<ExpansionRoom>,
     is_dual_batch: bool,
 }
 
@@ -73,7 +92,7 @@ impl<B: Backend> Model<B> {
             residency,
             experts: Box::new(experts),
             tile_rows: usize::MAX,
-            expansion_bytes: None,
+            expansion: None,
             is_dual_batch: false,
         })
     }
@@ -86,15 +105,15 @@ impl<B: Backend> Model<B> {
         self
     }
 
-    /// Computes latent attention with keys and values that are expanded once a pass, for as many heads at a time as
-    /// `scratch_bytes` hold, instead of absorbing them into the queries: fewer operations where many rows see many
-    /// positions. The cache is the same; the bits of the two forms differ, those of two sizes of scratch do not.
+    /// Computes latent attention with keys and values that are expanded once a pass, for as many heads at a time as there is
+    /// `room` for, instead of absorbing them into the queries: fewer operations where many rows see many
+    /// positions. The cache is the same; the bits of the two forms differ, those of two sizes of room do not.
     ///
     /// # Errors
     /// [`ModelError::Config`] if the model has no latent attention.
-    pub fn with_expanded_latents(mut self, scratch_bytes: usize) -> Result<Self, ModelError> {
+    pub fn with_expanded_latents(mut self, room: ExpansionRoom) -> Result<Self, ModelError> {
         match self.decoder.attention {
-            Attention::Mla(_) => self.expansion_bytes = Some(scratch_bytes),
+            Attention::Mla(_) => self.expansion = Some(room),
             Attention::Gqa(_) => {
                 return Err(ModelError::Config {
                     architecture: self.config.architecture.to_string(),
@@ -107,7 +126,7 @@ impl<B: Backend> Model<B> {
 
     /// Whether latent attention is computed with expanded keys and values.
     pub fn expands_latents(&self) -> bool {
-        self.expansion_bytes.is_some()
+        self.expansion.is_some()
     }
 
     /// Runs routed experts on another backend, the host's CPUs, in a thread of their own; `residency` has their modules
@@ -202,9 +221,19 @@ impl<B: Backend> Model<B> {
         self.tile_rows
     }
 
+    /// Bytes of each row of a pass that its attention, with expanded latents, leaves free of those that a layer's routed
+    /// experts take. Those are `10 * hidden` elements at least (the planner's `FLIGHT_WIDTHS`), and attention keeps the stream
+    /// twice, what queries are projected from, and the heads' outputs; one more width is left for what a tile takes.
+    pub fn idle_row_bytes(&self) -> usize {
+        match &self.decoder.attention {
+            Attention::Mla(mla) => mla.idle_row_bytes(),
+            Attention::Gqa(_) => 0,
+        }
+    }
+
     /// Room for expanded heads of latent attention; `None`: it is absorbed.
-    pub(crate) fn expansion_bytes(&self) -> Option<usize> {
-        self.expansion_bytes
+    pub(crate) fn expansion(&self) -> Option<ExpansionRoom> {
+        self.expansion
     }
 
     /// Whether decode steps run as two flights.

@@ -10,7 +10,7 @@ use crate::blocks::Pass;
 use crate::blocks::mla::Mla;
 use crate::decoder::{Attention, FeedForward};
 use crate::flight::{Flight, Sequences, Stream};
-use crate::{Model, ModelError, ModuleId, ModuleWeights, Observer};
+use crate::{ExpansionRoom, Model, ModelError, ModuleId, ModuleWeights, Observer};
 
 impl<B: Backend> Model<B> {
     /// Begins a pass of `rows` whose sequences are `spans`: looks up the embeddings of their tokens.
@@ -80,7 +80,7 @@ impl<B: Backend> Model<B> {
         let (rows, of_layer) = ((&*sequences, &mut *stream), (layer, &*weights));
         let hidden = self.decoder().hidden;
         // delta [rows, hidden]
-        let delta = match (&self.decoder().attention, self.expansion_bytes()) {
+        let delta = match (&self.decoder().attention, self.expansion()) {
             (Attention::Gqa(gqa), _) => {
                 self.over_norms(rows, of_layer, hidden, observer, |pass, x| {
                     gqa.forward(pass, kv, &weights, &x)
@@ -91,8 +91,8 @@ impl<B: Backend> Model<B> {
                     mla.forward(pass, kv, &weights, &x)
                 })
             }
-            (Attention::Mla(mla), Some(bytes)) => {
-                self.expanded(mla, rows, of_layer, (kv, bytes), observer)
+            (Attention::Mla(mla), Some(room)) => {
+                self.expanded(mla, rows, of_layer, (kv, room), observer)
             }
         };
         stream.delta = Some(delta.map_err(|e| e.within(id))?);
@@ -222,7 +222,7 @@ impl<B: Backend> Model<B> {
         mla: &Mla,
         (sequences, stream): (&Sequences, &mut Stream<B>),
         (layer, weights): (usize, &ModuleWeights<B>),
-        (kv, scratch_bytes): (&mut B::Kv, usize),
+        (kv, room): (&mut B::Kv, ExpansionRoom),
         observer: &mut dyn Observer<B>,
     ) -> Result<B::Tensor, ModelError> {
         let (rows, of_layer) = ((sequences, stream), (layer, weights));
@@ -232,7 +232,7 @@ impl<B: Backend> Model<B> {
         })?;
         let pass = &mut self.pass(sequences, layer, observer);
         // heads [rows, heads * v]
-        let heads = mla.expanded(pass, kv, weights, &inputs, scratch_bytes)?;
+        let heads = mla.expanded(pass, kv, weights, &inputs, room)?;
         drop(inputs);
         let mut heads = Stream::<B> {
             residual: heads,

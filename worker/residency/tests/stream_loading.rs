@@ -11,7 +11,8 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::*;
 use hearth_kernels::{Backend, BlockId, CpuBackend, CpuOptions, KvDType, Span};
 use hearth_model::{
-    Batch, Guard, Model, ModuleId, Observer, Residency, ResidencyError, ResidencyStats, modules,
+    Batch, ExpansionRoom, Guard, Model, ModuleId, Observer, Residency, ResidencyError,
+    ResidencyStats, modules,
 };
 use hearth_residency::{
     Resident, RingLength, RingSlots, StreamEvent, StreamListener, StreamLoading,
@@ -222,7 +223,10 @@ fn expanded_latents_give_the_same_bits_in_every_ring_and_room() {
         let backend = Arc::new(CpuBackend::new(options()).unwrap());
         let mut plain = files.model(backend, files.resident());
         let absorbed = passes.map(|(start, tokens)| plain.run(start, tokens));
-        plain.model = plain.model.with_expanded_latents(1 << 20).unwrap();
+        plain.model = plain
+            .model
+            .with_expanded_latents(ExpansionRoom::of(1 << 20))
+            .unwrap();
         let want = passes.map(|(start, tokens)| plain.run(start, tokens));
         assert!(want != absorbed, "{case}");
         let run = |memory_bytes, slots, tile_rows, room| {
@@ -234,17 +238,23 @@ fn expanded_latents_give_the_same_bits_in_every_ring_and_room() {
             let got = passes.map(|(start, tokens)| runner.run(start, tokens));
             assert!(
                 got == want,
-                "{case}, {slots} slots, tiles of {tile_rows}, {room} bytes"
+                "{case}, {slots} slots, tiles of {tile_rows}, {room:?}"
             );
             device.device_memory().unwrap().peak_bytes
         };
-        let ample = run(1 << 30, 3, 60, 1 << 20);
+        let of = ExpansionRoom::of;
+        let ample = run(1 << 30, 3, 60, of(1 << 20));
         for (slots, tile_rows) in [(2, 7), (3, 60), (files.experts(), 1)] {
-            run(1 << 30, slots, tile_rows, 20_000);
+            run(1 << 30, slots, tile_rows, of(20_000));
         }
-        let tight = run(1 << 30, 3, 60, 0);
+        let tight = run(1 << 30, 3, 60, of(0));
         assert!(tight <= ample, "{case}: {tight} of {ample}");
-        assert_eq!(run(ample, 3, 60, 1 << 20), ample, "{case}");
+        assert_eq!(run(ample, 3, 60, of(1 << 20)), ample, "{case}");
+        let of_rows = ExpansionRoom {
+            row_bytes: 1 << 20,
+            ..of(0)
+        };
+        run(1 << 30, 3, 60, of_rows);
     }
 }
 

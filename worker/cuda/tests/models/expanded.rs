@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hearth_cuda::CudaBackend;
 use hearth_kernels::KvDType;
 use hearth_kernels::ops::*;
-use hearth_model::{Model, Residency};
+use hearth_model::{ExpansionRoom, Model, Residency};
 use hearth_residency::RingSlots;
 
 use crate::device::{gpu, model};
@@ -29,7 +29,8 @@ fn expanded_logits_hold() {
             (KvDType::Bf16, ROUNDED_TWICE_ERROR_STDS),
         ] {
             let golden = Golden::load(&dir);
-            let Ok(model) = model(&dir, gpu.clone()).with_expanded_latents(ROOM) else {
+            let Ok(model) = model(&dir, gpu.clone()).with_expanded_latents(ExpansionRoom::of(ROOM))
+            else {
                 continue;
             };
             seen += 1;
@@ -54,7 +55,9 @@ fn bits(
     (room, tile_rows, chunk): (usize, usize, usize),
 ) -> Vec<u32> {
     let model = Model::new(files.config.clone(), gpu.clone(), residency).unwrap();
-    let model = model.in_row_tiles(tile_rows).with_expanded_latents(room);
+    let model = model
+        .in_row_tiles(tile_rows)
+        .with_expanded_latents(ExpansionRoom::of(room));
     let mut model = model.unwrap();
     let layout = model.kv_layout(16, KvDType::Bf16);
     let mut kv = gpu.kv_alloc(layout, 8).unwrap();

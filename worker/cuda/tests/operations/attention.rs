@@ -25,6 +25,8 @@ pub(crate) fn sequences() -> Vec<Sequence> {
         Sequence::new(layout(1, 83, 70, true, Bf16), 5, 68, 7),
         Sequence::new(layout(1, 576, 512, true, Bf16), 4, 70, 8),
         Sequence::new(layout(1, 96, 80, true, F32), 3, 40, 9),
+        // Expanded latents of DeepSeek-V3.
+        Sequence::new(layout(2, 192, 128, false, Bf16), 2, 130, 10),
     ]
 }
 

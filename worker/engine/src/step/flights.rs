@@ -109,8 +109,14 @@ impl<F: Forward> StepLoop<F> {
         // While another step was in flight, this one waited for it.
         self.counters.step_time += started_at.max(self.landed_at).elapsed();
         self.landed_at = Instant::now();
+        let has_lost = !exports.lost.is_empty();
         let checked = match outcome {
-            Ok(None) => return self.give_up(&work),
+            Ok(None) => {
+                if has_lost {
+                    self.note_lost_device();
+                }
+                return self.give_up(&work);
+            }
             Ok(Some(output)) => work.checked(output, self.forward.vocab()),
             Err(reason) => Err(reason),
         };
@@ -118,7 +124,7 @@ impl<F: Forward> StepLoop<F> {
         match checked {
             Ok(output) => {
                 self.succeeded();
-                if !exports.lost.is_empty() {
+                if has_lost {
                     self.note_lost_device();
                 }
                 let lost = exports.lost.into_iter();

@@ -2,6 +2,8 @@
 
 use hearth_kernels::{Isa, KvDType};
 
+use hearth_model::ExpansionRoom;
+
 use crate::cases;
 use crate::harness::{Golden, Runner, Sequence, argmax, error_in_stds, isas, lead};
 
@@ -25,7 +27,10 @@ const PROMPT_TOKENS: usize = 70;
 fn expanding(golden: &Golden, isa: Isa, dtype: KvDType, scratch_bytes: usize) -> Runner {
     let mut runner = Runner::new(golden, isa, dtype);
     assert!(!runner.model.expands_latents());
-    runner.model = runner.model.with_expanded_latents(scratch_bytes).unwrap();
+    runner.model = runner
+        .model
+        .with_expanded_latents(ExpansionRoom::of(scratch_bytes))
+        .unwrap();
     assert!(runner.model.expands_latents());
     runner
 }
@@ -133,7 +138,10 @@ fn cut_anyhow(case: &str) {
             );
         }
         let mut threads = Runner::with(&golden, isa, KvDType::Bf16, 3, 1);
-        threads.model = threads.model.with_expanded_latents(ROOM).unwrap();
+        threads.model = threads
+            .model
+            .with_expanded_latents(ExpansionRoom::of(ROOM))
+            .unwrap();
         assert!(
             run(threads, PROMPT_TOKENS) == want,
             "{case} {isa}, three threads"
@@ -155,6 +163,10 @@ fn cut_anyhow(case: &str) {
 #[test]
 fn a_model_without_latents_has_nothing_to_expand() {
     let runner = Runner::new(&Golden::load("llama3"), Isa::Scalar, KvDType::F32);
-    let error = runner.model.with_expanded_latents(ROOM).err().unwrap();
+    let error = runner
+        .model
+        .with_expanded_latents(ExpansionRoom::of(ROOM))
+        .err()
+        .unwrap();
     assert_eq!(error.to_string(), "llama cannot have expanded latents");
 }

@@ -12,7 +12,7 @@ use hearth_kernels::{
 use super::super::{Pass, attend, project};
 use super::{LATENT_NORM_EPS, Mla};
 use crate::flight::{Sequences, indices, row_tiles};
-use crate::{ModelError, ModuleWeights};
+use crate::{ExpansionRoom, ModelError, ModuleWeights};
 
 /// Most positions, or rows, of a tile: enough for large products.
 const MOST_TILE: usize = 2048;
@@ -63,14 +63,14 @@ impl Mla {
     }
 
     /// Attention of the rows whose queries are projected from `inputs` → `[rows, heads * v]`. Expanded heads, and the
-    /// activations that lead to them, take about `scratch_bytes` each.
+    /// activations that lead to them, take about as much as there is `room` for.
     pub(crate) fn expanded<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
         kv: &B::Kv,
         weights: &ModuleWeights<B>,
         inputs: &B::Tensor,
-        scratch_bytes: usize,
+        room: ExpansionRoom,
     ) -> Result<B::Tensor, ModelError> {
         let backend = pass.backend;
         let layout = backend.kv_layout(kv);
@@ -80,13 +80,13 @@ impl Mla {
             blocks_done: pass.sequences.blocks_done,
         };
         let blocks: usize = sequences.spans.iter().map(|span| span.blocks.len()).sum();
-        let cut = self.cut(&layout, blocks, scratch_bytes);
+        let rows = sequences.positions.len();
+        let cut = self.cut(&layout, (blocks, rows), room);
         let MlaHeads { heads, nope, v, .. } = self.heads;
         let part = MlaHeads {
             heads: cut.heads,
             ..self.heads
         };
-        let rows = sequences.positions.len();
         let mut cache = backend.kv_alloc(self.expanded_layout(&layout, cut.heads), blocks)?;
         // out [rows, heads * v]
         let mut out = backend.zeros(rows, heads * v)?;
@@ -176,9 +176,15 @@ impl Mla {
         }
     }
 
-    /// As many heads as fit into `scratch_bytes` for so many blocks of positions, all groups of the same size, and as many
-    /// positions and rows as have room for their activations.
-    fn cut(&self, latents: &KvLayout, blocks: usize, scratch_bytes: usize) -> Cut {
+    /// [`Model::idle_row_bytes`](crate::Model::idle_row_bytes).
+    pub(crate) fn idle_row_bytes(&self) -> usize {
+        let kept = self.heads.heads * self.heads.v + self.query_inputs();
+        4 * (7 * self.hidden).saturating_sub(kept)
+    }
+
+    /// As many heads as there is room for, for so many blocks of positions in a pass of so many rows, all groups of the same
+    /// size, and as many positions and rows as have room for their activations.
+    fn cut(&self, latents: &KvLayout, (blocks, rows): (usize, usize), room: ExpansionRoom) -> Cut {
         let MlaHeads {
             heads,
             nope,
@@ -186,12 +192,13 @@ impl Mla {
             rank,
         } = self.heads;
         let head_bytes = self.expanded_layout(latents, 1).block_bytes() * blocks;
-        let most = (scratch_bytes / head_bytes.max(1)).clamp(1, heads);
+        let heads_bytes = room.least_bytes.max(room.row_bytes.saturating_mul(rows));
+        let most = (heads_bytes / head_bytes.max(1)).clamp(1, heads);
         let divisor = (1..=most).rev().find(|n| heads.is_multiple_of(*n));
         let at_once = divisor.unwrap_or(1);
         // What an operation reads, and what it writes.
         let of_heads = 2 * at_once * (nope + self.rope_dim + v);
-        let tile = |elements: usize| (scratch_bytes / (4 * elements)).clamp(1, MOST_TILE);
+        let tile = |elements: usize| (room.least_bytes / (4 * elements)).clamp(1, MOST_TILE);
         Cut {
             heads: at_once,
             positions: tile(of_heads + 2 * (rank + self.rope_dim)),
@@ -258,7 +265,12 @@ mod tests {
     fn all_groups_of_heads_are_as_large_as_the_room_allows() {
         let (mla, room) = (mla(), 64 << 20);
         let layout = mla.kv_layout(61, 16, KvDType::Bf16);
-        let cut = |tokens: usize| mla.cut(&layout, layout.blocks_for(tokens), room);
+        let of = |least_bytes, row_bytes| ExpansionRoom {
+            least_bytes,
+            row_bytes,
+        };
+        let blocks = |tokens| (layout.blocks_for(tokens), tokens);
+        let cut = |tokens: usize| mla.cut(&layout, blocks(tokens), of(room, 0));
         // 640 bytes of a position and head.
         for (tokens, heads) in [(1, 128), (512, 128), (800, 128), (1024, 64), (32_768, 2)] {
             let Cut {
@@ -276,7 +288,15 @@ mod tests {
             positions: 1,
             rows: 1,
         };
-        assert_eq!(mla.cut(&layout, 1000, 0), least);
+        assert_eq!(mla.cut(&layout, (1000, 1), of(0, 0)), least);
+        // What a long prompt's experts take is room for many heads, and for none more where few rows follow a cached part.
+        let idle = of(room, mla.idle_row_bytes());
+        assert_eq!(mla.cut(&layout, blocks(32_768), idle).heads, 128);
+        assert_eq!(
+            mla.cut(&layout, (layout.blocks_for(32_768), 10), idle)
+                .heads,
+            2
+        );
     }
 
     #[test]

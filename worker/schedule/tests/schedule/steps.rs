@@ -292,6 +292,8 @@ impl World {
         while !self.in_flight.is_empty() {
             self.land();
         }
+        // That a step has failed is known with the next one, which frees what ended sequences left to it.
+        self.step(false);
         let left = self.live().len();
         for _ in 0..2000 {
             for id in self.in_phase(Phase::WaitingKv) {

@@ -42,6 +42,8 @@ fn all_steps_of_an_answer_are_launched_ahead_and_its_tokens_are_the_same() {
     assert_eq!(answer(&engine, plain(&[1, 2, 3], 9)).tokens, expected);
     // Its length is known, so that nothing is computed in vain.
     assert_eq!(steps(&controls), (9, 8));
+    // The last event is sent before its step is counted.
+    assert_all_freed(&engine);
     assert_eq!(engine.stats().generated_tokens, 9);
     let one_by_one = EngineOptions {
         steps_in_flight: 1,

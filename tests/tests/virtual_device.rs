@@ -33,6 +33,25 @@ fn answer(up: &Up) -> Answer {
     answer.unwrap_or_else(|error| panic!("{error}\n{}", up.logs()))
 }
 
+/// Of prompts whose latent attention is expanded, as plans choose it for streamed ones, the tokens are those of the absorbed
+/// form, and their logits differ by its rounding. That answers of one form have the same bits is what the tests of a worker's
+/// death here and of pairs of workers (`mixed_devices.rs`) assert.
+fn assert_says_the_same(expanded: &Answer, absorbed: &Answer) {
+    let of_both = expanded.logprobs.iter().zip(&absorbed.logprobs);
+    for (one, other) in of_both {
+        assert!(
+            (one - other).abs() <= 0.02 * other.abs() + 1e-6,
+            "{one} and {other}"
+        );
+    }
+    let logprobs = absorbed.logprobs.clone();
+    let rounded = Answer {
+        logprobs,
+        ..expanded.clone()
+    };
+    assert_eq!(&rounded, absorbed);
+}
+
 /// The plan for a deployment, or what is said instead.
 fn planned(file: &Path, device: &str) -> Result<Value, String> {
     let state = tempfile::tempdir().expect("a directory");
@@ -65,7 +84,7 @@ fn a_device_smaller_than_the_model_streams_its_experts_and_answers_the_same() {
         file: Some(file),
         ..UpOptions::default()
     });
-    assert_eq!(streamed, answer(&plain));
+    assert_says_the_same(&streamed, &answer(&plain));
 }
 
 /// The longest prompt of the tests of memory, in tokens.
@@ -244,7 +263,7 @@ fn a_device_streams_prompts_beside_answers_whose_experts_are_on_cpus() {
         file: Some(file),
         ..UpOptions::default()
     });
-    assert_eq!(first, answer(&plain));
+    assert_says_the_same(&first, &answer(&plain));
 }
 
 /// A word of a plan; none for a rank without it.

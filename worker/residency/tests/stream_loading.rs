@@ -551,7 +551,7 @@ fn modelled_prompt(files: &Files, slots: usize) -> LaneUse {
         copy_bytes_per_s: files.expert_bytes() as f64 / 2e-3,
         read_bytes_per_s: 1e15,
         compute_flops: 1e18,
-        launch_us: 10.0,
+        launch_us: 15.0,
         stretch: 100.0,
         routing: RoutingModel::Uniform,
         seed: 1,

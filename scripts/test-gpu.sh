@@ -26,8 +26,8 @@ if [ -z "$sanitizer" ]; then
     echo "make test-gpu: compute-sanitizer is not on this machine (it comes with the CUDA toolkit): the tests passed, the sanitizer did not run." >&2
     exit 1
 fi
-binary=$(cargo test -p hearth-cuda --test operations --no-run --message-format=json 2>/dev/null |
-    sed -n 's/.*"executable":"\([^"]*operations[^"]*\)".*/\1/p' | tail -1)
+binary=$(cargo test -p hearth-cuda --test cuda_operations --no-run --message-format=json 2>/dev/null |
+    sed -n 's/.*"executable":"\([^"]*cuda_operations[^"]*\)".*/\1/p' | tail -1)
 export HEARTH_TEST_SANITIZER=1
 for tool in memcheck racecheck; do
     echo "compute-sanitizer $tool"

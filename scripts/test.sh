@@ -1,37 +1,49 @@
 #!/usr/bin/env bash
-# Every test of what is built. Those on Kubernetes run beside the others, for a cluster mostly waits. What each of them comes to
-# is said as it ends; their whole output comes in one piece when both are done.
+# Every test of what is built. Those on Kubernetes run beside the others, for a cluster mostly waits, and so do those of the CUDA
+# backend, which compute on one core and give way to the others. What each of them comes to is said as it ends; their whole
+# output comes in one piece when all are done.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-log=$(mktemp)
-clusters=''
+logs=$(mktemp -d)
+beside=()
 # A shell's background jobs ignore Ctrl-C.
 end() {
     trap - EXIT
-    [ -z "$clusters" ] || kill -TERM -- "-$clusters" 2>/dev/null
-    rm -f "$log"
+    for lane in "${beside[@]}"; do
+        kill -TERM -- "-$lane" 2>/dev/null
+    done
+    rm -rf "$logs"
 }
 trap end EXIT
 trap 'end; exit 130' INT
 trap 'end; exit 143' TERM
 
-# Patterns of names, since cargo has none for what is left out: all that do not begin with `clu`.
-others=(--lib --bins --test '[!c]*' --test 'c[!l]*' --test 'cl[!u]*')
+# Runs tests by the pattern of their names, in a session of their own, which ends as one.
+run_beside() {
+    local name=$1 pattern=$2 priority=$3
+    setsid nice -n "$priority" bash -o pipefail -c '
+        echo "$3" >/proc/self/autogroup # where priorities hold within a session only
+        cargo test --workspace --no-fail-fast --test "$2" 2>&1 | tee "$0" |
+            { grep --line-buffered -E "^test .*(ok|FAILED|ignored)$|^SKIPPED" || true; } | sed -u "s/^/$1: /"
+    ' "$logs/$name" "$name" "$pattern" "$priority" 2>/dev/null &
+    beside+=($!)
+}
 
-# In a session of its own, which ends as one.
-setsid bash -o pipefail -c '
-    cargo test --workspace --no-fail-fast --test "cluster_*" 2>&1 | tee "$0" |
-        { grep --line-buffered -E "^test .*(ok|FAILED|ignored)$|^SKIPPED" || true; } | sed -u "s/^/on Kubernetes: /"
-' "$log" &
-clusters=$!
+# Patterns of names, since cargo has none for what is left out: all that begin neither with `clu` nor with `cud`.
+others=(--lib --bins --test '[!c]*' --test 'c[!lu]*' --test 'cl[!u]*' --test 'cu[!d]*')
+
+run_beside Kubernetes 'cluster_*' 0
+run_beside CUDA 'cuda_*' 15
 failed=0
 cargo test --workspace --no-fail-fast "${others[@]}" || failed=1
 cargo test --workspace --no-fail-fast --doc || failed=1
-if kill -0 "$clusters" 2>/dev/null; then
-    echo "test: waiting for the tests on Kubernetes"
-fi
-wait "$clusters" || failed=1
-clusters=''
-cat "$log"
+for lane in "${beside[@]}"; do
+    if kill -0 "$lane" 2>/dev/null; then
+        echo "test: waiting for tests that run beside the others"
+    fi
+    wait "$lane" || failed=1
+done
+beside=()
+cat "$logs"/*
 exit "$failed"

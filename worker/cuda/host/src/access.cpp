@@ -12,7 +12,7 @@ namespace {
 Space global;             // of the running launch's device
 const Module* module;     // of the running kernel
 
-// Whether the accesses in `labels` are ordered before `mine`, as far as that shows without looking at single bytes.
+// Whether the accesses in `labels` are ordered before the one by `fiber`.
 template <bool SHARED, unsigned BYTES>
 inline bool ordered_quickly(const Label* labels, const Fiber& fiber) {
     const Label floor = SHARED ? race_clock.barrier_floor() : stream_order.settled_floor(), mine = fiber.label;
@@ -21,10 +21,15 @@ inline bool ordered_quickly(const Label* labels, const Fiber& fiber) {
         recent |= (labels[i] >= floor) & (labels[i] != mine);
         differs |= labels[i] ^ labels[0];
     }
-    return !recent || (!differs && ordered(labels[0], SHARED, fiber));
+    if (!recent) return true;
+    if (!differs) return ordered(labels[0], SHARED, fiber);
+    for (unsigned i = 0; i < BYTES; i++) {
+        if ((i == 0 || labels[i] != labels[i - 1]) && !ordered(labels[i], SHARED, fiber)) return false;
+    }
+    return true;
 }
 
-// The quick checks return false if single bytes have to be looked at, and on every error.
+// The quick checks return false on every error, which check_slowly then describes.
 template <bool SHARED, unsigned BYTES>
 inline bool read_quickly(Space& space, size_t offset, const Fiber& fiber) {
     Shadow& shadow = *space.shadow;
@@ -36,7 +41,17 @@ inline bool read_quickly(Space& space, size_t offset, const Fiber& fiber) {
         recent |= reads[i] >= floor;
         differs |= reads[i] ^ reads[0];
     }
-    if (recent && differs) return false;
+    if (recent && differs) {
+        Label before = 0, sum = 0;
+        for (unsigned i = 0; i < BYTES; i++) {
+            if (i == 0 || reads[i] != before) {
+                before = reads[i];
+                sum = add_read(before, SHARED, fiber);
+            }
+            reads[i] = sum;
+        }
+        return true;
+    }
     const Label sum = !recent || reads[0] == mine ? mine : add_read(reads[0], SHARED, fiber);
     if (differs || sum != reads[0]) {
         for (unsigned i = 0; i < BYTES; i++) reads[i] = sum;

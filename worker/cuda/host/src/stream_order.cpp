@@ -14,6 +14,7 @@ void join(Clock& clock, const Clock& other) {
 }
 
 void StreamOrder::begin(uint32_t time, const std::string& name) {
+    running_++;
     add({time, moment_.stream, moment_.place, &*names_.insert(name).first});
     uint32_t settled = time;
     for (const auto& [stream, begun] : streams_) {
@@ -26,6 +27,7 @@ void StreamOrder::begin(uint32_t time, const std::string& name) {
 
 void StreamOrder::restart(uint32_t time) {
     if (operations_.empty()) return;
+    running_++;
     Operation running = operations_.back();
     operations_.clear();
     streams_.clear();
@@ -45,6 +47,12 @@ const StreamOrder::Operation* StreamOrder::find(uint32_t time) const {
 }
 
 bool StreamOrder::is_before(uint32_t time) const {
+    Answer& answer = answers_[time % ANSWERS];
+    if (answer.time != time || answer.running != running_) answer = {time, running_, look_up(time)};
+    return answer.is_before;
+}
+
+bool StreamOrder::look_up(uint32_t time) const {
     const Operation* operation = find(time);
     if (operation == nullptr) return true;
     return operation->stream < moment_.before.size() && operation->place <= moment_.before[operation->stream];

@@ -27,7 +27,7 @@ struct Moment {
 class StreamOrder {
 public:
     // The place of the operation that runs next.
-    void arrive(const Moment& moment) { moment_ = moment; }
+    void arrive(const Moment& moment) { moment_ = moment, running_++; }
     // Begins that operation at a new time.
     void begin(uint32_t time, const std::string& name);
     // Forgets all operations but the running one, which counts as begun at `time`.
@@ -54,13 +54,24 @@ private:
         uint32_t begin;
     };
 
+    // What is_before said while the operation of this number ran: neighbouring accesses ask for the same few times.
+    struct Answer {
+        uint32_t time;
+        uint64_t running;
+        bool is_before;
+    };
+    static constexpr uint32_t ANSWERS = 1024;
+
     void add(const Operation& operation);
     const Operation* find(uint32_t time) const;
+    bool look_up(uint32_t time) const;
 
     Moment moment_;
     std::vector<Operation> operations_;                 // by time
     std::map<unsigned, std::vector<Begun>> streams_;    // by place
     std::set<std::string> names_;
+    uint64_t running_ = 1;                              // number of the running operation
+    mutable Answer answers_[ANSWERS] = {};
     Label settled_floor_ = make_label(1, 0);
 };
 

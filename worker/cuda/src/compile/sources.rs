@@ -170,7 +170,7 @@ impl Variant {
 
     /// Hash of everything that the compiled kernel depends on: text, headers, options, architecture, and this
     /// program's version of the format.
-    pub(super) fn cache_key(&self, architecture: &str) -> String {
+    pub fn cache_key(&self, architecture: &str) -> String {
         let mut hash = Sha256::new();
         let mut part = |text: &str| {
             hash.update((text.len() as u64).to_le_bytes());

@@ -1,5 +1,6 @@
 //! NVIDIA's compiler accepts every kernel for every supported GPU generation, no kernel spills registers except attention
-//! of the largest heads, and each can be launched: its registers and shared memory are there for a whole block.
+//! of the largest heads, and each can be launched: its registers and shared memory are there for a whole block. What the
+//! compiler said is kept under `$HEARTH_CACHE/nvrtc`, so that only kernels that changed since are compiled again.
 
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
@@ -10,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use hearth_cuda::{Variant, all_variants, compile_one};
+use sha2::{Digest, Sha256};
 
 const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_89", "sm_90a", "sm_120a"];
 /// Maximum registers per thread.
@@ -29,7 +31,9 @@ struct Compiled {
 
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
-    hearth_cuda_host::load(&nvrtc());
+    let library = nvrtc();
+    let logs = Logs::of(&library);
+    hearth_cuda_host::load(&library);
     let variants = all_variants();
     let jobs: Vec<(&Variant, &'static str)> = variants
         .iter()
@@ -43,7 +47,7 @@ fn every_kernel_compiles_for_every_architecture() {
                 while let Some((variant, architecture)) =
                     jobs.get(next.fetch_add(1, Ordering::Relaxed))
                 {
-                    let compiled = compile(variant, architecture);
+                    let compiled = compile(variant, architecture, &logs);
                     done.lock().unwrap().push(compiled);
                 }
             });
@@ -65,7 +69,37 @@ fn every_kernel_compiles_for_every_architecture() {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
-fn compile(variant: &Variant, architecture: &'static str) -> Compiled {
+/// The compiler's logs by everything that they depend on.
+struct Logs(PathBuf);
+
+impl Logs {
+    fn of(library: &Path) -> Self {
+        let hash = Sha256::digest(std::fs::read(library).unwrap());
+        let compiler: String = hash[..8].iter().map(|b| format!("{b:02x}")).collect();
+        let directory = cache().join("nvrtc").join(compiler);
+        std::fs::create_dir_all(&directory).unwrap();
+        Self(directory)
+    }
+
+    /// Compiles what this compiler has not compiled before.
+    fn read(&self, variant: &Variant, architecture: &str) -> Result<String, String> {
+        let file = self.0.join(variant.cache_key(architecture));
+        if let Ok(log) = std::fs::read_to_string(&file) {
+            return Ok(log);
+        }
+        let compiled = compile_one(variant, architecture).map_err(|error| error.to_string());
+        let (cubin, log) = compiled?;
+        if cubin.is_empty() {
+            return Err(format!("an empty cubin\n{log}"));
+        }
+        let mut written = tempfile::NamedTempFile::new_in(&self.0).unwrap();
+        written.write_all(log.as_bytes()).unwrap();
+        written.persist(&file).unwrap();
+        Ok(log)
+    }
+}
+
+fn compile(variant: &Variant, architecture: &'static str, logs: &Logs) -> Compiled {
     let began = Instant::now();
     let name = format!("{} {:?} for {architecture}", variant.file, variant.defines);
     let mut compiled = Compiled {
@@ -74,13 +108,13 @@ fn compile(variant: &Variant, architecture: &'static str) -> Compiled {
         seconds: 0.0,
         faults: Vec::new(),
     };
-    match compile_one(variant, architecture) {
-        Ok((cubin, log)) => {
+    match logs.read(variant, architecture) {
+        Ok(log) => {
             let (registers, spilled) = (registers(&log), spilled_bytes(&log));
             compiled.registers = registers;
             // Registers are reported once per entry point: a log without them is
             // one that this test does not understand.
-            if cubin.is_empty() || registers == 0 || registers > MOST_REGISTERS {
+            if registers == 0 || registers > MOST_REGISTERS {
                 compiled
                     .faults
                     .push(format!("{name}: {registers} registers\n{log}"));
@@ -216,7 +250,7 @@ fn report(done: &[Compiled], architecture: &str) {
     let seconds: f64 = of_it.iter().map(|compiled| compiled.seconds).sum();
     let registers = of_it.iter().map(|compiled| compiled.registers).max();
     say(&format!(
-        "{architecture}: {} kernel files compiled in {seconds:.0} s of CPU time, {} registers at most",
+        "{architecture}: {} kernel files, compiled or read in {seconds:.0} s of CPU time, {} registers at most",
         of_it.len(),
         registers.unwrap_or(0)
     ));
@@ -230,9 +264,7 @@ fn say(line: &str) {
 
 /// NVRTC from the PyPI wheel that `make test` installs.
 fn nvrtc() -> PathBuf {
-    let home = std::env::var_os("HOME").map_or_else(|| "/tmp".into(), PathBuf::from);
-    let cache =
-        std::env::var_os("HEARTH_CACHE").map_or_else(|| home.join(".cache/hearth"), PathBuf::from);
+    let cache = cache();
     let wheel = Path::new("site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12");
     let python = std::fs::read_dir(cache.join("py/lib"))
         .into_iter()
@@ -245,4 +277,9 @@ fn nvrtc() -> PathBuf {
             cache.join("py").display()
         )
     })
+}
+
+fn cache() -> PathBuf {
+    let home = std::env::var_os("HOME").map_or_else(|| "/tmp".into(), PathBuf::from);
+    std::env::var_os("HEARTH_CACHE").map_or_else(|| home.join(".cache/hearth"), PathBuf::from)
 }

@@ -196,11 +196,12 @@ pub struct GpuProfile {
     /// Bandwidth of its PCIe link in one direction in GB/s: an estimate from the highest generation and width.
     #[serde(default)]
     pub pcie_gbps: f64,
-    /// Read bandwidth of its memory in GB/s: an estimate from memory clock and bus width.
+    /// Read bandwidth of its memory in GB/s: measured with a product of one row, or an estimate from memory clock and bus
+    /// width.
     #[serde(default)]
     pub read_gbps: f64,
-    /// Dense products of bfloat16 with f32 sums on its tensor cores in GFLOP/s: an estimate of the peak from the
-    /// number of multiprocessors and their highest clock.
+    /// Dense products of bfloat16 with f32 sums on its tensor cores in GFLOP/s: measured, or an estimate of the peak from
+    /// the number of multiprocessors and their highest clock.
     #[serde(default)]
     pub bf16_gflops: f64,
     /// Measured rate of copies from the node's memory to the GPU's, in GB/s; 0 if it was not measured.
@@ -227,6 +228,23 @@ pub struct GpuProfile {
     /// Reason workers cannot compute on it, such as a driver that is too old; unset if they can, as far as is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub obstacle: Option<String>,
+}
+
+impl GpuProfile {
+    /// Takes the rates of one that was measured.
+    pub fn take_rates(&mut self, measured: &Self) {
+        self.copy_gbps = measured.copy_gbps;
+        self.copy_beside_reads_gbps = measured.copy_beside_reads_gbps;
+        self.read_gbps = measured.read_gbps;
+        self.bf16_gflops = measured.bf16_gflops;
+        self.operation_us = measured.operation_us;
+        self.exchange_us = measured.exchange_us;
+    }
+
+    /// Whether its rates were measured; else they are estimates.
+    pub fn is_measured(&self) -> bool {
+        self.operation_us > 0.0
+    }
 }
 
 fn is_unmeasured(rate: &f64) -> bool {

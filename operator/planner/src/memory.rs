@@ -16,6 +16,8 @@ const PROCESS_BYTES: u64 = 64 << 20;
 const RUNNING_PROCESS_BYTES: u64 = 16 << 20;
 /// Bytes of a process that computes on a GPU: the driver maps some hundred MiB, and weights pass through pinned buffers.
 const GPU_PROCESS_BYTES: u64 = 512 << 20;
+/// Pieces of a prompt's KV on a GPU until they have been copied to the host: some that leave, and one that is gathered.
+const LEAVING_BYTES: u64 = 8 << 20;
 /// Inverse of the share of the weights that padding adds on a GPU: rows and tensors are aligned to whole blocks.
 const GPU_PADDING_SHARE: u64 = 64;
 /// Activations of a token on a GPU, where matrix products read the residual stream as three bf16 terms in addition.
@@ -124,6 +126,15 @@ impl Demand<'_> {
         }
     }
 
+    /// Bytes of a prefill process for KV that receivers have not taken yet, over a slow link all of the longest prompt's.
+    /// Counted where a Pod has a memory limit; elsewhere mapped weights give way to it for a while.
+    pub(crate) fn unread_bytes(&self, role: PlanRole) -> u64 {
+        match role == PlanRole::Prefill && self.exclusive {
+            true => self.kv_bytes(self.context_length),
+            false => 0,
+        }
+    }
+
     /// Returns the memory that a rank needs on its GPU.
     pub(crate) fn on_gpu(&self, role: PlanRole, device: Device) -> GpuNeed {
         let weights = match device.has_host_experts() {
@@ -186,6 +197,7 @@ impl Demand<'_> {
         };
         (u64::from(tokens) * kept * 4)
             .saturating_add(tile_bytes)
+            .saturating_add(self.leaving_bytes())
             .saturating_add(self.logits_bytes())
             .saturating_add(self.gpu_context_bytes())
     }
@@ -219,6 +231,14 @@ impl Demand<'_> {
         };
         let slots = (self.facts.experts, LEAST_SLOTS);
         RingLengths::new(slots, self.context_length, gains_until, longest)
+    }
+
+    /// KV that is gathered on a GPU while it leaves for the host; a virtual one has it at once.
+    fn leaving_bytes(&self) -> u64 {
+        match self.virtual_gpus {
+            true => 0,
+            false => LEAVING_BYTES,
+        }
     }
 
     fn gpu_context_bytes(&self) -> u64 {
@@ -259,6 +279,7 @@ impl Demand<'_> {
         self.gateway_scratch_bytes() * u64::from(ranks.gateways)
             + self.worker_scratch_bytes() * u64::from(on_cpus)
             + self.gpu_worker_scratch_bytes() * u64::from(on_gpus)
+            + self.unread_bytes(PlanRole::Prefill) * u64::from(ranks.prefill)
     }
 
     /// KV of one decode rank: minimum and optimum.

@@ -106,10 +106,14 @@ impl Rates {
     /// The rates of a GPU: those that were measured as they are, and shares of estimates. Weights on a GPU are not read
     /// from disk.
     pub(crate) fn of_gpu(gpu: &GpuProfile, activations: PlanActivations) -> Self {
-        let (read, compute) = match (&gpu.virtual_device, activations) {
-            (Some(_), _) => (1.0, 1.0),
-            (None, PlanActivations::BF16) => (GPU_READ_EFFICIENCY, GPU_COMPUTE_EFFICIENCY),
-            (None, PlanActivations::F32) => (GPU_READ_EFFICIENCY, GPU_EXACT_COMPUTE_EFFICIENCY),
+        // Unrounded activations are three bf16 terms; what was measured is one.
+        let exact = match (&gpu.virtual_device, activations) {
+            (None, PlanActivations::F32) => GPU_EXACT_COMPUTE_EFFICIENCY / GPU_COMPUTE_EFFICIENCY,
+            (None, PlanActivations::BF16) | (Some(_), _) => 1.0,
+        };
+        let (read, compute) = match gpu.is_measured() {
+            true => (1.0, exact),
+            false => (GPU_READ_EFFICIENCY, GPU_COMPUTE_EFFICIENCY * exact),
         };
         Self {
             read_gbps: gpu.read_gbps * read,

@@ -162,7 +162,7 @@ impl Draft<'_> {
             keep_beside(&mut set, self.nodes[n], numa_node);
         }
         let kv_bytes = kv_bytes(role, host);
-        let scratch_bytes = self.scratch_bytes(role, slot);
+        let scratch_bytes = self.scratch_bytes(role, slot) + demand.unread_bytes(role);
         let chunk_tokens = match role {
             PlanRole::Gateway => 0,
             PlanRole::Prefill => match slot.map(|slot| slot.device) {

@@ -49,9 +49,10 @@ enum Report {
     CutOff { answers: u64 },
 }
 
-/// Prompts that a worker computed while their experts came over the link to its device.
+/// Prompts that a worker computed while their experts came over the link to its device, or the part of one so far.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(crate) struct Streamed {
+    /// 0 while the prompt is read.
     tokens: u64,
     copied_bytes: u64,
     copy_ms: f64,
@@ -62,11 +63,14 @@ pub(crate) struct Streamed {
 impl fmt::Display for Streamed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hidden = 1.0 - (self.wait_ms / self.copy_ms.max(f64::MIN_POSITIVE)).clamp(0.0, 1.0);
+        let seconds = self.pass_ms / 1e3;
+        match self.tokens {
+            0 => write!(f, "a prompt, {seconds:.1} s so far: ")?,
+            tokens => write!(f, "{tokens} tokens in {seconds:.1} s: ")?,
+        }
         write!(
             f,
-            "{} tokens in {:.1} s: {} of experts at {:.1} GB/s, {:.0} % of the copies beside computation",
-            self.tokens,
-            self.pass_ms / 1e3,
+            "{} of experts at {:.1} GB/s, {:.0} % of the copies beside computation",
             format_bytes(self.copied_bytes),
             self.copied_bytes as f64 / 1e6 / self.copy_ms.max(f64::MIN_POSITIVE),
             hidden * 100.0
@@ -317,5 +321,10 @@ mod tests {
             streamed.to_string(),
             "4096 tokens in 1.2 s: 11.2 GiB of experts at 12.0 GB/s, 96 % of the copies beside computation"
         );
+        let so_far = Streamed {
+            tokens: 0,
+            ..streamed
+        };
+        assert!(so_far.to_string().starts_with("a prompt, 1.2 s so far: 11.2 GiB"));
     }
 }

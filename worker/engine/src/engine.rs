@@ -26,6 +26,7 @@ use crate::{
     sampler::{History, MAX_TOP_LOGPROBS},
     shared::{Shared, Slot},
     step::{Command, StepLoop},
+    unread::Unread,
 };
 
 /// A running engine; clones are handles to the same engine. Its thread ends when the last handle is dropped.
@@ -37,6 +38,7 @@ pub struct Engine {
 struct Inner {
     commands: Sender<Command>,
     shared: Arc<Shared>,
+    unread: Unread,
     options: EngineOptions,
     progress: Progress,
     /// All numerics seen so far, the engine's own first; a [`Provenance`] is an index into this list.
@@ -89,7 +91,7 @@ impl Engine {
         }
         let layout = model.kv_layout(block_tokens, options.kv_dtype);
         let blocks = kv_blocks(&options, &layout)?;
-        let kv = model.backend().kv_alloc(layout, blocks).map_err(|e| {
+        let kv = model.kv_alloc(layout, blocks).map_err(|e| {
             let remedy = format!("{e}; lower the KV memory");
             option("kv", format!("{blocks} blocks"), remedy)
         })?;
@@ -110,6 +112,8 @@ impl Engine {
             ..EngineStats::default()
         }));
         let (commands, inbox) = channel();
+        let token_bytes = layout.layers * layout.token_layer_bytes();
+        let unread = Unread::new(options.context_length * token_bytes, commands.clone());
         let steps = StepLoop::new(forward, blocks, &options, inbox, shared.clone())?;
         let thread = std::thread::Builder::new()
             .name("engine".to_owned())
@@ -119,6 +123,7 @@ impl Engine {
             inner: Arc::new(Inner {
                 commands,
                 shared,
+                unread,
                 numerics: Mutex::new(vec![options.numerics.clone()]),
                 options,
                 progress,
@@ -238,6 +243,8 @@ impl Engine {
             tokens,
             sent_to: first_token,
             cached_tokens: 0,
+            unread: self.inner.unread.clone(),
+            owed: None,
             _slot: slot,
         };
         self.send(Command::Submit(EngineRequest::Export(Box::new(export))))?;

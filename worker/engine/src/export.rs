@@ -3,8 +3,8 @@
 //!
 //! A copy is queued behind the layer, and the thread that launches the pass goes on: it sends what has arrived between two
 //! blocks, and the rest when all is launched, each piece as soon as it is there. A device that is slower than the thread is
-//! waited for only where [`MOST_MOVING_BYTES`] are on their way. A receiver must not block; what it has not taken yet is its own, in
-//! ordinary memory, so that a slow one holds up neither the device nor other requests.
+//! waited for only where [`MOST_MOVING_BYTES`] are on their way. A receiver must not block; what it has not taken yet is in ordinary
+//! memory, so that a slow one does not hold up the device, and bounded by which exports begin (`unread.rs`).
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -114,7 +114,7 @@ impl ExportQueue {
                 Ok(data) => {
                     self.sent_bytes += data.len() as u64;
                     // That a receiver is gone is seen at the next piece.
-                    export.kv(piece.layer, piece.first_token, piece.tokens, data.into());
+                    export.kv(piece.layer, piece.first_token, piece.tokens, data);
                 }
                 Err(reason) => self.lose(piece.sequence, reason),
             }

@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     sync::{Arc, OnceLock},
+    time::{Duration, Instant},
 };
 
 use hearth_kernels::ops::DeviceMemory;
@@ -16,6 +17,9 @@ use crate::{
 
 /// Passes in flight on a device that queues them: one runs, and the next one is prepared meanwhile.
 const QUEUED_PASSES: usize = 2;
+
+/// Time between two calls of [`Watch::streamed`].
+const TELL_PERIOD: Duration = Duration::from_millis(500);
 
 /// Access to the bytes of stored KV.
 pub(crate) trait KvBytes {
@@ -43,6 +47,8 @@ pub(crate) trait Watch {
     fn layer_done(&mut self, layer: usize, kv: &dyn KvBytes);
     /// Whether the pass continues, after `done` of its `blocks` blocks.
     fn goes_on(&mut self, done: usize, blocks: usize) -> bool;
+    /// Called now and then with what was streamed since the start, without the rows of this pass, which has not ended.
+    fn streamed(&mut self, _stats: StreamedStats) {}
 }
 
 /// Weight counters.
@@ -216,13 +222,22 @@ impl<B: Backend> Forward for ModelForward<B> {
 
     fn start(&mut self, work: &StepWork, watch: &mut dyn Watch) -> Result<Started, String> {
         let backend = Arc::clone(&self.backend);
+        let batch = &work.batch;
+        let (model, pass_rows) = (&self.model, batch.tokens.len() as u64);
+        let streamed = || {
+            let mut streamed = model.stats().streamed;
+            streamed.passes = streamed.passes.saturating_sub(1);
+            streamed.rows = streamed.rows.saturating_sub(pass_rows);
+            streamed
+        };
         let mut observing = Observing {
             backend: &backend,
             lost: &self.lost,
             watch,
             pass: self.progress.begin(),
+            streamed: &streamed,
+            told_at: Instant::now(),
         };
-        let batch = &work.batch;
         let rows = match &work.picked {
             None => Rows::Tokens(&batch.tokens),
             Some(picked) => {
@@ -295,6 +310,8 @@ struct Observing<'a, B: Backend> {
     lost: &'a Lost,
     watch: &'a mut dyn Watch,
     pass: Pass,
+    streamed: &'a dyn Fn() -> StreamedStats,
+    told_at: Instant,
 }
 
 impl<B: Backend> Observer<B> for Observing<'_, B> {
@@ -309,6 +326,10 @@ impl<B: Backend> Observer<B> for Observing<'_, B> {
     }
 
     fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
+        if self.told_at.elapsed() >= TELL_PERIOD {
+            self.told_at = Instant::now();
+            self.watch.streamed((self.streamed)());
+        }
         self.watch.goes_on(done, blocks)
     }
 

@@ -25,6 +25,7 @@ mod request;
 pub mod sampler;
 mod shared;
 mod step;
+mod unread;
 mod watch;
 mod work;
 

@@ -8,7 +8,6 @@ use std::{
     },
 };
 
-use bytes::Bytes;
 use hearth_kernels::{SampleFault, SampleSpec};
 use hearth_schedule::Work;
 
@@ -16,6 +15,7 @@ use crate::{
     EngineError, GenerateEvent, PrefillEvent, RequestId, SamplingError, SamplingParams,
     grammar::GrammarState,
     import::Import,
+    unread::{Owed, Unread},
     sampler::{self, History, Sampled},
     shared::Slot,
 };
@@ -94,6 +94,9 @@ pub(crate) struct Export {
     /// KV of tokens before this one has been sent or is not wanted.
     pub(crate) sent_to: usize,
     pub(crate) cached_tokens: usize,
+    pub(crate) unread: Unread,
+    /// What its receiver will get; `None` until it may begin.
+    pub(crate) owed: Option<Owed>,
     /// Released when the request is dropped.
     pub(crate) _slot: Slot,
 }
@@ -104,8 +107,12 @@ impl Export {
         layer: usize,
         first_token: usize,
         tokens: usize,
-        data: Bytes,
+        data: Vec<u8>,
     ) -> bool {
+        let data = match &mut self.owed {
+            Some(owed) => owed.hand_over(data),
+            None => data.into(),
+        };
         self.receiver.send(PrefillEvent::Kv {
             layer,
             first_token,

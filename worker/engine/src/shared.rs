@@ -8,6 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use hearth_model::StreamedStats;
+
 use crate::{EngineError, EngineStats, Health};
 
 /// State shared between threads. No lock is held while the model computes or a callback runs.
@@ -53,6 +55,11 @@ impl Shared {
 
     pub(crate) fn set_stats(&self, stats: EngineStats) {
         self.state().stats = stats;
+    }
+
+    /// Updates what was streamed, while a pass runs.
+    pub(crate) fn set_streamed(&self, streamed: StreamedStats) {
+        self.state().stats.streamed = streamed;
     }
 
     pub(crate) fn health(&self) -> Health {

@@ -25,7 +25,7 @@ use crate::{
     RequestId,
     forward::{Forward, Output},
     import::{Import, ImportBudget, ImportCommand, ImportQueue, KvChunk},
-    request::{EngineRequest, SampledToken, SamplerState},
+    request::{EngineRequest, Export, SampledToken, SamplerState},
     shared::Shared,
     work::StepWork,
 };
@@ -40,6 +40,8 @@ pub(crate) enum Command {
     Cancel(RequestId),
     Import(RequestId, ImportCommand),
     FailAll(EngineError),
+    /// Bytes of exports were taken by their receivers.
+    Unread,
     Shutdown,
 }
 
@@ -52,6 +54,8 @@ pub(crate) struct StepLoop<F> {
     shared: Arc<Shared>,
     requests: BTreeMap<SequenceId, EngineRequest>,
     sequences: HashMap<RequestId, SequenceId>,
+    /// Exports that wait until receivers of others have taken more, the first one first.
+    held_exports: VecDeque<Box<Export>>,
     imports: ImportQueue,
     /// Steps that were started, the first one first; the result of none of them is known.
     in_flight: VecDeque<FlyingStep>,
@@ -106,6 +110,7 @@ impl<F: Forward> StepLoop<F> {
             shared,
             requests: BTreeMap::new(),
             sequences: HashMap::new(),
+            held_exports: VecDeque::new(),
             imports: ImportQueue::default(),
             in_flight: VecDeque::new(),
             max_in_flight: options.steps_in_flight,
@@ -136,6 +141,7 @@ impl<F: Forward> StepLoop<F> {
         self.shared.begin_drain();
         self.shared.set_health(Health::Unhealthy(reason.clone()));
         let error = EngineError::Stopped { reason };
+        self.fail_held(&error);
         for (_, request) in std::mem::take(&mut self.requests) {
             request.fail(error.clone());
         }
@@ -186,18 +192,46 @@ impl<F: Forward> StepLoop<F> {
     fn take_command(&mut self, command: Command) {
         self.idle = false;
         match command {
+            Command::Submit(EngineRequest::Export(export)) => {
+                self.held_exports.push_back(export);
+                self.begin_exports();
+            }
             Command::Submit(request) => self.submit(request),
+            Command::Unread => self.begin_exports(),
             Command::Import(id, command) => self.imports.push(id, command),
             Command::Cancel(id) => {
                 if let Some(&sequence) = self.sequences.get(&id) {
                     self.remove(sequence);
                 }
+                self.held_exports.retain(|export| export.id != id);
             }
             Command::FailAll(error) => {
+                self.fail_held(&error);
                 let all: Vec<SequenceId> = self.requests.keys().copied().collect();
                 all.into_iter().for_each(|s| self.fail(s, error.clone()));
             }
             Command::Shutdown => self.stopping = true,
+        }
+    }
+
+    /// Submits the exports for whose KV there is room.
+    fn begin_exports(&mut self) {
+        while let Some(export) = self.held_exports.front_mut() {
+            let tokens = export.tokens.len().saturating_sub(export.sent_to);
+            let bytes = tokens * self.layout.layers * self.layout.token_layer_bytes();
+            export.owed = export.unread.reserve(bytes);
+            if export.owed.is_none() {
+                return;
+            }
+            if let Some(export) = self.held_exports.pop_front() {
+                self.submit(EngineRequest::Export(export));
+            }
+        }
+    }
+
+    fn fail_held(&mut self, error: &EngineError) {
+        for export in std::mem::take(&mut self.held_exports) {
+            EngineRequest::Export(export).fail(error.clone());
         }
     }
 
@@ -510,7 +544,7 @@ impl<F: Forward> StepLoop<F> {
         } = self.counters;
         self.shared.set_stats(EngineStats {
             running: scheduler.running,
-            waiting: scheduler.waiting,
+            waiting: scheduler.waiting + self.held_exports.len(),
             kv_blocks_total: scheduler.kv.total_blocks,
             kv_blocks_used: scheduler.kv.used_blocks,
             prefix_hit_tokens: scheduler.kv.hit_tokens,

@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 
 use hearth_kernels::KvLayout;
+use hearth_model::StreamedStats;
 use hearth_schedule::SequenceId;
 
 use crate::{
     export::ExportQueue,
     forward::{KvBytes, Watch},
     request::EngineRequest,
+    shared::Shared,
     work::StepWork,
 };
 
@@ -21,6 +23,7 @@ pub(crate) struct StepWatch<'a> {
     pub(crate) is_finished_if_wanted: bool,
     /// KV on its way to the host.
     pub(crate) exports: ExportQueue,
+    pub(crate) shared: &'a Shared,
 }
 
 impl Watch for StepWatch<'_> {
@@ -30,6 +33,10 @@ impl Watch for StepWatch<'_> {
                 .begin(range, layer, self.layout, kv, self.requests);
         }
         self.exports.send_arrived(self.requests);
+    }
+
+    fn streamed(&mut self, stats: StreamedStats) {
+        self.shared.set_streamed(stats);
     }
 
     /// Ends a pass with a prompt chunk if restarting it without the rows of cancelled requests costs the others

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hearth_formats::ModelConfig;
-use hearth_kernels::{Backend, KvDType, KvLayout};
+use hearth_kernels::{Backend, KernelError, KvDType, KvLayout};
 
 use crate::arch;
 use crate::decoder::{Attention, Decoder};
@@ -122,6 +122,17 @@ impl<B: Backend> Model<B> {
             }
         }
         Ok(self)
+    }
+
+    /// Allocates `blocks` blocks of the model's cache, and has the backend prepare for caches of expanded heads.
+    ///
+    /// # Errors
+    /// [`KernelError`] of the backend.
+    pub fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<B::Kv, KernelError> {
+        if let (Attention::Mla(mla), Some(_)) = (&self.decoder.attention, &self.expansion) {
+            self.backend.kv_alloc(mla.expanded_layout(&layout, 1), 0)?;
+        }
+        self.backend.kv_alloc(layout, blocks)
     }
 
     /// Whether latent attention is computed with expanded keys and values.

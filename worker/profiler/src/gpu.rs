@@ -1,7 +1,7 @@
 //! GPUs: data from the driver's library, and rates derived from it.
 //!
-//! Rates are estimates: clock times width for memory and link, clock times units for arithmetic. Nothing is run on a
-//! GPU, since another process may be using it.
+//! Rates are estimates: clock times width for memory and link, clock times units for arithmetic. They give way to
+//! measured ones where the meter can compute on the GPU and no other process uses it.
 
 use hearth_crds::{ComputeCapability, GpuProfile, PcieLink};
 

@@ -59,6 +59,12 @@ pub fn take_rates(profile: &mut NodeProfileStatus, measured: &NodeProfileStatus)
         let same = measured.disks.iter().find(|other| other.path == disk.path);
         disk.read_gbps = same.map_or(0.0, |other| other.read_gbps);
     }
+    for gpu in &mut profile.gpus {
+        let same = measured.gpus.iter().find(|other| other.uuid == gpu.uuid);
+        if let Some(measured) = same.filter(|other| other.is_measured()) {
+            gpu.take_rates(measured);
+        }
+    }
     profile.measured_at.clone_from(&measured.measured_at);
     profile.busy_percent = measured.busy_percent;
 }

@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use hearth_crds::{
-    ComputeProfile, DiskProfile, IsaProfile, MemoryProfile, NodeProfileStatus, NumaNodeProfile,
+    ComputeProfile, DiskProfile, GpuProfile, IsaProfile, MemoryProfile, NodeProfileStatus, NumaNodeProfile,
 };
 
 pub use error::ProfileError;
@@ -122,6 +122,7 @@ pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, 
     rates.of_memory(&all, &mut profile.memory, &mut profile.numa_nodes);
     profile.compute = rates.of_compute(&all);
     profile.busy_percent = before.and_then(|load| load.others_percent(&tree));
+    rates.of_gpus(&mut profile.gpus);
     let disk = options.disk.as_deref();
     if let Some(directory) = disk {
         meter.tell(&format!("reads of the disk below {}", directory.display()));
@@ -291,6 +292,23 @@ impl Rates<'_> {
                 .collect();
             if !own.is_empty() {
                 node.read_gbps = self.read_gbps(&own, node.free_bytes);
+            }
+        }
+    }
+
+    /// Measures GPUs of whose memory little is taken: a process that computes takes much.
+    fn of_gpus(&self, gpus: &mut [GpuProfile]) {
+        for gpu in gpus {
+            let is_idle = gpu.free_bytes >= gpu.memory_bytes / 4 * 3;
+            let Some(measured) = is_idle.then(|| self.meter.gpu(gpu)).flatten() else {
+                continue;
+            };
+            match measured {
+                Ok(measured) => gpu.take_rates(&measured),
+                Err(error) => self.tree.warn(format!(
+                    "GPU {} ({}) could not be measured: {error}: its rates are estimates",
+                    gpu.name, gpu.uuid
+                )),
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Barrier;
 
-use hearth_crds::IsaProfile;
+use hearth_crds::{GpuProfile, IsaProfile};
 use hearth_kernels::{Isa, PeakGflops, peak_gflops, read_bandwidth_gbps};
 
 /// Arithmetic rates in GFLOP/s; a multiply-add counts as two.
@@ -30,6 +30,14 @@ pub trait Meter {
     /// # Errors
     /// The reason it could not be measured.
     fn gflops(&self, cpus: &[u32]) -> Result<Gflops, String>;
+
+    /// Measures the rates of a GPU that nobody uses; `None` if this program cannot compute on it.
+    ///
+    /// # Errors
+    /// The reason it could not be measured.
+    fn gpu(&self, _gpu: &GpuProfile) -> Option<Result<GpuProfile, String>> {
+        None
+    }
 
     /// Called with what is measured next, such as `arithmetic with 2 threads`.
     fn tell(&self, _what: &str) {}

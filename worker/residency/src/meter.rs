@@ -38,7 +38,7 @@ impl<M: Clone> Meter<M> {
     /// A pass of `rows` rows begins.
     pub(crate) fn begin(&self, rows: usize, at: M) {
         let mut times = self.lock();
-        times.end_pass();
+        times.count_pass();
         times.stats.passes += 1;
         times.stats.rows += rows as u64;
         times.pass = Some((at, None));
@@ -67,10 +67,10 @@ impl<M: Clone> Meter<M> {
         }
     }
 
-    /// Reads all that the device has done.
+    /// Reads all that the device has done, that of the running pass included.
     pub(crate) fn read<B: LoadOps<Mark = M>>(&self, backend: &B) -> StreamedStats {
         let mut times = self.lock();
-        times.end_pass();
+        times.count_pass();
         times.settle(backend);
         times.stats
     }
@@ -81,9 +81,13 @@ impl<M: Clone> Meter<M> {
     }
 }
 
-impl<M> Times<M> {
-    fn end_pass(&mut self) {
-        if let Some((begin, Some(end))) = self.pass.take() {
+impl<M: Clone> Times<M> {
+    /// Counts the running pass up to its last expert; what follows counts from there on.
+    fn count_pass(&mut self) {
+        if let Some((begin, end)) = &mut self.pass
+            && let Some(end) = end.take()
+        {
+            let begin = std::mem::replace(begin, end.clone());
             self.passes.push((begin, end));
         }
     }

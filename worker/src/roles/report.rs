@@ -63,18 +63,23 @@ pub(crate) async fn stay_alive() -> Infallible {
     }
 }
 
-/// Reports streamed prompts, once a second at most, and only where there were any.
+/// Reports streamed prompts, those that are being read included, once a second at most, and only where there are any.
 pub(crate) async fn report_streams(engine: &Engine) -> Infallible {
     let mut before = engine.stats().streamed;
+    // Since then, of a prompt that has not ended.
+    let mut told_bytes = 0;
     let ms = |ns: u64| ns as f64 / 1e6;
     loop {
         tokio::time::sleep(ALIVE_PERIOD).await;
         let now = engine.stats().streamed;
         let since = now.since(&before);
-        if since.passes == 0 {
+        if since.copied_bytes == told_bytes {
             continue;
         }
-        before = now;
+        told_bytes = since.copied_bytes;
+        if since.passes > 0 {
+            (before, told_bytes) = (now, 0);
+        }
         Report::Streamed {
             tokens: since.rows,
             copied_bytes: since.copied_bytes,

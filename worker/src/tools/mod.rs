@@ -13,6 +13,7 @@ mod logits;
 mod own;
 mod profile;
 mod random;
+mod rates;
 mod session;
 mod virtual_device;
 

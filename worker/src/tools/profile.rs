@@ -3,16 +3,21 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use hearth_crds::IsaProfile;
+use hearth_crds::{GpuProfile, IsaProfile};
 use hearth_profiler::{
     CpuMeter, Gflops, Measured, Meter, ProfileOptions, Scope, measure, measure_once,
 };
 
 use crate::cli::GpuArgs;
+#[cfg(not(feature = "cuda"))]
+use crate::device::WITHOUT_GPUS;
+use crate::device::{GpuOptions, KernelDirectories};
 #[cfg(feature = "cuda")]
-use crate::device::KernelDirectories;
+use crate::device::{DeviceOptions, OnDevice};
 use crate::environment::Environment;
 use crate::logging::{self, print_data};
+#[cfg(feature = "cuda")]
+use crate::tools::rates;
 use crate::tools::virtual_device::VirtualDevice;
 
 /// Arguments of `profile`.
@@ -49,10 +54,15 @@ pub(crate) struct ProfileArgs {
     gpu: GpuArgs,
 }
 
-/// Meter for this machine's CPUs that prints a line for each measurement.
-struct TellingMeter;
+/// Meter for this machine's CPUs and GPUs.
+struct DeviceMeter<'a> {
+    gpu: &'a GpuArgs,
+    environment: &'a Environment,
+    /// Whether it prints a line for each measurement.
+    tells: bool,
+}
 
-impl Meter for TellingMeter {
+impl Meter for DeviceMeter<'_> {
     fn isa(&self) -> IsaProfile {
         CpuMeter.isa()
     }
@@ -65,10 +75,26 @@ impl Meter for TellingMeter {
         CpuMeter.gflops(cpus)
     }
 
+    fn gpu(&self, gpu: &GpuProfile) -> Option<Result<GpuProfile, String>> {
+        if gpu_obstacle(self.gpu, self.environment).is_some() {
+            return None;
+        }
+        self.tell(&format!("copies and arithmetic of {}", gpu.name));
+        let memory_bytes = MOST_GPU_BYTES.min(gpu.free_bytes / 2);
+        let uuid = Some(gpu.uuid.clone());
+        let options = self.gpu.options(self.environment, uuid, Some(memory_bytes));
+        Some(measured(options, memory_bytes).map_err(|error| format!("{error:#}")))
+    }
+
     fn tell(&self, what: &str) {
-        logging::say(format_args!("{PROGRESS}{what}"));
+        if self.tells {
+            logging::say(format_args!("{PROGRESS}{what}"));
+        }
     }
 }
+
+/// Memory that measuring a GPU takes at most.
+const MOST_GPU_BYTES: u64 = 4 << 30;
 
 /// Start of each line printed with `--progress`.
 const PROGRESS: &str = "measuring ";
@@ -93,9 +119,10 @@ pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Resu
         probe_disk: args.probe_disk,
         ..ProfileOptions::default()
     };
-    let meter: &dyn Meter = match args.progress {
-        true => &TellingMeter,
-        false => &CpuMeter,
+    let meter = &DeviceMeter {
+        gpu: &args.gpu,
+        environment,
+        tells: args.progress,
     };
     let Measured {
         mut profile,
@@ -129,6 +156,20 @@ pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Resu
 fn gpu_obstacle(args: &GpuArgs, environment: &Environment) -> Option<String> {
     let KernelDirectories { image, nvrtc, .. } = args.options(environment, None, None).kernels;
     hearth_cuda::obstacle(image.as_slice(), nvrtc.as_deref())
+}
+
+/// Opens a GPU and measures it.
+#[cfg(feature = "cuda")]
+fn measured(options: GpuOptions, memory_bytes: u64) -> anyhow::Result<GpuProfile> {
+    match DeviceOptions::Gpu(options).open()? {
+        OnDevice::Gpu(backend) => Ok(rates::of_gpu(&backend, memory_bytes)?),
+        OnDevice::Cpu(_) | OnDevice::Virtual(_) => anyhow::bail!("no GPU was opened"),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn measured(_options: GpuOptions, _memory_bytes: u64) -> anyhow::Result<GpuProfile> {
+    anyhow::bail!(WITHOUT_GPUS)
 }
 
 #[cfg(not(feature = "cuda"))]

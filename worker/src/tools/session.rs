@@ -33,9 +33,7 @@ impl<'a, B: Backend> Session<'a, B> {
         }
         let layout = model.kv_layout(BLOCK_TOKENS, dtype);
         let blocks_per_sequence = layout.blocks_for(capacity_tokens.max(1));
-        let kv = model
-            .backend()
-            .kv_alloc(layout, sequences * blocks_per_sequence)?;
+        let kv = model.kv_alloc(layout, sequences * blocks_per_sequence)?;
         Ok(Self {
             model,
             kv,

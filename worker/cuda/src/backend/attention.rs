@@ -146,15 +146,13 @@ impl CudaBackend {
         let partial_bytes = rows * step.spec.heads * reached * (2 + layout.v_dim) * 4;
         let blocks = tiles.count * layout.kv_heads * row_blocks;
         let idle = blocks < 2 * self.device.info.multiprocessors as usize;
-        let splits = if idle && partial_bytes <= MOST_PARTIAL_BYTES {
-            reached
-        } else {
-            1
+        let is_split = reached > 1 && idle && partial_bytes <= MOST_PARTIAL_BYTES;
+        // Splits change the time and no bit: without memory for them, blocks read all positions one after the other.
+        let partials = match is_split.then(|| self.buffer(partial_bytes, "partial attention")) {
+            None | Some(Err(KernelError::OutOfMemory { .. })) => None,
+            Some(partials) => Some(partials?),
         };
-        let partials = match splits {
-            1 => None,
-            _ => Some(self.buffer(partial_bytes, "partial attention")?),
-        };
+        let splits = if partials.is_some() { reached } else { 1 };
         let partials_at = partials.as_ref().map_or(0, |p| p.address());
         let args = Args::new()
             .with(step.out.output())

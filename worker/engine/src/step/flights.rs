@@ -72,6 +72,7 @@ impl<F: Forward> StepLoop<F> {
             layout: &self.layout,
             is_finished_if_wanted: self.whole_prompts,
             exports: ExportQueue::default(),
+            shared: &self.shared,
         };
         let forward = &mut self.forward;
         let started = catch_unwind(AssertUnwindSafe(|| forward.start(&work, &mut watch)));
@@ -99,8 +100,11 @@ impl<F: Forward> StepLoop<F> {
         } = step;
         let outcome = match started {
             Ok(Started::Running) => {
-                self.send_all(&mut exports);
-                self.wait()
+                let sent = catch_unwind(AssertUnwindSafe(|| self.send_all(&mut exports)));
+                match (sent, self.wait()) {
+                    (Ok(()), outcome) => outcome,
+                    (Err(panic), _) => Err(panic_text(&*panic)),
+                }
             }
             Ok(Started::GivenUp) => Ok(None),
             Err(reason) => Err(reason),

@@ -18,6 +18,7 @@ use crate::{
     forward::{KvBytes, PendingKv},
     request::{Cancelled, EngineRequest, Export, Receiver as Callback},
     shared::{Shared, Slot},
+    unread::Unread,
 };
 
 /// Bytes of a token in a layer: each is a piece of its own.
@@ -103,6 +104,8 @@ fn request(id: u64, most: usize) -> (SequenceId, EngineRequest, Sent) {
         tokens: Vec::new(),
         sent_to: 0,
         cached_tokens: 0,
+        unread: Unread::new(0, channel().0),
+        owed: None,
         _slot: Slot::take(&shared, 1).unwrap(),
     };
     let request = EngineRequest::Export(Box::new(export));

@@ -244,6 +244,28 @@ fn kv_on_its_way_for_a_prompt_that_is_cancelled_holds_nobody_up() {
 }
 
 #[test]
+fn a_receiver_that_takes_nothing_holds_up_no_more_than_exports_without_room() {
+    let engine = engine(64);
+    let whole: Vec<u32> = (0..40).collect();
+    // All of the first prompt's KV stays unread: that of a second one has no room beside it.
+    let (kv, ..) = exported(&engine, &whole, 0);
+    let waits = prefill(&engine, &whole, 0);
+    let is_cancelled = prefill(&engine, &whole, 0);
+    assert!(waits.0.recv_timeout(Duration::from_millis(200)).is_err());
+    assert_eq!(engine.stats().kv_blocks_used, 0, "it has not begun");
+    let outcome = answer(&engine, ask(&[1, 2, 3], 4));
+    assert_eq!(outcome.tokens, oracle(&[1, 2, 3], VOCAB, 4, &warm(3), &[]));
+    drop(is_cancelled);
+    drop(kv);
+    let mut layers = Vec::new();
+    while let PrefillEvent::Kv { layer, .. } = waits.0.recv_timeout(PATIENCE).unwrap() {
+        layers.push(layer);
+    }
+    assert_eq!(layers, (0..LAYERS).collect::<Vec<_>>());
+    assert_all_freed(&engine);
+}
+
+#[test]
 fn remote_prefill_gives_the_answer_of_local_prefill() {
     let (decode, prefill) = (engine(64), engine(64));
     let prompt: Vec<u32> = (5..30).collect();

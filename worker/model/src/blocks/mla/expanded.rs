@@ -165,7 +165,7 @@ impl Mla {
     }
 
     /// Layout of a cache for some expanded heads of a layer.
-    fn expanded_layout(&self, latents: &KvLayout, heads: usize) -> KvLayout {
+    pub(crate) fn expanded_layout(&self, latents: &KvLayout, heads: usize) -> KvLayout {
         KvLayout {
             layers: 1,
             kv_heads: heads,

@@ -238,6 +238,12 @@ pub struct DecodeSpec {
     /// predicted to be faster. Quote the value: kubectl reads a bare On or Off as a boolean.
     #[serde(default)]
     pub dual_batch: DualBatch,
+    /// Experts of a worker whose experts are on CPUs, in the memory that is left on its GPU: those that are used most. Auto
+    /// does so where it is predicted to be faster and changes no bit; On also on a GPU whose arithmetic is not the CPUs',
+    /// where the same request may then end with other tokens, since which of the two computes an expert depends on what is
+    /// cached. Quote the value: kubectl reads a bare On or Off as a boolean.
+    #[serde(default)]
+    pub expert_cache: ExpertCache,
     /// The KV cache of each worker.
     #[serde(default)]
     pub kv_cache: KvCacheSpec,
@@ -252,6 +258,7 @@ impl Default for DecodeSpec {
             max_replicas: None,
             max_batch: default_max_batch(),
             dual_batch: DualBatch::default(),
+            expert_cache: ExpertCache::default(),
             kv_cache: KvCacheSpec::default(),
         }
     }
@@ -265,6 +272,19 @@ pub enum DualBatch {
     #[default]
     Auto,
     /// Always.
+    On,
+    /// Never.
+    Off,
+}
+
+/// Whether memory that is left on a GPU holds experts that CPUs compute else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum ExpertCache {
+    /// Where it is faster and changes no bit.
+    #[default]
+    Auto,
+    /// Where it is faster.
     On,
     /// Never.
     Off,

@@ -17,6 +17,7 @@ mod capability;
 mod convert;
 mod deployment;
 mod error;
+mod execution;
 mod facts;
 mod model;
 mod plan;
@@ -53,6 +54,7 @@ pub use capability::{BUILTIN_MODELS, KV_TYPES_SAYS, NO_RINGS_SAYS, Target, unsup
 pub use convert::Conversion;
 pub use deployment::*;
 pub use error::{FieldError, sentence};
+pub use execution::*;
 pub use facts::{KvShape, ModelFacts, ModuleBytes};
 pub use model::*;
 pub use plan::*;

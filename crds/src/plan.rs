@@ -452,7 +452,7 @@ pub struct PlanResidency {
     /// ring and activations it needs. Unset where one length is for all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ring_lengths: Vec<PlanRingLength>,
-    /// Experts that are kept on the GPU too, those used last; set with HostExperts where that pays.
+    /// Experts that are kept on the GPU too, those used most; set with HostExperts where that pays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_slots: Option<u32>,
 }

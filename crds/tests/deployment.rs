@@ -228,7 +228,7 @@ fn texts_of_amounts_are_checked() {
 fn shapes_are_checked_before_rules() {
     refused(
         "  decode: {maxbatch: 4}",
-        "spec.decode.maxbatch is not a field of spec.decode\n  did you mean maxBatch? The fields are dualBatch, kvCache, maxBatch, replicas, scaling",
+        "spec.decode.maxbatch is not a field of spec.decode\n  did you mean maxBatch? The fields are dualBatch, expertCache, kvCache, maxBatch, replicas, scaling",
     );
     refused(
         "  decode: {maxBatch: many}",

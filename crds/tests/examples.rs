@@ -25,7 +25,15 @@ fn every_example_is_accepted_on_one_machine_and_in_a_cluster() {
         names.push(path.file_name().unwrap().to_string_lossy().into_owned());
     }
     names.sort();
-    assert_eq!(names, ["demo.yaml", "http.yaml", "qwen3-moe-hostpath.yaml"]);
+    assert_eq!(
+        names,
+        [
+            "deepseek-v3-one-gpu.yaml",
+            "demo.yaml",
+            "http.yaml",
+            "qwen3-moe-hostpath.yaml"
+        ]
+    );
 }
 
 #[test]

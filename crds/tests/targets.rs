@@ -8,8 +8,9 @@ use hearth_crds::{Target, parse_deployment_for};
 use serde_json::{Value, json};
 
 /// Fields that `hearth up` obeys, whatever value admission lets through.
-const OBEYED: [&str; 23] = [
+const OBEYED: [&str; 24] = [
     "decode.dualBatch",
+    "decode.expertCache",
     "decode.kvCache.keyType",
     "decode.kvCache.memory",
     "decode.kvCache.valueType",

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
-use hearth_crds::PlanMlaForm;
+use hearth_crds::{EXPANSION_BYTES, PlanMlaForm, STREAMED_TILE_ROWS};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::trace::Trace;
@@ -24,12 +24,13 @@ use crate::environment::Environment;
 /// Number of modules beyond the running one that `MmapPrefetch` requests from the kernel.
 const PREFETCH_MODULES: usize = 8;
 
-/// Rows of a tile where experts are streamed: prompts are long there, and the device's memory is short.
-const STREAMED_TILE_ROWS: usize = 512;
-
-/// Room for expanded heads of latent attention, and as much again for what they are made of: enough for every product to be
-/// large, and little beside a tile of rows of the largest models.
-const EXPANSION_BYTES: usize = 64 << 20;
+// Plans are made for these.
+const _: () = assert!(
+    hearth_model::EXPANSION_TILE_ROWS == hearth_crds::EXPANSION_TILE_ROWS as usize
+        && hearth_model::CACHED_STEP_ROWS == hearth_crds::CACHED_STEP_ROWS as usize
+        && hearth_residency::LEAST_RING_SLOTS == hearth_crds::LEAST_RING_SLOTS as usize
+        && hearth_residency::RING_GROUPS == hearth_crds::RING_GROUPS as usize
+);
 
 /// Options for opening a model.
 pub(crate) struct LoadOptions<'a> {
@@ -257,7 +258,7 @@ impl<B: Backend> LoadedOn<B> {
             PlanMlaForm::Absorbed => model,
             PlanMlaForm::Expanded => {
                 let room = ExpansionRoom {
-                    least_bytes: EXPANSION_BYTES,
+                    least_bytes: EXPANSION_BYTES as usize,
                     row_bytes: model.idle_row_bytes(),
                 };
                 model.with_expanded_latents(room).map_err(|_| {
@@ -339,7 +340,7 @@ impl Files<'_> {
                 let residency = (slots.streamed)(&self, &backend, count)?;
                 let loaded = self.model(backend, residency)?;
                 Ok(LoadedOn {
-                    model: loaded.model.in_row_tiles(STREAMED_TILE_ROWS),
+                    model: loaded.model.in_row_tiles(STREAMED_TILE_ROWS as usize),
                     ..loaded
                 })
             }

@@ -8,6 +8,8 @@
 //!   a field of what was observed.
 //! - The same observation gives the same decision.
 
+#![forbid(unsafe_code)]
+
 pub mod age;
 pub mod build;
 mod candidates;

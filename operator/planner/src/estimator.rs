@@ -1,8 +1,8 @@
 //! Predicted costs of placing a rank.
 
 use hearth_crds::{
-    GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations, PlanMlaForm,
-    ScalingMode,
+    ExpertCache, GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations,
+    PlanMlaForm, ScalingMode,
 };
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
@@ -155,10 +155,10 @@ impl<'a> Estimator<'a> {
         match slot.device {
             Device::Cpus | Device::Gpu | Device::StreamingGpu => None,
             Device::GpuAndCpus => Some(HostExperts {
-                room_slots: match slot.gpu.virtual_device {
-                    Some(_) => slot.cache_room_slots,
+                room_slots: match (self.spec.decode.expert_cache, &slot.gpu.virtual_device) {
+                    (ExpertCache::On, _) | (ExpertCache::Auto, Some(_)) => slot.cache_room_slots,
                     // Which of two arithmetics computes an expert would depend on time.
-                    None => 0,
+                    (ExpertCache::Auto, None) | (ExpertCache::Off, _) => 0,
                 },
                 all_experts: self.demand.all_experts(),
                 dual_batch: self.spec.decode.dual_batch,

@@ -5,12 +5,12 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
-    Activations, ComputeCapability, GpuProfile, NodeProfileStatus, PlanActivations, PlanRole,
-    format_bytes,
+    Activations, ComputeCapability, GpuProfile, LEAST_RING_SLOTS, NodeProfileStatus,
+    PlanActivations, PlanRole, format_bytes,
 };
 
 use crate::link::LinkRates;
-use crate::memory::{BLOCK_TOKENS, Demand, GpuNeed, LEAST_SLOTS};
+use crate::memory::{BLOCK_TOKENS, Demand, GpuNeed};
 use crate::node_ranks::{Device, NodeRanks};
 use crate::ring::RingLengths;
 
@@ -511,7 +511,7 @@ impl GpuShortage {
         let ring = match self.ring_bytes {
             0 => String::new(),
             bytes => format!(
-                " without routed experts, a ring of {LEAST_SLOTS} of these {}",
+                " without routed experts, a ring of {LEAST_RING_SLOTS} of these {}",
                 format_bytes(bytes)
             ),
         };

@@ -1,20 +1,16 @@
 //! Duration of steps whose routed experts are not all on the device: a ring of slots, or CPUs (hybrid MoE paper, sections
 //! 3.1 and 3.3).
 
-use hearth_crds::PlanMlaForm;
+use hearth_crds::{CACHED_STEP_ROWS, PlanMlaForm, STREAMED_TILE_ROWS};
 
 use crate::latents::Latents;
 use crate::operations::Operations;
 use crate::predict::{ExpertsAt, Predictor, Rates, Step};
 use crate::stream_loading::{StreamedPrompt, StreamedTime};
 
-/// Most rows of a step that uses experts cached on the device; the worker's limit (`worker/model/src/experts/hot.rs`).
-const CACHED_STEP_ROWS: u32 = 32;
 /// Operations of a layer that splits its choices between a cache and the CPUs: rows for experts, products in their places,
 /// and their sum.
 const SPLIT_OPERATIONS: f64 = 6.0;
-/// Rows of a tile of attention where experts are streamed; the worker's (`worker/src/load.rs`).
-const TILE_ROWS: f64 = 512.0;
 
 /// Milliseconds of a step by what computes it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -69,7 +65,7 @@ impl Predictor<'_> {
     /// Milliseconds of everything in a streamed pass but its routed experts.
     pub(crate) fn beside_experts_ms(&self, step: Step) -> f64 {
         let facts = self.facts;
-        let tiles = (f64::from(step.tokens) / TILE_ROWS).ceil();
+        let tiles = (f64::from(step.tokens) / f64::from(STREAMED_TILE_ROWS)).ceil();
         let operations = Operations::of(facts, self.mla_form);
         let expansion = self.expanded().map_or(0.0, |latents| {
             latents.operations(step.tokens) * f64::from(facts.layers)
@@ -226,7 +222,7 @@ impl Predictor<'_> {
         };
         let (mut missed_ms, copies) = soonest(on_host.cached_share);
         let mut cached_share = on_host.cached_share;
-        // Copies take the slots of experts that were used longest ago, which are those of the layers that come next.
+        // Copies take the slots of experts that were used least, which are those of the layers that come next.
         if f64::from(copies) > cached_share * f64::from(facts.experts) {
             cached_share = 0.0;
             (missed_ms, _) = soonest(cached_share);

@@ -1,12 +1,10 @@
 //! What latent attention takes in its expanded form, besides its arithmetic: room for the heads of the positions that a pass
 //! sees, and operations. Heads and positions are cut as workers do (`worker/model/src/blocks/mla/expanded.rs`).
 
-use hearth_crds::{KvShape, ModelFacts};
+use hearth_crds::{EXPANSION_BYTES, EXPANSION_TILE_ROWS, KvShape, ModelFacts};
 
-/// Room for expanded heads, and as much again for a tile of what they are made of; the worker's (`worker/src/load.rs`).
-const EXPANSION_BYTES: u64 = 64 << 20;
-/// Most positions, or rows, of a tile; the worker's.
-const MOST_TILE: u64 = 2048;
+/// Most positions, or rows, of a tile.
+const MOST_TILE: u64 = EXPANSION_TILE_ROWS as u64;
 /// Operations that expand a tile of positions, but for the copies of the rotary part: latents from the cache, their two
 /// parts, the product and its two parts, keys, and all of it into a cache.
 const TILE_OPERATIONS: u64 = 9;

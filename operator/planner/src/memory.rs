@@ -1,6 +1,8 @@
 //! Division of a node's memory: one copy of the weights, and each rank's KV cache and scratch.
 
-use hearth_crds::{ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy};
+use hearth_crds::{
+    LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy, STREAMED_TILE_ROWS,
+};
 
 use crate::latents::Latents;
 use crate::node_ranks::{Device, NodeRanks};
@@ -25,13 +27,9 @@ const GPU_ACTIVATION_WIDTHS: u64 = 2 * ACTIVATION_WIDTHS;
 /// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, up to four sums
 /// of experts, two buffers.
 const ACTIVATION_WIDTHS: u64 = 24;
-/// Rows of a prompt that pass through attention at a time where experts are streamed.
-const STREAMED_TILE_TOKENS: u64 = 512;
 /// What a token of a streamed prompt keeps throughout a layer, as multiples of the residual stream in float32: the stream
 /// twice, its norm, the shared experts' output, the total and three partial sums of experts, and two more that overlap.
 const FLIGHT_WIDTHS: u64 = 10;
-/// The smallest ring: one expert computes while the next is copied.
-pub(crate) const LEAST_SLOTS: u32 = 2;
 /// Inverse of the share of an expert that padding adds in a slot.
 const SLOT_PADDING_SHARE: u64 = 64;
 /// Bytes to which each of the six parts of an expert in a slot is aligned.
@@ -142,7 +140,7 @@ impl Demand<'_> {
             false => self.facts.bytes.total(),
         };
         let ring_least_bytes = match device {
-            Device::StreamingGpu => self.slot_bytes() * u64::from(LEAST_SLOTS),
+            Device::StreamingGpu => self.slot_bytes() * u64::from(LEAST_RING_SLOTS),
             Device::Cpus | Device::Gpu | Device::GpuAndCpus => 0,
         };
         let (kv_least_bytes, kv_best_bytes) = match role {
@@ -182,7 +180,7 @@ impl Demand<'_> {
         let (hidden, inner) = (u64::from(facts.hidden), u64::from(facts.expert_hidden));
         let inner = if inner == 0 { hidden } else { inner };
         let kept = FLIGHT_WIDTHS * hidden + 3 * inner + u64::from(facts.experts);
-        let tile = STREAMED_TILE_TOKENS.min(u64::from(tokens)) + u64::from(PREFILL_BATCH);
+        let tile = u64::from(STREAMED_TILE_ROWS.min(tokens)) + u64::from(PREFILL_BATCH);
         let tile_bytes = tile * hidden * 4 * self.gpu_activation_widths();
         let (kept, tile_bytes) = match Latents::of(facts, self.kv_bytes_per_token) {
             None => (kept, tile_bytes),
@@ -211,7 +209,7 @@ impl Demand<'_> {
             ring_bytes.saturating_add(self.flight_bytes(tokens))
         };
         let gains_until = gains_until.min(self.context_length);
-        of(self.facts.experts, gains_until).max(of(LEAST_SLOTS, self.context_length))
+        of(self.facts.experts, gains_until).max(of(LEAST_RING_SLOTS, self.context_length))
     }
 
     /// Lengths of a ring that shares `room_bytes` with the working room.
@@ -229,7 +227,7 @@ impl Demand<'_> {
             }
             fits
         };
-        let slots = (self.facts.experts, LEAST_SLOTS);
+        let slots = (self.facts.experts, LEAST_RING_SLOTS);
         RingLengths::new(slots, self.context_length, gains_until, longest)
     }
 

@@ -5,9 +5,11 @@
 
 use std::collections::VecDeque;
 
+use hearth_crds::RING_GROUPS;
+
 /// A prompt, as the two lanes see it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StreamedPrompt {
+pub(crate) struct StreamedPrompt {
     /// Layers without routed experts, which come first.
     pub dense_layers: u32,
     /// Layers with routed experts.
@@ -28,7 +30,7 @@ pub struct StreamedPrompt {
 
 /// Duration of a prompt, and what the lanes did meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StreamedTime {
+pub(crate) struct StreamedTime {
     /// Milliseconds from the first copy to the end of the last operation.
     pub total_ms: f64,
     /// Milliseconds in which the link copied.
@@ -39,7 +41,7 @@ pub struct StreamedTime {
 
 impl StreamedPrompt {
     /// Simulates the two lanes.
-    pub fn simulate(&self) -> StreamedTime {
+    pub(crate) fn simulate(&self) -> StreamedTime {
         let mut lanes = Lanes {
             prompt: *self,
             free_ms: vec![0.0; self.slots.max(2) as usize].into(),
@@ -104,12 +106,11 @@ impl Lanes {
         }
     }
 
-    /// Experts that are computed together: those that are there, at most a sixteenth of the ring, as workers do
-    /// (`worker/residency/src/stream_loading.rs`), so that copies go on.
+    /// Experts that are computed together: those that are there, at most a small part of the ring, so that copies go on.
     fn group(&self, ahead: &VecDeque<f64>, rest: u32, now_ms: f64) -> u32 {
         let first_ms = ahead.front().copied().unwrap_or(now_ms).max(now_ms);
         let there = ahead.iter().take_while(|end_ms| **end_ms <= first_ms);
-        let most = (self.prompt.slots / 16).max(1).min(rest) as usize;
+        let most = (self.prompt.slots / RING_GROUPS).max(1).min(rest) as usize;
         u32::try_from(there.take(most).count()).map_or(1, |count| count.max(1))
     }
 }

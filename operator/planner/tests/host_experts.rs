@@ -229,6 +229,36 @@ fn the_ring_shrinks_as_prompts_need_its_memory_and_to_two_slots_past_the_turning
 }
 
 #[test]
+fn a_gpu_that_computes_other_bits_caches_experts_only_where_the_spec_allows_it() {
+    let of = |word: &str| {
+        let yaml = format!("{SHORT}decode: {{expertCache: \"{word}\"}}\n");
+        let machine = NodeProfileStatus {
+            gpus: vec![gpu("NVIDIA RTX 4090", 1, 24)],
+            ..laptop(40 * GIB)
+        };
+        planned(&yaml, machine).unwrap()
+    };
+    let cache = |plan: &InferencePlanSpec| {
+        let residency = rank(plan, "decode-0").residency.clone().unwrap();
+        assert_eq!(residency.policy, ResidencyPolicy::HostExperts);
+        residency.cache_slots
+    };
+    let [auto, on, off] = ["Auto", "On", "Off"].map(of);
+    assert_eq!((cache(&auto), cache(&off)), (None, None));
+    assert!(cache(&on).is_some_and(|slots| slots > 0), "{:#?}", on.why);
+    let says = |plan: &InferencePlanSpec, words: &str| {
+        let mut lines = plan.why.iter().chain(&plan.not_chosen);
+        assert!(lines.any(|line| line.contains(words)), "{words}: {plan:#?}");
+    };
+    says(&auto, "spec.decode.expertCache: \"On\" allows that");
+    says(&on, "experts on the GPU of decode-0, in the");
+    says(
+        &off,
+        "no cache of experts on the GPU of decode-0, as the spec says",
+    );
+}
+
+#[test]
 fn half_batches_are_chosen_where_they_are_faster_and_obeyed_where_they_are_asked_for() {
     let of = |word: &str, batch: u32| {
         let yaml = format!("{SHORT}decode: {{dualBatch: \"{word}\", maxBatch: {batch}}}\n");

@@ -325,6 +325,10 @@ mod tests {
             tokens: 0,
             ..streamed
         };
-        assert!(so_far.to_string().starts_with("a prompt, 1.2 s so far: 11.2 GiB"));
+        assert!(
+            so_far
+                .to_string()
+                .starts_with("a prompt, 1.2 s so far: 11.2 GiB")
+        );
     }
 }

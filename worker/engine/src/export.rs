@@ -40,7 +40,7 @@ pub(crate) struct ExportRange {
 #[derive(Default)]
 pub(crate) struct ExportQueue {
     pieces: VecDeque<Piece>,
-    /// Of all pieces.
+    /// Sum of the pieces' bytes.
     bytes: usize,
     /// Bytes that were sent.
     pub(crate) sent_bytes: u64,

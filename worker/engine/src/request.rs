@@ -15,9 +15,9 @@ use crate::{
     EngineError, GenerateEvent, PrefillEvent, RequestId, SamplingError, SamplingParams,
     grammar::GrammarState,
     import::Import,
-    unread::{Owed, Unread},
     sampler::{self, History, Sampled},
     shared::Slot,
+    unread::{Owed, Unread},
 };
 
 /// Receives events; returns false if the receiver is gone.

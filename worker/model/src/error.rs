@@ -20,6 +20,12 @@ pub enum ResidencyError {
         /// The backend's error.
         source: KernelError,
     },
+    /// The policy's device failed between modules.
+    #[error(transparent)]
+    Device {
+        /// The backend's error.
+        source: KernelError,
+    },
     /// The policy was opened without this module: the plan assigned it to another rank.
     #[error(
         "{module} is not among the modules of this worker\n  its layers are those that the plan gave it"

@@ -28,8 +28,10 @@ mod residency;
 mod steps;
 
 pub use batch::{Batch, Rows};
+pub use blocks::mla::EXPANSION_TILE_ROWS;
 pub use blocks::rope::{rope_table, yarn_softmax_factor};
 pub use error::{ModelError, ResidencyError};
+pub use experts::CACHED_STEP_ROWS;
 pub use flight::Flight;
 pub use model::{ExpansionRoom, Model, kv_layout, modules};
 pub use module::{ModuleId, ModuleSpec, ModuleWeights, TensorShape, TensorSpec};

@@ -32,7 +32,7 @@ pub fn kv_layout(
     Ok(arch::describe(config)?.kv_layout(block_tokens, dtype))
 }
 
-/// Room for expanded heads of latent attention, and as much as `least_bytes` again for a tile of what they are made of.
+/// Working memory of expanded attention: `max(least_bytes, row_bytes * rows)` for heads, and `least_bytes` more for one tile.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpansionRoom {
     /// Bytes of any pass.

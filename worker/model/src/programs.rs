@@ -107,7 +107,7 @@ impl<B: Backend> Model<B> {
         rows: Range<usize>,
         observer: &mut dyn Observer<B>,
     ) -> Result<Flight<B>, ModelError> {
-        // One row each.
+        // Each span has one row, so spans count as rows do.
         let moved = |span: &Span| Span {
             first_row: span.first_row - rows.start,
             ..span.clone()

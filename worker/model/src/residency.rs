@@ -19,7 +19,12 @@ pub trait Residency<B: Backend>: Send + Sync {
     fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError>;
 
     /// Tells the policy that a pass of `rows` rows begins, from the first layer.
-    fn begin_pass(&self, _rows: usize) {}
+    ///
+    /// # Errors
+    /// [`ResidencyError::Device`] if the policy's device fails.
+    fn begin_pass(&self, _rows: usize) -> Result<(), ResidencyError> {
+        Ok(())
+    }
 
     /// Tells the policy which modules will be acquired next, in order: the experts that a router has just chosen.
     fn announce(&self, _upcoming: &[ModuleId]) {}
@@ -108,22 +113,6 @@ impl<B: Backend> Drop for Guard<B> {
     }
 }
 
-impl Add for ResidencyStats {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            total_bytes: self.total_bytes + other.total_bytes,
-            resident_bytes: self.resident_bytes + other.resident_bytes,
-            acquired: self.acquired + other.acquired,
-            read_bytes: self.read_bytes + other.read_bytes,
-            prefetched_bytes: self.prefetched_bytes + other.prefetched_bytes,
-            released_bytes: self.released_bytes + other.released_bytes,
-            streamed: self.streamed + other.streamed,
-        }
-    }
-}
-
 /// Counters of a residency policy since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ResidencyStats {
@@ -142,6 +131,22 @@ pub struct ResidencyStats {
     pub released_bytes: u64,
     /// What passes did whose experts came over a link.
     pub streamed: StreamedStats,
+}
+
+impl Add for ResidencyStats {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            total_bytes: self.total_bytes + other.total_bytes,
+            resident_bytes: self.resident_bytes + other.resident_bytes,
+            acquired: self.acquired + other.acquired,
+            read_bytes: self.read_bytes + other.read_bytes,
+            prefetched_bytes: self.prefetched_bytes + other.prefetched_bytes,
+            released_bytes: self.released_bytes + other.released_bytes,
+            streamed: self.streamed + other.streamed,
+        }
+    }
 }
 
 /// Passes whose experts came over a link, by the clock of the device. What the device has not reached yet is counted
@@ -173,14 +178,6 @@ impl StreamedStats {
             copy_ns: self.copy_ns - before.copy_ns,
             wait_ns: self.wait_ns - before.wait_ns,
             pass_ns: self.pass_ns - before.pass_ns,
-        }
-    }
-
-    /// Share of the copies' time that computation hides; 1 if there were none.
-    pub fn hidden_share(&self) -> f64 {
-        match self.copy_ns {
-            0 => 1.0,
-            copy_ns => 1.0 - (self.wait_ns as f64 / copy_ns as f64).min(1.0),
         }
     }
 }

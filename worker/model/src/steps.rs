@@ -34,7 +34,7 @@ impl<B: Backend> Model<B> {
         backend
             .begin_pass(rows.count().max(expanded))
             .map_err(|e| ModelError::from(e).within(id))?;
-        self.residency().begin_pass(rows.count());
+        self.residency().begin_pass(rows.count())?;
         let embedding = self.residency().acquire(id)?;
         let table = embedding.matrix("embedding")?;
         // residual [rows, hidden]

@@ -30,7 +30,8 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use hearth_crds::{
-    ComputeProfile, DiskProfile, GpuProfile, IsaProfile, MemoryProfile, NodeProfileStatus, NumaNodeProfile,
+    ComputeProfile, DiskProfile, GpuProfile, IsaProfile, MemoryProfile, NodeProfileStatus,
+    NumaNodeProfile,
 };
 
 pub use error::ProfileError;

@@ -35,5 +35,6 @@ pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEve
 pub use resident::{LoadProgress, Placing, Resident, ResidentOptions};
 pub use store::note_unused;
 pub use stream_loading::{
-    RingLength, RingSlots, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
+    LEAST_RING_SLOTS, RING_GROUPS, RingLength, RingSlots, StreamEvent, StreamListener,
+    StreamLoading, StreamLoadingOptions,
 };

@@ -28,9 +28,9 @@ use crate::store::Store;
 
 /// Groups of experts that a ring has room for. A group runs in one invocation, which a GPU needs to be busy with experts of few
 /// rows; one group's copies at the begin of a pass and one group's computation at its end overlap with nothing.
-const GROUPS: usize = 16;
+pub const RING_GROUPS: usize = 16;
 /// Slots of the shortest ring: one expert computes while the next is copied.
-const LEAST_SLOTS: usize = 2;
+pub const LEAST_RING_SLOTS: usize = 2;
 
 /// Options of the ring.
 pub struct StreamLoadingOptions {
@@ -38,7 +38,7 @@ pub struct StreamLoadingOptions {
     pub slots: RingSlots,
     /// Experts that a token chooses.
     pub experts_per_token: usize,
-    /// Observer of the ring, called by the thread that does what it is told of.
+    /// Observer of the ring; runs on the thread that copied or released.
     pub listener: Option<StreamListener>,
 }
 
@@ -130,14 +130,14 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
         let of_layer = layers.iter().map(Vec::len).max().unwrap_or(1);
         let lengths = options.slots.lengths(&*backend, of_layer, slot_bytes);
         let count = lengths.iter().map(|length| length.slots).max();
-        let count = count.unwrap_or(LEAST_SLOTS);
+        let count = count.unwrap_or(LEAST_RING_SLOTS);
         let ring = |source| ResidencyError::Ring {
             slots: count,
             slot_bytes: slot_bytes as u64,
             experts: experts.len(),
             source,
         };
-        if count > experts.len().max(LEAST_SLOTS) {
+        if count > experts.len().max(LEAST_RING_SLOTS) {
             return Err(ring(None));
         }
         let slots = backend
@@ -179,7 +179,7 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
         let length = lengths.find(|length| length.rows >= rows);
         length
             .or(self.lengths.last())
-            .map_or(LEAST_SLOTS, |length| length.slots)
+            .map_or(LEAST_RING_SLOTS, |length| length.slots)
     }
 }
 
@@ -238,7 +238,7 @@ impl RingSlots {
             Self::ByRows(lengths) => lengths,
         };
         for length in &mut lengths {
-            length.slots = length.slots.max(LEAST_SLOTS);
+            length.slots = length.slots.max(LEAST_RING_SLOTS);
         }
         lengths
     }
@@ -368,7 +368,7 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
     }
 
     /// Makes the ring as long as a pass of so many rows leaves it room.
-    fn begin_pass(&self, rows: usize) {
+    fn begin_pass(&self, rows: usize) -> Result<(), ResidencyError> {
         let loader = &self.loader;
         let mut state = loader.shared.lock();
         state.failed.clear();
@@ -383,18 +383,12 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
             drop(state);
         }
         let begin = loader.backend.computed();
+        let begin = begin.map_err(|source| ResidencyError::Device { source })?;
+        loader.meter.begin(rows, begin);
         let mut state = loader.shared.lock();
-        match begin {
-            Ok(begin) => loader.meter.begin(rows, begin),
-            Err(source) => {
-                state.broken = Some(ResidencyError::Kernel {
-                    module: ModuleId::Embedding,
-                    source,
-                });
-            }
-        }
         state.ring.begin(rows >= self.ahead_rows);
         loader.shared.changed();
+        Ok(())
     }
 
     fn announce(&self, upcoming: &[ModuleId]) {
@@ -412,7 +406,7 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
     fn group(&self, upcoming: &[ModuleId]) -> usize {
         let state = self.loader.shared.lock();
         let ready = state.ring.ready(upcoming);
-        ready.min(state.ring.slots() / GROUPS).max(1)
+        ready.min(state.ring.slots() / RING_GROUPS).max(1)
     }
 
     fn stats(&self) -> ResidencyStats {

@@ -478,7 +478,7 @@ fn what_the_link_did_is_counted() {
         first.copy_ns > 0 && first.pass_ns > first.wait_ns,
         "{first:?}"
     );
-    assert!((0.0..=1.0).contains(&first.hidden_share()), "{first:?}");
+    assert!(first.wait_ns <= first.pass_ns, "{first:?}");
     runner.run(60, &[5]);
     let second = streamed.stats().streamed.since(&first);
     assert_eq!((second.passes, second.rows), (1, 1));

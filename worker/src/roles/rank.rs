@@ -386,7 +386,7 @@ fn load_options<'a>(
                 budget_bytes: Some(residency.budget_bytes),
             },
             PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading {
-                slots: ring_slots(residency),
+                slots: ring_slots(residency)?,
             },
             PlanPolicy::HostExperts => ResidencyPolicy::HostExperts {
                 budget_bytes: None,
@@ -398,16 +398,20 @@ fn load_options<'a>(
 }
 
 /// Slots of the ring as the plan shares memory between ring and prompts.
-fn ring_slots(residency: &PlanResidency) -> RingSlots {
+fn ring_slots(residency: &PlanResidency) -> anyhow::Result<RingSlots> {
     let length = |length: &PlanRingLength| RingLength {
         rows: length.prompt_tokens as usize,
         slots: length.slots as usize,
     };
-    match (residency.ring_lengths.is_empty(), residency.ring_slots) {
-        (false, _) => RingSlots::ByRows(residency.ring_lengths.iter().map(length).collect()),
-        (true, Some(slots)) => RingSlots::Fixed(slots as usize),
-        (true, None) => RingSlots::Auto,
-    }
+    Ok(
+        match (residency.ring_lengths.is_empty(), residency.ring_slots) {
+            (false, _) => RingSlots::ByRows(residency.ring_lengths.iter().map(length).collect()),
+            (true, Some(slots)) => RingSlots::Fixed(slots as usize),
+            (true, None) => anyhow::bail!(
+                "the plan streams this rank's experts and names no ring slots\n  make a new plan"
+            ),
+        },
+    )
 }
 
 /// Kernels and threads of the rank's CPUs.

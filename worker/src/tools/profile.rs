@@ -11,9 +11,9 @@ use hearth_profiler::{
 use crate::cli::GpuArgs;
 #[cfg(not(feature = "cuda"))]
 use crate::device::WITHOUT_GPUS;
-use crate::device::{GpuOptions, KernelDirectories};
 #[cfg(feature = "cuda")]
 use crate::device::{DeviceOptions, OnDevice};
+use crate::device::{GpuOptions, KernelDirectories};
 use crate::environment::Environment;
 use crate::logging::{self, print_data};
 #[cfg(feature = "cuda")]

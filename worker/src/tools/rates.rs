@@ -6,7 +6,8 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use hearth_crds::GpuProfile;
-use hearth_kernels::{Backend, DType, HostMatrix, KernelError};
+use hearth_kernels::ops::*;
+use hearth_kernels::{DType, HostMatrix, KernelError};
 use hearth_profiler::three_digits;
 use hearth_virtual::VirtualBackend;
 
@@ -40,7 +41,10 @@ pub(super) struct Timed<'a, B> {
 ///
 /// # Errors
 /// [`KernelError::Device`] if its memory is too small for any measurement.
-pub(super) fn of_virtual(backend: &VirtualBackend, memory_bytes: u64) -> Result<GpuProfile, KernelError> {
+pub(super) fn of_virtual(
+    backend: &VirtualBackend,
+    memory_bytes: u64,
+) -> Result<GpuProfile, KernelError> {
     let timed = Timed {
         backend,
         settle: &|| backend.finish(),
@@ -57,7 +61,10 @@ pub(super) fn of_virtual(backend: &VirtualBackend, memory_bytes: u64) -> Result<
 /// # Errors
 /// [`KernelError::Device`] if that is too little for any measurement, or the driver fails.
 #[cfg(feature = "cuda")]
-pub(super) fn of_gpu(backend: &hearth_cuda::CudaBackend, memory_bytes: u64) -> Result<GpuProfile, KernelError> {
+pub(super) fn of_gpu(
+    backend: &hearth_cuda::CudaBackend,
+    memory_bytes: u64,
+) -> Result<GpuProfile, KernelError> {
     backend.bind_thread()?;
     let last = backend.zeros(1, 1)?;
     let most_bytes = match is_fast(backend)? {
@@ -68,7 +75,12 @@ pub(super) fn of_gpu(backend: &hearth_cuda::CudaBackend, memory_bytes: u64) -> R
     let timed = Timed {
         backend,
         // What is downloaded comes after all that was queued.
-        settle: &|| backend.finish().and_then(|()| backend.download(&last)).map(drop),
+        settle: &|| {
+            backend
+                .finish()
+                .and_then(|()| backend.download(&last))
+                .map(drop)
+        },
         elapsed_ns: &|| u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX),
         least: Duration::from_millis(4),
         passes: 4,
@@ -82,7 +94,13 @@ pub(super) fn of_gpu(backend: &hearth_cuda::CudaBackend, memory_bytes: u64) -> R
 fn is_fast(backend: &hearth_cuda::CudaBackend) -> Result<bool, KernelError> {
     let data = vec![1_u8; SMALL_BYTES as usize];
     let rows = SMALL_BYTES as usize / 2 / COLUMNS;
-    let weight = backend.weight(&HostMatrix::new(data.into(), DType::Bf16, rows, COLUMNS, None)?)?;
+    let weight = backend.weight(&HostMatrix::new(
+        data.into(),
+        DType::Bf16,
+        rows,
+        COLUMNS,
+        None,
+    )?)?;
     let row = backend.zeros(1, COLUMNS)?;
     let mut took = Duration::ZERO;
     // The first time is that of a compilation.
@@ -95,7 +113,7 @@ fn is_fast(backend: &hearth_cuda::CudaBackend) -> Result<bool, KernelError> {
     Ok(took < Duration::from_millis(2))
 }
 
-impl<B: Backend> Timed<'_, B> {
+impl<B: Backend + LoadOps> Timed<'_, B> {
     /// Copies alone and beside reads of all CPUs, reads, products, and small operations.
     fn rates(&self, memory_bytes: u64) -> Result<GpuProfile, KernelError> {
         let backend = self.backend;
@@ -194,7 +212,10 @@ impl<B: Backend> Timed<'_, B> {
     }
 
     /// Seconds by its clock that one call takes on the device, once it has taken some time in sum.
-    fn seconds(&self, mut call: impl FnMut() -> Result<(), KernelError>) -> Result<f64, KernelError> {
+    fn seconds(
+        &self,
+        mut call: impl FnMut() -> Result<(), KernelError>,
+    ) -> Result<f64, KernelError> {
         let mut times = 1_u32;
         loop {
             let mut took = Duration::ZERO;

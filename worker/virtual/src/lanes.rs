@@ -1,6 +1,6 @@
 //! The lanes of a device: what it computes, what is copied to it, and what is copied out of its KV cache.
 //!
-//! An operation or copy has a serial in its lane, and a mark is the serial of the last one that was queued. In exact mode both
+//! An operation or copy has a serial in its lane, and a mark is the serial of the last one that was queued. In exact mode all
 //! lanes run where they are called, so that nothing would ever go wrong; what the lanes have waited for is recorded all the
 //! same, and a use of memory that nothing but luck put in order is an error.
 //!

@@ -1,7 +1,8 @@
 //! Sentences about routed experts that stay in the node's memory while the rest of the model is on a GPU.
 
 use hearth_crds::{
-    DualBatch, PlanMlaForm, PlanRank, PlanRole, PlanRouting, ResidencyPolicy, format_bytes,
+    DualBatch, ExpertCache, PlanMlaForm, PlanRank, PlanRole, PlanRouting, ResidencyPolicy,
+    format_bytes,
 };
 
 use crate::cpus::format_cpu_list;
@@ -172,11 +173,23 @@ fn cache(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
         ms(choice.cached_ms),
         ms(choice.uncached_ms)
     );
-    if slot.gpu.virtual_device.is_none() {
-        return Some(format!(
-            "no cache of experts on the GPU of {}: it computes other bits than the CPUs do, and which of them computes an expert would depend on what was cached",
-            rank.name
-        ));
+    match (
+        draft.input.spec.decode.expert_cache,
+        &slot.gpu.virtual_device,
+    ) {
+        (ExpertCache::Off, _) => {
+            return Some(format!(
+                "no cache of experts on the GPU of {}, as the spec says",
+                rank.name
+            ));
+        }
+        (ExpertCache::Auto, None) => {
+            return Some(format!(
+                "no cache of experts on the GPU of {}: it computes other bits than the CPUs do, and which of them computes an expert would depend on what was cached; spec.decode.expertCache: \"On\" allows that",
+                rank.name
+            ));
+        }
+        (ExpertCache::On, _) | (ExpertCache::Auto, Some(_)) => {}
     }
     Some(match choice.cache_slots {
         0 => format!(

@@ -38,7 +38,7 @@ pub(crate) struct RegisteredFiles {
 struct State {
     /// Whether the driver registers pages of files, as far as is known.
     registers: bool,
-    /// The latest last.
+    /// In the order of their registration.
     pieces: Vec<Piece>,
 }
 

@@ -200,7 +200,7 @@ impl Drop for Uploader {
     }
 }
 
-/// Pinned buffers that are filled one after the other. Who drops it has waited for its copies.
+/// Pinned buffers that are filled one after the other. To be dropped after its copies have ended.
 pub(crate) struct Ring {
     stages: Vec<Stage>,
     /// Size of each in bytes.

@@ -6,6 +6,7 @@
 
 mod expanded;
 
+pub use expanded::EXPANSION_TILE_ROWS;
 use hearth_formats::{AttentionConfig, ModelConfig};
 use hearth_kernels::{
     AttentionSpec, Backend, KvDType, KvLayout, Latents, MlaHeads, RopeLayout, RopeTable,

@@ -62,7 +62,10 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
         let (routing, rows) = self.device.routing_and_rows(chosen, x)?;
         let mut chosen = ChosenExperts::new(layer, &routing);
         let (count, hidden) = self.device.shape(x);
-        if let Some(cache) = self.cache.as_ref().filter(|_| count <= hot::MOST_ROWS)
+        if let Some(cache) = self
+            .cache
+            .as_ref()
+            .filter(|_| count <= hot::CACHED_STEP_ROWS)
             && let Some(on_device) = OnDevice::take(&**cache, &mut chosen, self.host.expert_ms())
         {
             let places = (&self.device, cache);
@@ -254,7 +257,7 @@ impl Job {
         }
         let total = self.chosen.run(host, residency, &x, &mut check)?;
         let output: Result<Vec<f32>, KernelError> = host.download(&total);
-        if rows > hot::MOST_ROWS {
+        if rows > hot::CACHED_STEP_ROWS {
             return Ok(output?);
         }
         let each_us = started.elapsed().as_secs_f64() * 1e6 / self.chosen.ids().len().max(1) as f64;

@@ -15,7 +15,7 @@ use crate::ModelError;
 use crate::residency::{ExpertCache, Kept};
 
 /// Most rows of a pass for which the device's experts are used: with more, the host needs most experts anyway.
-pub(super) const MOST_ROWS: usize = 32;
+pub const CACHED_STEP_ROWS: usize = 32;
 
 /// A layer's experts that the device computes.
 pub(super) struct OnDevice {

@@ -11,6 +11,7 @@ use hearth_kernels::ops::MemoryOps;
 use crate::{ModelError, ResidencyStats};
 
 pub(crate) use host::HostExperts;
+pub use hot::CACHED_STEP_ROWS;
 pub(crate) use local::LocalExperts;
 
 /// A layer with routed experts.

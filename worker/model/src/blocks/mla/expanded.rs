@@ -15,7 +15,7 @@ use crate::flight::{Sequences, indices, row_tiles};
 use crate::{ExpansionRoom, ModelError, ModuleWeights};
 
 /// Most positions, or rows, of a tile: enough for large products.
-const MOST_TILE: usize = 2048;
+pub const EXPANSION_TILE_ROWS: usize = 2048;
 
 impl Mla {
     /// Columns of what queries are projected from.
@@ -198,7 +198,8 @@ impl Mla {
         let at_once = divisor.unwrap_or(1);
         // What an operation reads, and what it writes.
         let of_heads = 2 * at_once * (nope + self.rope_dim + v);
-        let tile = |elements: usize| (room.least_bytes / (4 * elements)).clamp(1, MOST_TILE);
+        let tile =
+            |elements: usize| (room.least_bytes / (4 * elements)).clamp(1, EXPANSION_TILE_ROWS);
         Cut {
             heads: at_once,
             positions: tile(of_heads + 2 * (rank + self.rope_dim)),

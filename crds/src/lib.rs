@@ -34,6 +34,7 @@ mod status;
 mod store;
 mod translate;
 mod url;
+mod worker_report;
 
 #[cfg(feature = "kube")]
 mod bounds;
@@ -60,7 +61,9 @@ pub use model::*;
 pub use plan::*;
 pub use plan_record::*;
 pub use pod_template::*;
-pub use process::{HUNG_AFTER, LastError, Restarts, how_it_ended};
+pub use process::{
+    END_MARGIN, HUNG_AFTER, LAST_WORDS, LastError, MAX_FAILED_STARTS, Restarts, how_it_ended,
+};
 pub use profile::*;
 pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
 pub use reader::{READER_VERSION, ReadError, read_versioned, read_versioned_value};
@@ -70,6 +73,7 @@ pub use scaling::{ScalingMode, ScalingSpec};
 pub use status::*;
 pub use store::{STORE_KEY_DIGITS, store_key};
 pub use url::shown_url;
+pub use worker_report::{StreamedPrompts, WorkerReport};
 
 #[cfg(feature = "kube")]
 pub use crd::{crd_yaml, crd_yaml_files, crds};

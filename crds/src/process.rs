@@ -7,6 +7,13 @@ use std::time::Duration;
 /// Silence after which a serving process, which reports every second, counts as hung.
 pub const HUNG_AFTER: Duration = Duration::from_secs(3);
 
+/// Ends in a row without having been ready after which a process cannot be started.
+pub const MAX_FAILED_STARTS: u32 = 3;
+/// Time beyond the grace period for a process to end.
+pub const END_MARGIN: Duration = Duration::from_secs(4);
+/// Time limit for reading the remaining output of a process that has ended.
+pub const LAST_WORDS: Duration = Duration::from_secs(1);
+
 /// First delay before a process is restarted; doubles up to [`MAX_PAUSE`].
 const MIN_PAUSE: Duration = Duration::from_millis(100);
 /// Longest delay before a process is restarted.

@@ -1,6 +1,5 @@
 //! One worker process: started, followed through its reports, restarted when it dies.
 
-use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -8,10 +7,10 @@ use std::time::Duration;
 
 use anyhow::Context;
 use hearth_crds::{
-    DEVICE_LOST_EXIT_CODE, HUNG_AFTER, LastError, Restarts, format_bytes, how_it_ended,
+    DEVICE_LOST_EXIT_CODE, HUNG_AFTER, LAST_WORDS, LastError, Restarts, StreamedPrompts,
+    WorkerReport, how_it_ended,
 };
 use rustix::process::{Pid, Signal, kill_process};
-use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{mpsc, watch};
@@ -19,8 +18,6 @@ use tokio::time::Instant;
 
 /// Silence after which a hung process is considered lost and is killed.
 const SILENCE: Duration = Duration::from_secs(20);
-/// Time limit for reading the remaining output of a process that has ended.
-const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Exit code of a worker that rejects its arguments.
 const USAGE: i32 = 2;
 
@@ -35,47 +32,6 @@ pub(crate) struct ProcessSpec {
     pub(crate) arguments: Vec<String>,
     /// Log file for standard error.
     pub(crate) log: PathBuf,
-}
-
-/// A line of a worker's standard output.
-#[derive(Deserialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-enum Report {
-    Loading { percent: u32 },
-    Ready {},
-    Alive,
-    Draining,
-    Streamed(Streamed),
-    CutOff { answers: u64 },
-}
-
-/// Prompts that a worker computed while their experts came over the link to its device, or the part of one so far.
-#[derive(Clone, Copy, Debug, Deserialize)]
-pub(crate) struct Streamed {
-    /// 0 while the prompt is read.
-    tokens: u64,
-    copied_bytes: u64,
-    copy_ms: f64,
-    wait_ms: f64,
-    pass_ms: f64,
-}
-
-impl fmt::Display for Streamed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let hidden = 1.0 - (self.wait_ms / self.copy_ms.max(f64::MIN_POSITIVE)).clamp(0.0, 1.0);
-        let seconds = self.pass_ms / 1e3;
-        match self.tokens {
-            0 => write!(f, "a prompt, {seconds:.1} s so far: ")?,
-            tokens => write!(f, "{tokens} tokens in {seconds:.1} s: ")?,
-        }
-        write!(
-            f,
-            "{} of experts at {:.1} GB/s, {:.0} % of the copies beside computation",
-            format_bytes(self.copied_bytes),
-            self.copied_bytes as f64 / 1e6 / self.copy_ms.max(f64::MIN_POSITIVE),
-            hidden * 100.0
-        )
-    }
 }
 
 /// An event of a process.
@@ -97,9 +53,11 @@ pub(crate) enum ProcessEventKind {
     /// It is ready to serve.
     Ready,
     /// It has read prompts whose experts were streamed.
-    Streamed(Streamed),
+    Streamed(StreamedPrompts),
     /// It has stopped reporting (true), or reports again.
     Hung(bool),
+    /// Its engine has failed and it takes no requests (true), or has recovered.
+    Unhealthy(bool),
     /// It ended without being asked to, and is restarted after the delay.
     Died {
         /// Description in words: `killed by signal 9`.
@@ -254,22 +212,24 @@ async fn follow(
                 }
             }
             line = line => match line {
-                Ok(Some(line)) => match serde_json::from_str(&line) {
-                    Ok(Report::Alive) => {
+                Ok(Some(line)) => match WorkerReport::read(&line) {
+                    Some(WorkerReport::Alive) => {
                         heard = Instant::now();
                         if std::mem::take(&mut is_silent) {
                             tell(ProcessEventKind::Hung(false));
                         }
                     }
-                    Ok(Report::Ready {}) => {
+                    Some(WorkerReport::Ready { .. }) => {
                         heard = Instant::now();
                         ready_at.get_or_insert(heard);
                         tell(ProcessEventKind::Ready);
                     }
-                    Ok(Report::CutOff { answers }) => tell(ProcessEventKind::CutOff(answers)),
-                    Ok(Report::Streamed(streamed)) => tell(ProcessEventKind::Streamed(streamed)),
-                    Ok(Report::Loading { percent }) => tell(ProcessEventKind::Loading(percent)),
-                    Ok(Report::Draining) | Err(_) => {}
+                    Some(WorkerReport::CutOff { answers }) => tell(ProcessEventKind::CutOff(answers)),
+                    Some(WorkerReport::Streamed(streamed)) => tell(ProcessEventKind::Streamed(streamed)),
+                    Some(WorkerReport::Loading { percent }) => tell(ProcessEventKind::Loading(percent)),
+                    Some(WorkerReport::Unhealthy) => tell(ProcessEventKind::Unhealthy(true)),
+                    Some(WorkerReport::Healthy) => tell(ProcessEventKind::Unhealthy(false)),
+                    Some(WorkerReport::Draining) | None => {}
                 },
                 Ok(None) | Err(_) => lines = None,
             },
@@ -290,7 +250,7 @@ async fn follow(
 /// Reads the remaining output of a process that has ended.
 async fn last_words(mut lines: Lines<BufReader<ChildStdout>>, tell: &impl Fn(ProcessEventKind)) {
     while let Ok(Some(line)) = lines.next_line().await {
-        if let Ok(Report::CutOff { answers }) = serde_json::from_str(&line) {
+        if let Some(WorkerReport::CutOff { answers }) = WorkerReport::read(&line) {
             tell(ProcessEventKind::CutOff(answers));
         }
     }
@@ -304,31 +264,4 @@ fn last_error(path: &Path, start: u64) -> Option<String> {
     let mut error = LastError::default();
     text.lines().for_each(|line| error.hear(line));
     error.words()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_streamed_prompt_is_told_with_its_rate_and_what_hid_its_copies() {
-        let line = r#"{"event":"streamed","tokens":4096,"copied_bytes":12000000000,"copy_ms":1000.0,"wait_ms":40.0,"pass_ms":1240.0}"#;
-        let report = serde_json::from_str(line).expect("a report");
-        let Report::Streamed(streamed) = report else {
-            panic!("not a streamed prompt: {line}");
-        };
-        assert_eq!(
-            streamed.to_string(),
-            "4096 tokens in 1.2 s: 11.2 GiB of experts at 12.0 GB/s, 96 % of the copies beside computation"
-        );
-        let so_far = Streamed {
-            tokens: 0,
-            ..streamed
-        };
-        assert!(
-            so_far
-                .to_string()
-                .starts_with("a prompt, 1.2 s so far: 11.2 GiB")
-        );
-    }
 }

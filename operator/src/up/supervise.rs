@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::bail;
-use hearth_crds::{PlanRank, PlanRole};
+use hearth_crds::{END_MARGIN, MAX_FAILED_STARTS, PlanRank, PlanRole};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
@@ -22,12 +22,6 @@ use crate::environment::Environment;
 use crate::terminal::ui::Busy;
 use crate::up::state::{Running, RunningProcess, StateDir};
 use crate::up::worker;
-
-/// Number of deaths without ever having served after which a process is given up.
-const MAX_FAILED_STARTS: u32 = 3;
-/// Time beyond the grace period for a process to end. The gateway takes two seconds for streams to send their last
-/// error.
-const END_MARGIN: Duration = Duration::from_secs(4);
 
 /// Runs the plan's processes until Ctrl-C, or until the answer with `--once`.
 pub(super) async fn supervise(
@@ -210,6 +204,10 @@ impl Deployment {
                 process.ready = !is_hung;
                 self.tell_hung(&rank, is_hung);
             }
+            ProcessEventKind::Unhealthy(has_failed) => {
+                process.ready = !has_failed;
+                self.tell_failed(&rank, has_failed);
+            }
             ProcessEventKind::Died {
                 how,
                 why,
@@ -248,6 +246,19 @@ impl Deployment {
         let steps = &self.prepared.steps;
         self.spinner.suspend(|| match is_hung {
             true => steps.warn(&format!("{rank} says nothing: it hangs")),
+            false => steps.done(&format!("{rank} serves again")),
+        });
+    }
+
+    /// Reports that a process's engine has failed, or has recovered.
+    fn tell_failed(&self, rank: &str, has_failed: bool) {
+        let steps = &self.prepared.steps;
+        let log = self.prepared.directory.log(rank);
+        self.spinner.suspend(|| match has_failed {
+            true => steps.warn(&format!(
+                "{rank} takes no requests: its engine has failed; its log: {}",
+                log.display()
+            )),
             false => steps.done(&format!("{rank} serves again")),
         });
     }

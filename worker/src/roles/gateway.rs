@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use hearth_crds::{InferencePlanSpec, PlanRole};
+use hearth_crds::{InferencePlanSpec, PlanRole, WorkerReport};
 use hearth_formats::Checkpoint;
 use hearth_server::{CorsOrigin, Gateway, GatewayConfig, HttpsFiles, Limits, Predicted, Routing};
 use hearth_transport::Endpoint;
 use tokio::net::TcpListener;
 
 use super::process::ProcessArgs;
-use super::report::{Report, stay_alive};
+use super::report::{send_report, stay_alive};
 use super::routes;
 use crate::signals;
 
@@ -73,15 +73,14 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
                 None => std::future::pending().await,
             }
         };
-        Report::Ready {
-            endpoint,
-            device: "gateway",
-        }
-        .send();
+        send_report(&WorkerReport::Ready {
+            endpoint: endpoint.to_owned(),
+            device: "gateway".to_owned(),
+        });
         tracing::info!(rank = rank.name, endpoint, "serving");
         let shutdown = async {
             signals::termination().await;
-            Report::Draining.send();
+            send_report(&WorkerReport::Draining);
         };
         let pool = gateway.pool().clone();
         let follow_routes = async {
@@ -94,7 +93,7 @@ pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
             served = gateway.serve(listener, shutdown) => {
                 let answers = served?;
                 if answers > 0 {
-                    Report::CutOff { answers }.send();
+                    send_report(&WorkerReport::CutOff { answers });
                 }
                 Ok(())
             }

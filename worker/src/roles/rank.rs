@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use hearth_crds::{
     InferencePlanSpec, PlanKv, PlanKvType, PlanRank, PlanResidency, PlanRingLength, PlanRole,
-    ResidencyPolicy as PlanPolicy,
+    ResidencyPolicy as PlanPolicy, WorkerReport,
 };
 use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHealth, KvBudget};
 use hearth_formats::{Checkpoint, ModelConfig, Tokenizer};
@@ -25,7 +25,7 @@ use super::layers::Layers;
 use super::load_watch::LoadWatch;
 use super::prefill::PrefillService;
 use super::process::ProcessArgs;
-use super::report::{Report, report_streams, stay_alive};
+use super::report::{report_streams, send_report, stay_alive};
 use super::traces::Traces;
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
@@ -119,7 +119,7 @@ async fn serve(
     let _probes = address.map(|address| health.listen(address)).transpose()?;
     let tls = args.process.tls.read()?;
     let listener = Listener::bind(endpoint)?;
-    Report::Loading { percent: 0 }.send();
+    send_report(&WorkerReport::Loading { percent: 0 });
     let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
     // Other workers wait for the turn as long as the weights are in memory.
     let (worker, device, _turn) =
@@ -127,11 +127,10 @@ async fn serve(
     drop(watch);
     let routes = routes(&worker, Routes::new(health.service()), tls.clone());
     health.set_ready(true).await;
-    Report::Ready {
-        endpoint,
-        device: &device,
-    }
-    .send();
+    send_report(&WorkerReport::Ready {
+        endpoint: endpoint.to_owned(),
+        device: device.clone(),
+    });
     tracing::info!(rank = rank.name, endpoint, device, "serving");
 
     let grace = Duration::from_secs(u64::from(args.process.grace));
@@ -139,7 +138,7 @@ async fn serve(
     let ending = health.clone();
     let shutdown = async move {
         signals::termination().await;
-        Report::Draining.send();
+        send_report(&WorkerReport::Draining);
         ending.end().await;
         if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
@@ -190,12 +189,12 @@ async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
             EngineHealth::Healthy => {
                 if since.take().is_some() {
                     health.set_ready(true).await;
-                    Report::Healthy.send();
+                    send_report(&WorkerReport::Healthy);
                 }
             }
             EngineHealth::Unhealthy(why) => {
                 let began = *since.get_or_insert_with(|| {
-                    Report::Unhealthy.send();
+                    send_report(&WorkerReport::Unhealthy);
                     std::time::Instant::now()
                 });
                 health.set_ready(false).await;
@@ -261,7 +260,7 @@ fn open(
             watch.went_on(percent);
             if percent > told {
                 told = percent;
-                Report::Loading { percent }.send();
+                send_report(&WorkerReport::Loading { percent });
             }
         },
     )?;

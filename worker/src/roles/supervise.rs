@@ -14,8 +14,8 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::Args;
 use hearth_crds::{
-    DEVICE_LOST_EXIT_CODE, HUNG_AFTER, InferencePlanSpec, LastError, PlanRole, Restarts,
-    how_it_ended,
+    DEVICE_LOST_EXIT_CODE, END_MARGIN, HUNG_AFTER, InferencePlanSpec, LAST_WORDS, LastError,
+    MAX_FAILED_STARTS, PlanRole, Restarts, WorkerReport, how_it_ended,
 };
 use hearth_transport::Health;
 use rustix::process::{Pid, Signal, kill_process};
@@ -30,16 +30,10 @@ use crate::logging::{print_line, say};
 use crate::lost::DeviceLost;
 use crate::signals;
 
-/// Ends in a row without having been ready after which a rank cannot be started.
-const MAX_FAILED_STARTS: u32 = 3;
 /// Silence after which a ready rank, which reports every second, is killed: as long as a liveness probe waits.
 const SILENCE: Duration = Duration::from_secs(60);
-/// Time beyond the grace period for processes to end.
-const END_MARGIN: Duration = Duration::from_secs(4);
 /// Time for the other ranks to end whose device is lost: what they compute is lost with it.
 const LOST_GRACE: Duration = Duration::from_secs(5);
-/// Time limit for reading the remaining output of a process that has ended.
-const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Arguments of `supervise`.
 #[derive(Args)]
@@ -299,16 +293,16 @@ impl Reported {
         }
     }
 
-    fn hear(&mut self, event: Option<&str>) {
+    fn hear(&mut self, report: Option<&WorkerReport>) {
         self.heard = Instant::now();
         self.is_silent = false;
-        match event {
-            Some("ready") => {
+        match report {
+            Some(WorkerReport::Ready { .. }) => {
                 self.ready_at.get_or_insert(self.heard);
                 self.takes_requests = true;
             }
-            Some("healthy") => self.takes_requests = true,
-            Some("unhealthy" | "draining") => self.takes_requests = false,
+            Some(WorkerReport::Healthy) => self.takes_requests = true,
+            Some(WorkerReport::Unhealthy | WorkerReport::Draining) => self.takes_requests = false,
             _ => {}
         }
     }
@@ -364,9 +358,9 @@ async fn follow(
             line = line => match line {
                 Ok(Some(line)) => {
                     let line = String::from_utf8_lossy(&line);
-                    let event = event_of(&line);
-                    reported.hear(event.as_deref());
-                    if event.as_deref() != Some("alive") {
+                    let report = WorkerReport::read(&line);
+                    reported.hear(report.as_ref());
+                    if report != Some(WorkerReport::Alive) {
                         print_line(format_args!("{}: {line}", rank.name));
                     }
                 }
@@ -385,12 +379,6 @@ async fn follow(
         served: reported.ready_at.map(|at| at.elapsed()),
         code: status.ok().and_then(|status| status.code()),
     }
-}
-
-/// The name of the event that a line reports; `None` for other output.
-fn event_of(line: &str) -> Option<String> {
-    let report: serde_json::Value = serde_json::from_str(line).ok()?;
-    report.get("event")?.as_str().map(str::to_owned)
 }
 
 /// Passes a process's log on, line by line under its rank's name; returns the last error in it.
@@ -425,22 +413,26 @@ mod tests {
     #[tokio::test]
     async fn a_process_takes_requests_until_it_says_otherwise_or_says_nothing() {
         let mut reported = Reported::begin();
-        let mut after = |event| {
-            reported.hear(Some(event));
+        let ready = WorkerReport::Ready {
+            endpoint: "127.0.0.1:1".to_owned(),
+            device: "cpu".to_owned(),
+        };
+        let mut after = |report: &WorkerReport| {
+            reported.hear(Some(report));
             reported.is_ready()
         };
-        assert!(!after("loading"));
-        assert!(after("ready") && after("alive") && after("streamed"));
+        assert!(!after(&WorkerReport::Loading { percent: 3 }));
+        assert!(after(&ready) && after(&WorkerReport::Alive));
         assert!(
-            !after("unhealthy") && !after("alive"),
+            !after(&WorkerReport::Unhealthy) && !after(&WorkerReport::Alive),
             "its engine has failed"
         );
-        assert!(after("healthy"));
-        assert!(!after("draining") && !after("alive"));
-        reported.hear(Some("ready"));
+        assert!(after(&WorkerReport::Healthy));
+        assert!(!after(&WorkerReport::Draining) && !after(&WorkerReport::Alive));
+        reported.hear(Some(&ready));
         reported.is_silent = true;
         assert!(!reported.is_ready());
-        reported.hear(Some("alive"));
+        reported.hear(Some(&WorkerReport::Alive));
         assert!(reported.is_ready());
     }
 }

@@ -14,13 +14,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
+use hearth_crds::WorkerReport;
 use hearth_fetch::Cache;
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{Health, Listener, ServerOptions, Tls, TlsFiles, TlsNames, server, v1};
 use ipnet::IpNet;
 use tonic::{Request, Response, Status};
 
-use super::report::Report;
+use super::report::send_report;
 use crate::signals;
 use crate::tools::VirtualDevice;
 use identity::Identity;
@@ -161,11 +162,10 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     };
     let routes = Routes::new(health.service()).add_service(server::agent(service));
     health.set_ready(true).await;
-    Report::Ready {
-        endpoint: &endpoint,
-        device: "agent",
-    }
-    .send();
+    send_report(&WorkerReport::Ready {
+        endpoint: endpoint.clone(),
+        device: "agent".to_owned(),
+    });
     tracing::info!(node = args.node, endpoint, cache = %args.cache_dir.display(), "serving");
 
     let ending = health.clone();

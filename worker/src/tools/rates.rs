@@ -6,6 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use hearth_crds::GpuProfile;
+use hearth_kernels::ops::*;
 use hearth_kernels::{Backend, DType, HostMatrix, KernelError};
 use hearth_profiler::three_digits;
 use hearth_virtual::VirtualBackend;
@@ -95,7 +96,7 @@ fn is_fast(backend: &hearth_cuda::CudaBackend) -> Result<bool, KernelError> {
     Ok(took < Duration::from_millis(2))
 }
 
-impl<B: Backend> Timed<'_, B> {
+impl<B: Backend + LoadOps> Timed<'_, B> {
     /// Copies alone and beside reads of all CPUs, reads, products, and small operations.
     fn rates(&self, memory_bytes: u64) -> Result<GpuProfile, KernelError> {
         let backend = self.backend;

@@ -19,7 +19,7 @@ use support::{options, prompt};
 /// What the test models take; a prompt leaves room for a token.
 const CONTEXT: usize = 256;
 const LONGEST: u32 = CONTEXT as u32 - 1;
-const CASES: [&str; 3] = ["deepseek_v3", "deepseek_v3_fp8", "qwen3_moe"];
+const CASES: [&str; 4] = ["deepseek_v3", "deepseek_v3_fp8", "kimi_k2", "qwen3_moe"];
 
 fn golden(case: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))

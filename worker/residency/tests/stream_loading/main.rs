@@ -5,6 +5,7 @@
 )]
 
 mod lanes;
+mod releases;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};

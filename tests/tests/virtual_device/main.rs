@@ -1,6 +1,8 @@
 //! `hearth up` with a virtual device in place of a GPU: the plan is made for what was measured, and the workers carry it
 //! out to the byte.
 
+mod lost;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 

@@ -70,12 +70,64 @@ fn logits_are_the_same_bits_in_chunks_and_on_other_thread_counts() {
         let arguments = [&device[..], &ring, &["--chunk", "16"]].concat();
         assert_eq!(compute(slots, &arguments), whole);
     }
-    for beside in [&[][..], &["--cache-slots", "3"], &["--dual-batch"]] {
-        let hybrid = [&device[..], &["--residency", "host-experts"], beside].concat();
-        assert_eq!(compute("hybrid", &hybrid), whole);
-    }
+    let hybrid = [&device[..], &["--residency", "host-experts"]].concat();
+    assert_eq!(compute("hybrid", &hybrid), whole);
     let scalar = compute("scalar", &["--isa", "scalar"]);
     assert_eq!(scalar.0, whole.0);
+}
+
+/// A benchmark's report, and names of what its device did in order.
+fn traced(arguments: &[&str]) -> (Value, Vec<String>) {
+    let directory = tempfile::tempdir().expect("a directory");
+    let trace = directory.path().join("trace.json");
+    let report = json_of(
+        worker()
+            .args(["bench", "--json", "--trace"])
+            .arg(&trace)
+            .args(arguments)
+            .arg("--model")
+            .arg(demo()),
+    );
+    let text = std::fs::read_to_string(&trace).expect("a trace");
+    let trace: Value = serde_json::from_str(&text).expect("JSON");
+    let events = trace["traceEvents"].as_array().expect("events");
+    let happened = events.iter().filter(|event| event["ph"] == "X");
+    let name = |event: &Value| event["name"].as_str().expect("a name").to_owned();
+    (report, happened.map(name).collect())
+}
+
+/// Four sequences whose experts the CPUs compute, with two halves of a step by turns and with experts that are cached.
+#[test]
+fn steps_of_several_sequences_are_the_same_bits_in_halves_and_beside_a_cache() {
+    let device = ["--device", "virtual:memory=64Mi"];
+    let work = ["--prefill", "40", "--decode", "6"];
+    let bench = |batch: &str, more: &[&str]| {
+        let arguments = [&device[..], &work, &["--batch", batch], more].concat();
+        let (report, names) = traced(&arguments);
+        let begin = |part: &str| names.iter().filter(|name| name.starts_with(part)).count();
+        let counts = ["attention", "copy", "expert "].map(begin);
+        let digest = report["logits_sha256"].as_str().expect("a digest");
+        (digest.to_owned(), counts)
+    };
+    let host = ["--residency", "host-experts"];
+    let (plain, [attentions, ..]) = bench("4", &[]);
+    let (split, [of_both, copies, ..]) = bench("4", &[&host[..], &["--dual-batch"]].concat());
+    let cache = ["--cache-slots", "24", "--chunk", "40"];
+    let (cached, [.., loads, on_device]) = bench("4", &[&host[..], &cache].concat());
+    assert_eq!((&split, &cached), (&plain, &plain));
+    let other = ["--threads", "1", "--chunk", "7"];
+    assert_eq!(bench("4", &[&host[..], &other].concat()).0, plain);
+    let (more, _) = bench("3", &[]);
+    assert_ne!(more, plain, "the digest tells them apart");
+    // Eight steps of a batch, with those before timing: of each the halves attend by themselves.
+    let layers = json_of(worker().args(["facts", "--json", "--model"]).arg(demo()));
+    let layers = layers["layers"].as_u64().expect("layers") as usize;
+    assert_eq!(of_both, attentions + 8 * layers);
+    assert_eq!(copies, 0);
+    assert!(
+        loads > 0 && on_device > 0,
+        "{loads} copies, {on_device} used"
+    );
 }
 
 /// Times are the device's own, and its trace has an event for each copy.

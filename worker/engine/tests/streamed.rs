@@ -19,7 +19,10 @@ use support::{options, prompt};
 /// What the test models take; a prompt leaves room for a token.
 const CONTEXT: usize = 256;
 const LONGEST: u32 = CONTEXT as u32 - 1;
-const CASES: [&str; 3] = ["deepseek_v3", "deepseek_v3_fp8", "qwen3_moe"];
+const CASES: [&str; 4] = ["deepseek_v3", "deepseek_v3_fp8", "kimi_k2", "qwen3_moe"];
+
+/// What a device's fault says.
+const LOST: &str = "Xid 79: it has fallen off the bus\n";
 
 fn golden(case: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -51,7 +54,19 @@ fn start<B: Backend>(dir: &Path, backend: Arc<B>, residency: Arc<dyn Residency<B
 }
 
 fn streaming(dir: &Path, slots: usize) -> (Engine, Crossed) {
-    let backend = Arc::new(VirtualBackend::new(VirtualOptions::exact(1 << 30, cpu())).unwrap());
+    streaming_until(dir, slots, None)
+}
+
+/// The fault of a device: a file, and the number of experts after whose copies the device is lost.
+type Fault<'a> = Option<(&'a Path, usize)>;
+
+fn streaming_until(dir: &Path, slots: usize, fault: Fault<'_>) -> (Engine, Crossed) {
+    let fault = fault.map(|(file, after)| (file.to_owned(), after));
+    let virtual_options = VirtualOptions {
+        fault: fault.as_ref().map(|(file, _)| file.clone()),
+        ..VirtualOptions::exact(1 << 30, cpu())
+    };
+    let backend = Arc::new(VirtualBackend::new(virtual_options).unwrap());
     let config = ModelConfig::read(dir).unwrap();
     let checkpoint = Checkpoint::open(dir).unwrap();
     let crossed = Crossed::default();
@@ -60,8 +75,13 @@ fn streaming(dir: &Path, slots: usize) -> (Engine, Crossed) {
         slots: RingSlots::Fixed(slots),
         experts_per_token: config.moe.as_ref().unwrap().experts_per_token,
         listener: Some(Box::new(move |event| {
-            if let StreamEvent::Loaded(id) = event {
-                seen.lock().unwrap().push(id);
+            let StreamEvent::Loaded(id) = event else {
+                return;
+            };
+            let mut seen = seen.lock().unwrap();
+            seen.push(id);
+            if let Some((file, _)) = fault.as_ref().filter(|(_, after)| *after == seen.len()) {
+                std::fs::write(file, LOST).unwrap();
             }
         })),
     };
@@ -208,7 +228,7 @@ fn exported_until_lost(dir: &Path, lost_at: usize) -> Vec<(usize, usize)> {
     let sink = move |event: PrefillEvent| {
         pieces += usize::from(matches!(event, PrefillEvent::Kv { .. }));
         if pieces == lost_at {
-            std::fs::write(&file, "Xid 79: it has fallen off the bus\n").unwrap();
+            std::fs::write(&file, LOST).unwrap();
         }
         sender.send(event).is_ok()
     };
@@ -247,5 +267,44 @@ fn a_device_that_is_lost_in_the_middle_of_an_export_ends_it_with_the_cause() {
     for lost_at in 1..=whole.len() {
         let sent = exported_until_lost(&dir, lost_at);
         assert_eq!(sent, whole[..lost_at], "lost at piece {lost_at}");
+    }
+}
+
+/// The loader notices it at a copy, or the model at what it computes: either way the prompt ends, and the engine with it.
+#[test]
+fn a_device_that_is_lost_while_the_ring_is_filled_ends_the_prompt_with_the_cause() {
+    for case in CASES {
+        let dir = golden(case);
+        let all = all_experts(&dir);
+        for (slots, after) in [2, 3, all.len()]
+            .into_iter()
+            .flat_map(|slots| [1, 2, 5, all.len() / 2, all.len()].map(|after| (slots, after)))
+        {
+            let what = format!("{case}, {slots} slots, lost after {after} copies");
+            let directory = tempfile::tempdir().unwrap();
+            let file = directory.path().join("fault");
+            let (engine, crossed) = streaming_until(&dir, slots, Some((file.as_path(), after)));
+            let (events, _handle) = export(&engine, prompt(LONGEST, 3));
+            let error = loop {
+                match events.recv_timeout(std::time::Duration::from_secs(60)) {
+                    Ok(PrefillEvent::Kv { .. }) => {}
+                    Ok(PrefillEvent::Failed(error)) => break error.to_string(),
+                    Ok(PrefillEvent::Done { .. }) => panic!("{what}: nobody noticed"),
+                    Err(error) => panic!("{what}: {error}"),
+                }
+            };
+            assert!(
+                error.contains("virtual") && error.contains("fallen off the bus"),
+                "{what}: {error}"
+            );
+            let health = engine.health();
+            assert!(
+                matches!(health, Health::DeviceLost(_)),
+                "{what}: {health:?}"
+            );
+            assert_eq!(*crossed.lock().unwrap(), all[..after], "{what}");
+            // The loader's thread ends, too.
+            drop(engine);
+        }
     }
 }

@@ -152,6 +152,9 @@ pub trait LoadOps: MemoryOps {
     /// Lets copies into a slot that are queued from now on wait for `free`. Weights that were loaded into it before must
     /// not be used by operations that are queued after that mark.
     fn reuse(&self, slot: &Self::Slot, free: Option<&Self::Mark>) -> Result<(), KernelError>;
+    /// Says that nothing that is queued from now on reads the weights in a slot. A device that checks its users refuses later
+    /// reads; one that does not has nothing to do before [`LoadOps::reuse`].
+    fn vacate(&self, _slot: &Self::Slot) {}
     /// Queues the copy of a matrix to the byte `at` of a slot.
     fn load(
         &self,

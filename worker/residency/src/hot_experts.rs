@@ -223,6 +223,7 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
             let Some(slot) = state.slot(|_| true) else {
                 break;
             };
+            self.loader.backend.vacate(&self.loader.slots[slot]);
             state.want(missed[*index], slot, Some(free.clone()), 1);
             coming[*index] = Some(self.kept(missed[*index]));
         }
@@ -232,6 +233,7 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
             let id = missed[*hottest];
             let own = state.heat.of(id);
             if let Some(slot) = state.slot(|warmth| warmth < own) {
+                self.loader.backend.vacate(&self.loader.slots[slot]);
                 state.want(id, slot, Some(free), 0);
             }
         }

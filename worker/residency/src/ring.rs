@@ -153,19 +153,16 @@ impl<S, T, M> Ring<S, T, M> {
         Some(&loaded.expert)
     }
 
-    /// Ends one hold of an expert; the last one frees its slot behind `mark`. Returns whether it did.
-    pub(crate) fn release(&mut self, id: ModuleId, mark: Option<M>) -> bool {
-        let Some(loaded) = self.loaded.get_mut(&id) else {
-            return false;
-        };
+    /// Ends one hold of an expert; the last one frees its slot behind `mark`. Returns the slot if it did.
+    pub(crate) fn release(&mut self, id: ModuleId, mark: Option<M>) -> Option<&S> {
+        let loaded = self.loaded.get_mut(&id)?;
         loaded.guards = loaded.guards.saturating_sub(1);
         if loaded.guards > 0 {
-            return false;
+            return None;
         }
-        if let Some(loaded) = self.loaded.remove(&id) {
-            self.free.push_back((loaded.slot, mark));
-        }
-        true
+        let loaded = self.loaded.remove(&id)?;
+        self.free.push_back((loaded.slot, mark));
+        self.free.back().map(|(slot, _)| slot)
     }
 
     /// Number of these experts, counted from the first, that are loaded.
@@ -310,8 +307,8 @@ mod tests {
         ring.begin(true);
         assert_eq!(fill(&mut ring), [id(1, 0), id(1, 2)]);
         assert!(ring.hold(id(1, 1)).is_some());
-        assert!(!ring.release(id(1, 1), None));
-        assert!(ring.release(id(1, 1), None));
+        assert_eq!(ring.release(id(1, 1), None), None);
+        assert!(ring.release(id(1, 1), None).is_some());
         assert_eq!(fill(&mut ring), [id(1, 3)]);
     }
 

@@ -439,7 +439,13 @@ impl<B: Backend + LoadOps> Release for Streaming<B> {
             }
         };
         self.meter.released(mark.clone());
-        let is_free = self.shared.lock().ring.release(id, Some(mark));
+        let mut state = self.shared.lock();
+        let freed = state.ring.release(id, Some(mark));
+        let is_free = freed.is_some();
+        if let Some(slot) = freed {
+            self.backend.vacate(slot);
+        }
+        drop(state);
         if is_free {
             let bytes = self.experts.get(&id).map_or(0, |expert| expert.bytes());
             self.released_bytes.fetch_add(bytes, Ordering::Relaxed);

@@ -7,6 +7,7 @@ use clap::Args;
 use hearth_crds::GpuProfile;
 use hearth_kernels::Backend;
 use serde::Serialize;
+use sha2::{Digest, Sha256};
 
 use super::ahead::{self, AheadReport};
 use super::lanes::{Clock, LaneReport, LaneReports};
@@ -81,6 +82,8 @@ struct Report {
     /// `effective_gbps / read_bandwidth_gbps`.
     bandwidth_ratio: f64,
     peak_rss_bytes: u64,
+    /// SHA-256 of the last timed step's logits: runs whose arithmetic is the same have the same one, however they compute.
+    logits_sha256: String,
     /// Largest number of bytes of the device's own memory that were in use, and its budget; absent for the CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     device_peak_bytes: Option<u64>,
@@ -186,6 +189,8 @@ struct Decode {
     lanes: LaneReports,
     /// Bytes of weights that these steps read.
     bytes: u64,
+    /// Logits `[batch, vocab]` of the last one.
+    last: Vec<f32>,
 }
 
 fn measure<B: Backend>(
@@ -242,6 +247,7 @@ fn decode<B: Backend>(
 ) -> anyhow::Result<Decode> {
     let vocab = loaded.model.config().vocab_size;
     let mut step_ms = Vec::with_capacity(args.decode as usize);
+    let mut last = Vec::new();
     let mut before = (clock.read(), loaded.model.stats().read_bytes);
     for step in 0..WARMUP_STEPS + args.decode as usize {
         if step == WARMUP_STEPS {
@@ -254,11 +260,11 @@ fn decode<B: Backend>(
             .map(|(sequence, token)| (sequence, token.as_slice()))
             .collect();
         let started = clock.read();
-        let logits = session.step(&appended, false)?;
+        last = session.step(&appended, false)?;
         if step >= WARMUP_STEPS {
             step_ms.push(clock.since(&started, "decode step").0);
         }
-        next = logits.chunks(vocab).map(argmax).collect();
+        next = last.chunks(vocab).map(argmax).collect();
     }
     let (started, bytes_before) = before;
     let (_, lanes) = clock.since(&started, "decode");
@@ -268,6 +274,7 @@ fn decode<B: Backend>(
         step_ms,
         lanes,
         bytes: bytes_read,
+        last,
     })
 }
 
@@ -321,6 +328,7 @@ fn report<B: Backend>(
         read_bandwidth_gbps: read_gbps,
         bandwidth_ratio: effective_gbps / read_gbps,
         peak_rss_bytes: peak_rss_bytes(),
+        logits_sha256: sha256(&decode.last),
         device_peak_bytes: memory.map(|memory| memory.peak_bytes),
         device_budget_bytes: memory.map(|memory| memory.budget_bytes),
         prefill_lanes: prefill_lanes.device,
@@ -331,6 +339,16 @@ fn report<B: Backend>(
         device_rates: None,
         host_rates: None,
     }
+}
+
+/// SHA-256 of the bits of values, in hexadecimal.
+fn sha256(values: &[f32]) -> String {
+    let mut hasher = Sha256::new();
+    for value in values {
+        hasher.update(value.to_le_bytes());
+    }
+    let digest = hasher.finalize();
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Reads `VmHWM` of this process; 0 if /proc does not report it.

@@ -6,7 +6,8 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use clap::Args;
 use hearth_engine::{
-    Engine, EngineOptions, FinishReason, GenerateEvent, GenerateInput, KvBudget, SamplingParams,
+    Engine, EngineOptions, FinishReason, GenerateEvent, GenerateInput, Health, KvBudget,
+    SamplingParams,
 };
 use hearth_formats::{GenerationConfig, ModelConfig, Tokenizer};
 use serde::Serialize;
@@ -16,6 +17,7 @@ use crate::device::on_device;
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions};
 use crate::logging::{print_data, say};
+use crate::lost::DeviceLost;
 
 /// Tokens per KV block.
 const BLOCK_TOKENS: usize = 16;
@@ -255,7 +257,12 @@ fn collect(
                 };
                 return Ok((tokens, reason, timings));
             }
-            GenerateEvent::Failed(error) => return Err(error.into()),
+            GenerateEvent::Failed(error) => {
+                return Err(match engine.health() {
+                    Health::DeviceLost(why) => DeviceLost(why).into(),
+                    Health::Healthy | Health::Unhealthy(_) => error.into(),
+                });
+            }
             GenerateEvent::Started { .. } | GenerateEvent::NeedsKv { .. } => {}
         }
     }

@@ -1,7 +1,7 @@
 //! Slots for weights that come and go, and the marks that keep copies and operations in order.
 //!
-//! A slot owns the bytes of its weights, and a weight refers to them: once the slot is given to others the bytes are gone, so
-//! that a weight of before reads nothing rather than what luck left there.
+//! A slot owns the bytes of its weights, and a weight refers to them: once the slot is released, or given to others, the bytes
+//! are gone, so that a weight of before reads nothing rather than what luck left there.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -30,7 +30,7 @@ pub struct VirtualSlot {
 /// What a slot shares with the weights in it.
 #[derive(Default)]
 struct Shared {
-    /// Number of times that it was given to other weights.
+    /// Number of times that it was taken from its weights.
     uses: AtomicU64,
     /// Serial of the last operation that read it.
     last_read: AtomicU64,
@@ -61,12 +61,12 @@ pub(crate) struct Tenancy {
 }
 
 impl Tenancy {
-    /// Checks that the slot was not given to other weights.
+    /// Checks that the slot was not released or given to other weights.
     pub(crate) fn check(&self) -> Result<(), KernelError> {
         match self.slot.uses.load(Ordering::Acquire) == self.use_index {
             true => Ok(()),
             false => Err(fault(
-                "a weight was used after its slot was given to another one",
+                "a weight was used after its slot was released, or given to another one",
             )),
         }
     }
@@ -106,10 +106,7 @@ impl LoadOps for VirtualBackend {
     fn give_back(&self, slots: Vec<VirtualSlot>) -> Result<(), KernelError> {
         let copied = self.lanes.mark(Lane::Copy);
         self.lanes.wait_in(Lane::Compute, &copied);
-        for slot in &slots {
-            slot.shared.uses.fetch_add(1, Ordering::AcqRel);
-            slot.shared.contents().matrices.clear();
-        }
+        slots.iter().for_each(|slot| self.vacate(slot));
         Ok(())
     }
 
@@ -132,9 +129,14 @@ impl LoadOps for VirtualBackend {
                 "a slot was given to another weight before the operations that read it were waited for",
             ));
         }
+        self.vacate(slot);
+        Ok(())
+    }
+
+    /// Frees the bytes of the slot's weights: what was queued before has read them.
+    fn vacate(&self, slot: &VirtualSlot) {
         slot.shared.uses.fetch_add(1, Ordering::AcqRel);
         slot.shared.contents().matrices.clear();
-        Ok(())
     }
 
     fn load(

@@ -67,7 +67,7 @@ pub(crate) enum Storage {
         matrix: Option<HostMatrix>,
         _held: Arc<Held>,
     },
-    /// A slot, until that is used again.
+    /// A slot, until that is released.
     Slot {
         tenancy: Tenancy,
         contents: Weak<HostMatrix>,
@@ -110,7 +110,7 @@ impl VirtualWeight {
     /// The matrix, for the CPU's kernels; it shares the weight's bytes.
     ///
     /// # Errors
-    /// [`KernelError::Device`] if its slot was used again: a GPU would read another weight there.
+    /// [`KernelError::Device`] if its slot was released or used again: a GPU would read another weight there.
     pub(crate) fn matrix(&self) -> Result<HostMatrix, KernelError> {
         self.check()?;
         let matrix = match &self.storage {
@@ -124,7 +124,7 @@ impl VirtualWeight {
     /// Lets the operation `serial` read it, where computation has waited for copies up to `waited`.
     ///
     /// # Errors
-    /// [`KernelError::Device`] if its slot was used again, or nothing has waited for its copy.
+    /// [`KernelError::Device`] if its slot was released or used again, or nothing has waited for its copy.
     pub(crate) fn read(&self, serial: u64, waited: u64) -> Result<(), KernelError> {
         match &self.storage {
             Storage::Own { .. } => Ok(()),
@@ -132,7 +132,7 @@ impl VirtualWeight {
         }
     }
 
-    /// Checks that its slot was not used again.
+    /// Checks that its slot was not released or used again.
     pub(crate) fn check(&self) -> Result<(), KernelError> {
         match &self.storage {
             Storage::Own { .. } => Ok(()),

@@ -123,6 +123,29 @@ fn a_slot_that_is_filled_before_its_last_operation_was_waited_for_is_found() {
     }
 }
 
+/// The slot is not reused yet, so that its bytes would still be right.
+#[test]
+fn a_weight_that_is_used_after_its_slot_was_released_is_found() {
+    for device in devices() {
+        let matrix = matrix(INNER, HIDDEN);
+        let slots = device.slots(device.slot_bytes(&matrix), 1).unwrap();
+        let x = device.zeros(1, HIDDEN).unwrap();
+        device.reuse(&slots[0], None).unwrap();
+        let weight = device.load(&matrix, &slots[0], 0).unwrap();
+        device.after(&device.copied().unwrap()).unwrap();
+        device.linear(&x, &weight, None).unwrap();
+        let free = device.computed().unwrap();
+        device.vacate(&slots[0]);
+        let late = fault(device.linear(&x, &weight, None));
+        assert!(late.contains("its slot was released"), "{late}");
+        // The slot can be used again as ever.
+        device.reuse(&slots[0], Some(&free)).unwrap();
+        let weight = device.load(&matrix, &slots[0], 0).unwrap();
+        device.after(&device.copied().unwrap()).unwrap();
+        device.linear(&x, &weight, None).unwrap();
+    }
+}
+
 #[test]
 fn memory_goes_from_slots_to_activations_and_back_behind_what_uses_it() {
     for device in devices() {

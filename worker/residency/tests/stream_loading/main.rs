@@ -4,6 +4,9 @@
     reason = "a test may panic; clippy.toml's exemption does not reach helpers of integration tests"
 )]
 
+mod lanes;
+mod releases;
+
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -11,16 +14,14 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::*;
 use hearth_kernels::{Backend, BlockId, CpuBackend, CpuOptions, KvDType, Span};
 use hearth_model::{
-    Batch, ExpansionRoom, Guard, Model, ModuleId, Observer, Residency, ResidencyError,
+    Batch, ExpansionRoom, Guard, Model, ModuleId, ModuleSpec, Observer, Residency, ResidencyError,
     ResidencyStats, modules,
 };
 use hearth_residency::{
     Resident, RingLength, RingSlots, StreamEvent, StreamListener, StreamLoading,
     StreamLoadingOptions,
 };
-use hearth_virtual::{
-    CopyModel, LaneUse, Modelled, RoutingModel, VirtualBackend, VirtualMode, VirtualOptions,
-};
+use hearth_virtual::{VirtualBackend, VirtualOptions};
 
 const CASES: [&str; 4] = ["deepseek_v3", "deepseek_v3_fp8", "kimi_k2", "qwen3_moe"];
 
@@ -90,15 +91,22 @@ impl Files {
         Arc::new(Resident::open(&self.checkpoint, modules, backend).unwrap())
     }
 
+    /// All routed experts, in the order of the pass.
+    fn expert_specs(&self) -> Vec<ModuleSpec> {
+        let mut specs = modules(&self.config).unwrap();
+        specs.retain(|spec| matches!(spec.id, ModuleId::Expert(..)));
+        specs
+    }
+
+    fn expert_ids(&self) -> Vec<ModuleId> {
+        self.expert_specs().iter().map(|spec| spec.id).collect()
+    }
+
     /// Bytes of all routed experts.
     fn expert_bytes(&self) -> u64 {
-        let modules = modules(&self.config).unwrap();
-        let experts = modules
-            .iter()
-            .filter(|spec| matches!(spec.id, ModuleId::Expert(..)));
-        experts
-            .map(|spec| spec.stored_bytes(&self.checkpoint))
-            .sum()
+        let specs = self.expert_specs();
+        let bytes = |spec: &ModuleSpec| spec.stored_bytes(&self.checkpoint);
+        specs.iter().map(bytes).sum()
     }
 
     fn model<B: Backend>(&self, backend: Arc<B>, residency: Arc<dyn Residency<B>>) -> Runner<B> {
@@ -316,9 +324,12 @@ impl Residency<CpuBackend> for Acquired {
 
 #[test]
 fn no_expert_crosses_the_link_twice_for_a_prompt() {
+    let mut choosing_all = 0;
     for case in CASES {
         let files = Files::of(case);
         let (wanted, of_token) = (chosen(&files, &prompt(), 0), chosen(&files, &[5], 60));
+        let are_all = wanted == files.expert_ids();
+        choosing_all += usize::from(are_all);
         for slots in [2, 3, files.experts()] {
             let device = device(1 << 30);
             let crossed = Crossed::default();
@@ -326,8 +337,8 @@ fn no_expert_crosses_the_link_twice_for_a_prompt() {
             let streamed = files
                 .streamed_under(&device, RingSlots::Fixed(slots), listener)
                 .unwrap();
-            let mut runner = files.model(Arc::clone(&device), streamed);
-            for _ in 0..3 {
+            let mut runner = files.model(Arc::clone(&device), streamed.clone());
+            for pass in 1..=3 {
                 runner.run(0, &prompt());
                 let ids = crossed.take();
                 let what = format!("{case}, {slots} slots: {ids:?}");
@@ -339,12 +350,18 @@ fn no_expert_crosses_the_link_twice_for_a_prompt() {
                     wanted.iter().all(|id| ids.contains(id)),
                     "none missing: {what}"
                 );
+                if are_all {
+                    assert_eq!(ids, wanted, "{case}, {slots} slots");
+                    let copied = streamed.stats().streamed.copied_bytes;
+                    assert_eq!(copied, pass * files.expert_bytes(), "{case}");
+                }
             }
             // One token: what its routers chose, and nothing ahead of them.
             runner.run(60, &[5]);
             assert_eq!(crossed.take(), of_token, "{case}, {slots} slots");
         }
     }
+    assert!(choosing_all > 0, "no prompt chooses all experts");
 }
 
 #[test]
@@ -543,50 +560,4 @@ fn what_cannot_be_streamed_is_refused_by_name() {
     );
     let dense = text(1000, 2);
     assert!(dense.contains("too little memory for weights"), "{dense}");
-}
-
-/// A prompt on a modelled device whose copies and whose operations take about as long: what its lanes did.
-fn modelled_prompt(files: &Files, slots: usize) -> LaneUse {
-    let mode = VirtualMode::Modelled(Modelled {
-        copy_bytes_per_s: files.expert_bytes() as f64 / 2e-3,
-        read_bytes_per_s: 1e15,
-        compute_flops: 1e18,
-        launch_us: 15.0,
-        stretch: 100.0,
-        routing: RoutingModel::Uniform,
-        seed: 1,
-        copies: CopyModel::None,
-    });
-    let options = VirtualOptions {
-        mode,
-        ..VirtualOptions::exact(1 << 30, options())
-    };
-    let device = Arc::new(VirtualBackend::new(options).unwrap());
-    let streamed = files.streamed(&device, Some(slots)).unwrap();
-    let mut runner = files.model(Arc::clone(&device), streamed);
-    let before = device.lane_use().unwrap();
-    runner.run(0, &prompt());
-    device.lane_use().unwrap().since(&before)
-}
-
-#[test]
-fn copies_overlap_with_computation_where_the_ring_has_room() {
-    let files = Files::of("deepseek_v3");
-    let overlap = |slots: usize| {
-        for _ in 0..10 {
-            let used = modelled_prompt(&files, slots);
-            if used.late_operations * 100 <= used.operations {
-                return Some((used.compute_busy_ms + used.copy_busy_ms) / used.wall_ms);
-            }
-        }
-        None
-    };
-    let (Some(short), Some(long)) = (overlap(2), overlap(files.experts())) else {
-        eprintln!("skipped: this machine is too busy to model time");
-        return;
-    };
-    assert!(
-        long > short && long > 1.25,
-        "lanes overlap {long:.2} with a slot for each expert, {short:.2} with two"
-    );
 }

@@ -27,8 +27,8 @@ impl Residency<VirtualBackend> for Hasty {
         Ok(Guard::new(Arc::new(kept), None))
     }
 
-    fn begin_pass(&self, rows: usize) {
-        self.of.begin_pass(rows);
+    fn begin_pass(&self, rows: usize) -> Result<(), ResidencyError> {
+        self.of.begin_pass(rows)
     }
 
     fn announce(&self, upcoming: &[ModuleId]) {

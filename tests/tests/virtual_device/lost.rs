@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use hearth_tests::{Answer, Up, UpOptions, chat_body, chat_stream, deployment, root, worker};
 
-use super::{DEVICE, answer, assert_says_the_same, streaming, with_fault};
+use super::{DEVICE, answer, assert_says_the_same, lose, streaming, with_fault};
 
 /// A link that takes more than two seconds for the experts of a prompt.
 const SLOW: &str = "copy=1.5MB/s";
@@ -20,7 +20,7 @@ fn asked_while_it_streams(up: &mut Up, fault: &Path) -> anyhow::Result<Answer> {
         runtime.block_on(chat_stream(&v1, &body, |_, _| {}))
     });
     up.wait_for_output("prefill-0 read a prompt, ");
-    std::fs::write(fault, "Xid 79\n").expect("the fault");
+    lose(fault);
     client.join().expect("the client ends")
 }
 
@@ -85,7 +85,7 @@ fn a_tool_whose_device_is_lost_while_the_ring_is_filled_ends_with_its_code() {
         let tasks = format!("/proc/{}/task", tool.id());
         until("no loader starts", &mut || has_thread(&tasks, "loader"));
         std::thread::sleep(Duration::from_millis(after_ms));
-        std::fs::write(&fault, "Xid 79\n").expect("the fault");
+        lose(&fault);
         let mut status = None;
         until("it hangs", &mut || {
             status = tool.try_wait().expect("its status");

@@ -374,6 +374,13 @@ fn with_fault(file: PathBuf, device: &str, fault: &Path) -> UpOptions {
     }
 }
 
+/// Loses the device with that fault, which may be read at any moment: it is there with its cause or not at all.
+fn lose(fault: &Path) {
+    let written = fault.with_extension("new");
+    let lost = std::fs::write(&written, "Xid 79\n").and_then(|()| std::fs::rename(&written, fault));
+    lost.expect("the fault");
+}
+
 /// Where the workers run goes from the device to the CPUs, at the same addresses: the gateway holds what it has of the
 /// answer, and the rest is that of the CPUs.
 #[test]
@@ -403,7 +410,7 @@ fn a_lost_device_without_another_place_ends_with_the_cause() {
     let file = streaming(directory.path()).file.expect("a file");
     let fault = directory.path().join("fault");
     let mut up = Up::start(&with_fault(file.clone(), DEVICE, &fault));
-    std::fs::write(&fault, "Xid 79\n").expect("the fault");
+    lose(&fault);
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     let body = chat_body("hearth-demo", "What is Hearth?", 24);
     // It fails, as the deployment does.
@@ -442,7 +449,7 @@ fn answer_while(up: &Up, fault: &Path) -> Answer {
     let body = chat_body("hearth-demo", "What is Hearth?", 24);
     let answer = runtime.block_on(chat_stream(&up.v1(), &body, |piece, _| {
         if piece == 3 {
-            std::fs::write(fault, "Xid 79\n").expect("the fault");
+            lose(fault);
         }
     }));
     answer.unwrap_or_else(|error| panic!("{error}\n{}\n{}", up.output(), up.logs()))

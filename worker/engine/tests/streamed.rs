@@ -24,6 +24,13 @@ const CASES: [&str; 4] = ["deepseek_v3", "deepseek_v3_fp8", "kimi_k2", "qwen3_mo
 /// What a device's fault says.
 const LOST: &str = "Xid 79: it has fallen off the bus\n";
 
+/// Loses the device with that fault, which may be read at any moment: it is there with its cause or not at all.
+fn lose(fault: &Path) {
+    let written = fault.with_extension("new");
+    std::fs::write(&written, LOST).unwrap();
+    std::fs::rename(&written, fault).unwrap();
+}
+
 fn golden(case: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../tests/goldens")
@@ -81,7 +88,7 @@ fn streaming_until(dir: &Path, slots: usize, fault: Fault<'_>) -> (Engine, Cross
             let mut seen = seen.lock().unwrap();
             seen.push(id);
             if let Some((file, _)) = fault.as_ref().filter(|(_, after)| *after == seen.len()) {
-                std::fs::write(file, LOST).unwrap();
+                lose(file);
             }
         })),
     };
@@ -228,7 +235,7 @@ fn exported_until_lost(dir: &Path, lost_at: usize) -> Vec<(usize, usize)> {
     let sink = move |event: PrefillEvent| {
         pieces += usize::from(matches!(event, PrefillEvent::Kv { .. }));
         if pieces == lost_at {
-            std::fs::write(&file, LOST).unwrap();
+            lose(&file);
         }
         sender.send(event).is_ok()
     };

@@ -416,7 +416,10 @@ fn tools_run_on_a_gpu() {
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["device"], "cuda Hearth host model bf16 activations");
     assert!(report["read_bandwidth_gbps"].as_f64().unwrap() > 0.0);
+}
 
+#[test]
+fn a_gpu_is_listed_and_measured() {
     let output = worker(&["profile", "--json"]).output().unwrap();
     let profile: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(profile["gpus"][0].get("obstacle").is_none(), "{profile:#}");

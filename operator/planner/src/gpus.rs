@@ -364,9 +364,10 @@ fn take(
     demand: &Demand<'_>,
 ) -> Result<usize, GpuLack> {
     let need = demand.on_gpu(role, device);
-    let link_mbps = |n: usize| {
+    // In steps of a tenth, since measured rates of equal links differ.
+    let link_step = |n: usize| {
         let link = LinkRates::of(rooms[n].gpu).filter(|_| device.has_host_experts());
-        link.map_or(0, |link| (link.alone_gbps * 1e3) as u64)
+        link.map_or(i32::MIN, |link| (link.alone_gbps.log2() * 7.0).round() as i32)
     };
     let has_room = |n: usize| rooms[n].left_bytes >= need.least_bytes();
     let near_bytes = |n: usize| {
@@ -375,15 +376,15 @@ fn take(
         near.filter(|_| device.has_host_experts())
             .map_or(0, |numa| numa.free_bytes)
     };
-    let is_linked = |n: usize| !device.has_host_experts() || link_mbps(n) > 0;
+    let is_linked = |n: usize| !device.has_host_experts() || link_step(n) > i32::MIN;
     let most = (0..rooms.len())
         .filter(|n| !used.contains(n) && is_linked(*n))
         .min_by_key(|n| {
-            let link_mbps = if has_room(*n) { link_mbps(*n) } else { 0 };
+            let link_step = if has_room(*n) { link_step(*n) } else { i32::MIN };
             let near_bytes = if has_room(*n) { near_bytes(*n) } else { 0 };
             let left_bytes = rooms[*n].left_bytes;
             (
-                Reverse(link_mbps),
+                Reverse(link_step),
                 Reverse(near_bytes),
                 Reverse(left_bytes),
                 *n,

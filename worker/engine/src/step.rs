@@ -204,6 +204,8 @@ impl<F: Forward> StepLoop<F> {
                     self.remove(sequence);
                 }
                 self.held_exports.retain(|export| export.id != id);
+                // A shorter one behind it may have room.
+                self.begin_exports();
             }
             Command::FailAll(error) => {
                 self.fail_held(&error);

@@ -249,19 +249,26 @@ fn a_receiver_that_takes_nothing_holds_up_no_more_than_exports_without_room() {
     let whole: Vec<u32> = (0..40).collect();
     // All of the first prompt's KV stays unread: that of a second one has no room beside it.
     let (kv, ..) = exported(&engine, &whole, 0);
-    let waits = prefill(&engine, &whole, 0);
     let is_cancelled = prefill(&engine, &whole, 0);
-    assert!(waits.0.recv_timeout(Duration::from_millis(200)).is_err());
+    // One that has room does not overtake it.
+    let short = prefill(&engine, &whole[..8], 0);
+    assert!(short.0.recv_timeout(Duration::from_millis(200)).is_err());
     assert_eq!(engine.stats().kv_blocks_used, 0, "it has not begun");
     let outcome = answer(&engine, ask(&[1, 2, 3], 4));
     assert_eq!(outcome.tokens, oracle(&[1, 2, 3], VOCAB, 4, &warm(3), &[]));
     drop(is_cancelled);
+    let layers = |events: Receiver<PrefillEvent>| {
+        let mut layers = Vec::new();
+        while let PrefillEvent::Kv { layer, .. } = events.recv_timeout(PATIENCE).unwrap() {
+            layers.push(layer);
+        }
+        layers
+    };
+    assert_eq!(layers(short.0), (0..LAYERS).collect::<Vec<_>>());
+    let waits = prefill(&engine, &whole, 0);
+    assert!(waits.0.recv_timeout(Duration::from_millis(200)).is_err());
     drop(kv);
-    let mut layers = Vec::new();
-    while let PrefillEvent::Kv { layer, .. } = waits.0.recv_timeout(PATIENCE).unwrap() {
-        layers.push(layer);
-    }
-    assert_eq!(layers, (0..LAYERS).collect::<Vec<_>>());
+    assert_eq!(layers(waits.0), (0..LAYERS).collect::<Vec<_>>());
     assert_all_freed(&engine);
 }
 

@@ -241,9 +241,9 @@ pub struct DecodeSpec {
     /// Experts of a worker whose experts are on CPUs, in the memory that is left on its GPU: those that are used most. Auto
     /// does so where it is predicted to be faster and changes no bit; On also on a GPU whose arithmetic is not the CPUs',
     /// where the same request may then end with other tokens, since which of the two computes an expert depends on what is
-    /// cached. Quote the value: kubectl reads a bare On or Off as a boolean.
-    #[serde(default)]
-    pub expert_cache: ExpertCache,
+    /// cached. Unset: Auto. Quote the value: kubectl reads a bare On or Off as a boolean.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expert_cache: Option<ExpertCache>,
     /// The KV cache of each worker.
     #[serde(default)]
     pub kv_cache: KvCacheSpec,
@@ -258,7 +258,7 @@ impl Default for DecodeSpec {
             max_replicas: None,
             max_batch: default_max_batch(),
             dual_batch: DualBatch::default(),
-            expert_cache: ExpertCache::default(),
+            expert_cache: None,
             kv_cache: KvCacheSpec::default(),
         }
     }

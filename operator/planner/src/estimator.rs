@@ -151,11 +151,15 @@ impl<'a> Estimator<'a> {
         Some(self.host_experts(slot)?.choose(&plain))
     }
 
+    fn expert_cache(&self) -> ExpertCache {
+        self.spec.decode.expert_cache.unwrap_or_default()
+    }
+
     fn host_experts(&self, slot: &GpuSlot<'_>) -> Option<HostExperts> {
         match slot.device {
             Device::Cpus | Device::Gpu | Device::StreamingGpu => None,
             Device::GpuAndCpus => Some(HostExperts {
-                room_slots: match (self.spec.decode.expert_cache, &slot.gpu.virtual_device) {
+                room_slots: match (self.expert_cache(), &slot.gpu.virtual_device) {
                     (ExpertCache::On, _) | (ExpertCache::Auto, Some(_)) => slot.cache_room_slots,
                     // Which of two arithmetics computes an expert would depend on time.
                     (ExpertCache::Auto, None) | (ExpertCache::Off, _) => 0,

@@ -367,7 +367,9 @@ fn take(
     // In steps of a tenth, since measured rates of equal links differ.
     let link_step = |n: usize| {
         let link = LinkRates::of(rooms[n].gpu).filter(|_| device.has_host_experts());
-        link.map_or(i32::MIN, |link| (link.alone_gbps.log2() * 7.0).round() as i32)
+        link.map_or(i32::MIN, |link| {
+            (link.alone_gbps.log2() * 7.0).round() as i32
+        })
     };
     let has_room = |n: usize| rooms[n].left_bytes >= need.least_bytes();
     let near_bytes = |n: usize| {
@@ -380,7 +382,11 @@ fn take(
     let most = (0..rooms.len())
         .filter(|n| !used.contains(n) && is_linked(*n))
         .min_by_key(|n| {
-            let link_step = if has_room(*n) { link_step(*n) } else { i32::MIN };
+            let link_step = if has_room(*n) {
+                link_step(*n)
+            } else {
+                i32::MIN
+            };
             let near_bytes = if has_room(*n) { near_bytes(*n) } else { 0 };
             let left_bytes = rooms[*n].left_bytes;
             (

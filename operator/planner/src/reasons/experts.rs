@@ -174,7 +174,7 @@ fn cache(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
         ms(choice.uncached_ms)
     );
     match (
-        draft.input.spec.decode.expert_cache,
+        draft.input.spec.decode.expert_cache.unwrap_or_default(),
         &slot.gpu.virtual_device,
     ) {
         (ExpertCache::Off, _) => {

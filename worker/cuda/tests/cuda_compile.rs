@@ -1,6 +1,6 @@
 //! NVIDIA's compiler accepts every kernel for every supported GPU generation, no kernel spills registers except attention
 //! of the largest heads, and each can be launched: its registers and shared memory are there for a whole block. What the
-//! compiler said is kept under `$HEARTH_CACHE/nvrtc`, so that only kernels that changed since are compiled again.
+//! compiler said is kept under `$HEARTH_CACHE/nvrtc-logs`, so that only kernels that changed since are compiled again.
 
 #![allow(clippy::unwrap_used)] // a test that cannot set itself up has failed
 
@@ -76,7 +76,7 @@ impl Logs {
     fn of(library: &Path) -> Self {
         let hash = Sha256::digest(std::fs::read(library).unwrap());
         let compiler: String = hash[..8].iter().map(|b| format!("{b:02x}")).collect();
-        let directory = cache().join("nvrtc").join(compiler);
+        let directory = cache().join("nvrtc-logs").join(compiler);
         std::fs::create_dir_all(&directory).unwrap();
         Self(directory)
     }

@@ -167,7 +167,9 @@ impl ModelError {
         let source = match self {
             Self::Kernel { source, .. }
             | Self::Residency(
-                ResidencyError::Kernel { source, .. } | ResidencyError::Cache { source, .. },
+                ResidencyError::Kernel { source, .. }
+                | ResidencyError::Device { source }
+                | ResidencyError::Cache { source, .. },
             ) => Some(source),
             Self::Residency(ResidencyError::Ring { source, .. }) => source.as_ref(),
             _ => None,

@@ -15,6 +15,7 @@
 
 mod capability;
 mod convert;
+mod decode;
 mod deployment;
 mod error;
 mod execution;
@@ -53,6 +54,7 @@ mod structural;
 
 pub use capability::{BUILTIN_MODELS, KV_TYPES_SAYS, NO_RINGS_SAYS, Target, unsupported};
 pub use convert::Conversion;
+pub use decode::*;
 pub use deployment::*;
 pub use error::{FieldError, sentence};
 pub use execution::*;

@@ -9,7 +9,7 @@ pub const HUNG_AFTER: Duration = Duration::from_secs(3);
 
 /// Ends in a row without having been ready after which a process cannot be started.
 pub const MAX_FAILED_STARTS: u32 = 3;
-/// Time beyond the grace period for a process to end.
+/// Time beyond the grace period for a process to end. The gateway takes two seconds for streams to send their last error.
 pub const END_MARGIN: Duration = Duration::from_secs(4);
 /// Time limit for reading the remaining output of a process that has ended.
 pub const LAST_WORDS: Duration = Duration::from_secs(1);

@@ -1,7 +1,7 @@
 //! KV that receivers of exports have not taken yet, which is in ordinary memory: over a slow link all of a prompt's.
 //!
 //! A pass never waits for a receiver. Instead an export begins only when what is owed to all receivers, with it, is within
-//! the KV of the longest prompt, or nothing is; so much memory is in the plan.
+//! the KV of the longest prompt, or nothing is owed. Plans of Pods with memory limits count so much.
 
 use std::sync::{
     Arc,
@@ -66,7 +66,7 @@ pub(crate) struct Owed {
 }
 
 impl Owed {
-    /// Passes bytes to a receiver, who owes them until it drops them.
+    /// Makes bytes for a receiver, which are owed until it drops them.
     pub(crate) fn hand_over(&mut self, data: Vec<u8>) -> Bytes {
         let bytes = data.len().min(self.bytes);
         self.bytes -= bytes;

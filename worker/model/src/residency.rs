@@ -168,16 +168,16 @@ pub struct StreamedStats {
 }
 
 impl StreamedStats {
-    /// What was done since an earlier reading.
+    /// What was done since an earlier reading. A reading in the middle of a pass counts neither it nor its rows.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         Self {
-            passes: self.passes - before.passes,
-            rows: self.rows - before.rows,
-            copied_bytes: self.copied_bytes - before.copied_bytes,
-            copy_ns: self.copy_ns - before.copy_ns,
-            wait_ns: self.wait_ns - before.wait_ns,
-            pass_ns: self.pass_ns - before.pass_ns,
+            passes: self.passes.saturating_sub(before.passes),
+            rows: self.rows.saturating_sub(before.rows),
+            copied_bytes: self.copied_bytes.saturating_sub(before.copied_bytes),
+            copy_ns: self.copy_ns.saturating_sub(before.copy_ns),
+            wait_ns: self.wait_ns.saturating_sub(before.wait_ns),
+            pass_ns: self.pass_ns.saturating_sub(before.pass_ns),
         }
     }
 }

@@ -29,7 +29,8 @@ pub(crate) async fn report_streams(engine: &Engine) -> Infallible {
         tokio::time::sleep(ALIVE_PERIOD).await;
         let now = engine.stats().streamed;
         let since = now.since(&before);
-        if since.copied_bytes == told_bytes {
+        // The last copies of a prompt may be told before it ends.
+        if since.passes == 0 && since.copied_bytes == told_bytes {
             continue;
         }
         told_bytes = since.copied_bytes;

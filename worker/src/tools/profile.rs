@@ -58,6 +58,8 @@ pub(crate) struct ProfileArgs {
 struct DeviceMeter<'a> {
     gpu: &'a GpuArgs,
     environment: &'a Environment,
+    /// Whether a virtual device stands in for the GPUs.
+    has_stand_in: bool,
     /// Whether it prints a line for each measurement.
     tells: bool,
 }
@@ -76,7 +78,7 @@ impl Meter for DeviceMeter<'_> {
     }
 
     fn gpu(&self, gpu: &GpuProfile) -> Option<Result<GpuProfile, String>> {
-        if gpu_obstacle(self.gpu, self.environment).is_some() {
+        if self.has_stand_in || gpu_obstacle(self.gpu, self.environment).is_some() {
             return None;
         }
         self.tell(&format!("copies and arithmetic of {}", gpu.name));
@@ -122,6 +124,7 @@ pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Resu
     let meter = &DeviceMeter {
         gpu: &args.gpu,
         environment,
+        has_stand_in: args.virtual_device.is_some(),
         tells: args.progress,
     };
     let Measured {

@@ -162,10 +162,14 @@ fn assert_says_the_same(one: &Answer, other: &Answer) {
 async fn a_worker_that_is_killed_in_a_streamed_prompt_or_in_an_answer_costs_no_token() {
     let mut undisturbed = Vec::new();
     {
-        let (_directory, up) = start();
+        let (_directory, mut up) = start();
         for number in 0..4 {
             undisturbed.push(ask(&up, number, |_, _| {}).await);
         }
+        // The prompts take seconds: each is told while it is read, and at its end.
+        up.wait_for_output("prefill-0 read a prompt, ");
+        up.wait_for_output(" s so far: ");
+        up.wait_for_output(" tokens in ");
     }
     assert_ne!(undisturbed[0].text, undisturbed[1].text);
     let (_directory, up) = start();

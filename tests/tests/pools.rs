@@ -124,7 +124,10 @@ async fn a_stream_goes_on_at_the_other_worker() {
 #[tokio::test]
 async fn a_worker_that_stands_still_is_told_as_hung_and_its_stream_goes_on_at_the_other() {
     let (up, _directory) = two_of_each();
+    let began = Instant::now();
     let expected = undisturbed(&up, &seeded()).await;
+    // A worker is abandoned after 3 s of silence; then all is computed again, on a machine that other tests may keep busy.
+    let longest = Duration::from_secs(5) + 3 * began.elapsed();
     let (mut stopped, mut at, mut waited) = ("", Instant::now(), Duration::ZERO);
     let answer = chat_stream(&up.v1(), &seeded(), |pieces, _| {
         if pieces == 12 {
@@ -142,7 +145,7 @@ async fn a_worker_that_stands_still_is_told_as_hung_and_its_stream_goes_on_at_th
     .expect("the stream moves");
     assert_eq!(answer, expected);
     println!("nothing came for {waited:?}");
-    assert!(waited < Duration::from_secs(8), "it took {waited:?}");
+    assert!(waited < longest, "it took {waited:?} of {longest:?}");
     let process = |up: &Up| {
         let status = up.status();
         let processes = status["processes"].as_array().cloned().unwrap_or_default();

@@ -13,5 +13,7 @@ pub const EXPANSION_TILE_ROWS: u32 = 2048;
 pub const CACHED_STEP_ROWS: u32 = 32;
 /// Slots of the shortest ring of experts: one computes while the next is copied.
 pub const LEAST_RING_SLOTS: u32 = 2;
+/// Slots that dense modules pass through where they stream with the experts.
+pub const DENSE_SLOTS: u32 = 2;
 /// Groups of experts that a ring has room for; a group is computed together.
 pub const RING_GROUPS: u32 = 16;

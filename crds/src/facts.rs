@@ -271,6 +271,14 @@ impl ModelFacts {
         self.bytes.total().saturating_sub(self.bytes.routed_experts)
     }
 
+    /// Bytes of attention, dense and shared feed-forward blocks: the dense modules that may stream with the experts.
+    pub fn streamed_dense_bytes(&self) -> u64 {
+        self.bytes
+            .attention
+            .saturating_add(self.bytes.dense_ffn)
+            .saturating_add(self.bytes.shared_expert)
+    }
+
     /// Bytes that every step reads, regardless of its tokens.
     fn always_bytes(&self) -> u64 {
         self.bytes

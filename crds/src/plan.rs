@@ -186,6 +186,9 @@ pub struct PlanRank {
     /// the process.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub gpu_memory_bytes: u64,
+    /// What that memory is for; unset on CPUs, and in plans of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_memory: Option<PlanDeviceMemory>,
     /// The virtual device that stands for the GPU, as the worker's `--device` takes it; its memory is `gpuMemoryBytes`
     /// instead of what the text says. Unset for a real GPU and for CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -452,9 +455,35 @@ pub struct PlanResidency {
     /// ring and activations it needs. Unset where one length is for all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ring_lengths: Vec<PlanRingLength>,
+    /// Whether attention, dense and shared feed-forward blocks are read from the node's memory in every pass too, through
+    /// two slots of their own on the GPU; with StreamLoading where they do not fit beside what else is there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub streams_dense: bool,
     /// Experts that are kept on the GPU too, those used most; set with HostExperts where that pays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_slots: Option<u32>,
+}
+
+/// What a rank's share of a GPU's memory is for, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PlanDeviceMemory {
+    /// Weights that stay there.
+    pub weights_bytes: u64,
+    /// Slots that dense modules pass through; 0 where these stay.
+    #[serde(default, skip_serializing_if = "is_none_of_bytes")]
+    pub dense_slots_bytes: u64,
+    /// The shortest ring of experts; 0 where none are streamed.
+    #[serde(default, skip_serializing_if = "is_none_of_bytes")]
+    pub ring_bytes: u64,
+    /// Cached experts.
+    #[serde(default, skip_serializing_if = "is_none_of_bytes")]
+    pub cache_bytes: u64,
+    /// The KV cache.
+    pub kv_bytes: u64,
+    /// Activations, logits and the driver; with a ring also what makes it longer for prompts that leave room.
+    pub working_bytes: u64,
 }
 
 /// Length of a ring for prompts of a length.

@@ -104,6 +104,10 @@ pub(crate) struct ModelArgs {
     /// quarter of the memory beside the dense modules can hold)
     #[arg(long, value_name = "EXPERTS", value_parser = ring_slots)]
     pub(crate) ring_slots: Option<u32>,
+    /// Let attention, dense and shared feed-forward blocks pass through two slots of their own with --residency
+    /// stream-loading, instead of staying on the device
+    #[arg(long)]
+    pub(crate) stream_dense: bool,
     /// Bytes of weights in memory at a time with --residency mmap-prefetch (default: half of the weights), or of experts
     /// with host-experts (default: all of them)
     #[arg(long, value_name = "BYTES")]

@@ -29,6 +29,7 @@ const _: () = assert!(
     hearth_model::EXPANSION_TILE_ROWS == hearth_crds::EXPANSION_TILE_ROWS as usize
         && hearth_model::CACHED_STEP_ROWS == hearth_crds::CACHED_STEP_ROWS as usize
         && hearth_residency::LEAST_RING_SLOTS == hearth_crds::LEAST_RING_SLOTS as usize
+        && hearth_residency::DENSE_SLOTS == hearth_crds::DENSE_SLOTS as usize
         && hearth_residency::RING_GROUPS == hearth_crds::RING_GROUPS as usize
 );
 
@@ -58,10 +59,7 @@ pub(crate) enum ResidencyPolicy {
         budget_bytes: Option<u64>,
     },
     /// Routed experts pass through a ring of slots in the device's memory.
-    StreamLoading {
-        /// Number of slots.
-        slots: RingSlots,
-    },
+    StreamLoading(Rings),
     /// Routed experts stay in the machine's memory and are computed by its CPUs; all else stays on the device.
     HostExperts {
         /// Bytes of experts in memory at a time, read ahead of use and dropped after it; `None` means all of them.
@@ -69,6 +67,14 @@ pub(crate) enum ResidencyPolicy {
         /// Experts that the device has slots for: those that are used most.
         cache_slots: usize,
     },
+}
+
+/// What modules pass through with [`ResidencyPolicy::StreamLoading`].
+pub(crate) struct Rings {
+    /// Slots for routed experts.
+    pub(crate) slots: RingSlots,
+    /// Whether dense modules pass through slots of their own, instead of staying on the device.
+    pub(crate) streams_dense: bool,
 }
 
 /// A model on a device, with the data that the tools report about it.
@@ -99,11 +105,12 @@ impl LoadOptions<'_> {
             ResidencyArg::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
                 budget_bytes: args.residency_budget,
             },
-            ResidencyArg::StreamLoading => ResidencyPolicy::StreamLoading {
+            ResidencyArg::StreamLoading => ResidencyPolicy::StreamLoading(Rings {
                 slots: args
                     .ring_slots
                     .map_or(RingSlots::Auto, |slots| RingSlots::Fixed(slots as usize)),
-            },
+                streams_dense: args.stream_dense,
+            }),
             ResidencyArg::HostExperts => ResidencyPolicy::HostExperts {
                 budget_bytes: args.residency_budget,
                 cache_slots: args.cache_slots as usize,
@@ -120,6 +127,11 @@ impl LoadOptions<'_> {
             (
                 "--ring-slots",
                 args.ring_slots.is_some() && !streams,
+                ResidencyArg::StreamLoading,
+            ),
+            (
+                "--stream-dense",
+                args.stream_dense && !streams,
                 ResidencyArg::StreamLoading,
             ),
             (
@@ -307,7 +319,7 @@ impl Files<'_> {
             ResidencyPolicy::MmapPrefetch { budget_bytes } => {
                 self.prefetched(&backend, self.modules.clone(), budget_bytes)?
             }
-            ResidencyPolicy::StreamLoading { .. } => anyhow::bail!(
+            ResidencyPolicy::StreamLoading(_) => anyhow::bail!(
                 "--residency stream-loading has no effect on the CPU, which computes where the weights are\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
             ),
             ResidencyPolicy::HostExperts { .. } => anyhow::bail!(
@@ -325,7 +337,7 @@ impl Files<'_> {
         host: HostOptions,
         keep: Keep<'_, '_>,
         slots: Slots<
-            impl FnOnce(&Self, &Arc<B>, RingSlots) -> Policy<B>,
+            impl FnOnce(&Self, &Arc<B>, Rings) -> Policy<B>,
             impl FnOnce(&Self, &Arc<B>, usize) -> Cache<B>,
         >,
     ) -> anyhow::Result<LoadedOn<B>> {
@@ -336,8 +348,8 @@ impl Files<'_> {
                 self.model(backend, residency)
             }
             ResidencyPolicy::MmapPrefetch { .. } => anyhow::bail!(CPU_ONLY),
-            ResidencyPolicy::StreamLoading { slots: count } => {
-                let residency = (slots.streamed)(&self, &backend, count)?;
+            ResidencyPolicy::StreamLoading(rings) => {
+                let residency = (slots.streamed)(&self, &backend, rings)?;
                 let loaded = self.model(backend, residency)?;
                 Ok(LoadedOn {
                     model: loaded.model.in_row_tiles(STREAMED_TILE_ROWS as usize),
@@ -401,12 +413,13 @@ impl Files<'_> {
     fn streamed<B: Backend + LoadOps>(
         &self,
         backend: &Arc<B>,
-        slots: RingSlots,
+        rings: Rings,
         trace: Option<Arc<Trace>>,
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
         let moe = self.config.moe.as_ref();
         let options = StreamLoadingOptions {
-            slots,
+            slots: rings.slots,
+            streams_dense: rings.streams_dense,
             experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
             listener: trace.map(listener),
         };
@@ -421,9 +434,9 @@ impl Files<'_> {
     fn streamed_to_gpu(
         &self,
         backend: &Arc<GpuBackend>,
-        slots: RingSlots,
+        rings: Rings,
     ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
-        self.streamed(backend, slots, None)
+        self.streamed(backend, rings, None)
     }
 
     /// The same in a build that opens no GPU.
@@ -431,7 +444,7 @@ impl Files<'_> {
     fn streamed_to_gpu(
         &self,
         _backend: &Arc<GpuBackend>,
-        _slots: RingSlots,
+        _rings: Rings,
     ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
         anyhow::bail!(crate::device::WITHOUT_GPUS)
     }

@@ -5,7 +5,7 @@ use hearth_crds::{
 };
 
 use crate::error::{AskedBy, PlanError};
-use crate::node_ranks::{Device, Devices};
+use crate::node_ranks::{DenseModules, Device, Devices};
 
 /// What a spec says about devices.
 #[derive(Clone, Copy, Debug)]
@@ -87,7 +87,7 @@ impl Asked {
     }
 
     /// Candidates, best first: a GPU that holds the model, as prefill is compute-bound; then one that holds all but the
-    /// routed experts; then CPUs. `has_gpus`: any node has a GPU that this engine can use.
+    /// routed experts, or fewer modules where these have no room; then CPUs. `has_gpus`: any node has a GPU that this engine can use.
     pub(crate) fn candidates(self, has_gpus: bool) -> Vec<Devices> {
         let is_gpu_asked = self.is_gpu_asked();
         let is_asked = is_gpu_asked || self.streams || self.halves;
@@ -113,8 +113,11 @@ impl Asked {
         add(Device::Gpu, Device::Cpus);
         if self.knows_experts {
             add(Device::Gpu, Device::GpuAndCpus);
-            add(Device::StreamingGpu, Device::GpuAndCpus);
-            add(Device::StreamingGpu, Device::Cpus);
+            for decode in [Device::GpuAndCpus, Device::Cpus] {
+                for dense in [DenseModules::Stay, DenseModules::Stream] {
+                    add(Device::StreamingGpu(dense), decode);
+                }
+            }
             add(Device::Cpus, Device::GpuAndCpus);
         }
         if !is_asked {
@@ -136,14 +139,14 @@ impl Asked {
             Device::Cpus => true,
             Device::GpuAndCpus => self.is_auto || self.halves,
             Device::Gpu => self.is_auto,
-            Device::StreamingGpu => false,
+            Device::StreamingGpu(_) => false,
         };
         // Without Auto, prompts are read by a GPU only where the spec says so.
         let prefill_allowed = !prefill.is_gpu() || self.is_auto || is_gpu_asked || self.streams;
         decode_allowed
             && prefill_allowed
             && (has_prefill_gpu || !is_gpu_asked)
-            && (prefill == Device::StreamingGpu || !self.streams)
+            && (prefill.is_streaming() || !self.streams)
             && (decode == Device::GpuAndCpus || !self.halves)
             // A GPU that holds the model computes its experts better than CPUs do, unless halves were asked for.
             && (prefill != Device::Gpu || decode != Device::GpuAndCpus || self.halves)

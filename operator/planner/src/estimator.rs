@@ -157,7 +157,7 @@ impl<'a> Estimator<'a> {
 
     fn host_experts(&self, slot: &GpuSlot<'_>) -> Option<HostExperts> {
         match slot.device {
-            Device::Cpus | Device::Gpu | Device::StreamingGpu => None,
+            Device::Cpus | Device::Gpu | Device::StreamingGpu(_) => None,
             Device::GpuAndCpus => Some(HostExperts {
                 room_slots: match (self.expert_cache(), &slot.gpu.virtual_device) {
                     (ExpertCache::On, _) | (ExpertCache::Auto, Some(_)) => slot.cache_room_slots,
@@ -210,7 +210,7 @@ impl<'a> Estimator<'a> {
     /// Form of latent attention of a rank that streams experts: the one that takes less time for the longest prompt, whose
     /// attention weighs most and whose room the plan has; `None` where only the absorbed one is possible.
     pub(crate) fn mla_choice(&self, slot: &GpuSlot<'_>) -> Option<MlaChoice> {
-        let streams = slot.device == Device::StreamingGpu;
+        let streams = slot.device.is_streaming();
         let facts = self.demand.facts;
         Latents::of(facts, self.demand.kv_bytes_per_token).filter(|_| streams)?;
         let activations = slot.activations(self.spec.model.activations);
@@ -237,12 +237,14 @@ impl<'a> Estimator<'a> {
         let copy_gbps = LinkRates::of(slot.gpu).map_or(f64::MIN_POSITIVE, |link| link.alone_gbps);
         match slot.device {
             Device::Cpus | Device::Gpu => ExpertsAt::Device,
-            Device::StreamingGpu => slot
-                .ring
-                .map_or(ExpertsAt::Device, |slots| ExpertsAt::Ring {
-                    slots,
-                    copy_gbps,
-                }),
+            Device::StreamingGpu(dense) => {
+                slot.ring
+                    .map_or(ExpertsAt::Device, |slots| ExpertsAt::Ring {
+                        slots,
+                        dense,
+                        copy_gbps,
+                    })
+            }
             Device::GpuAndCpus => ExpertsAt::Host {
                 rates: Rates::of(self.nodes[node], set),
                 copy_gbps,

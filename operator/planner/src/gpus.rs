@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
-    Activations, ComputeCapability, GpuProfile, LEAST_RING_SLOTS, NodeProfileStatus,
+    Activations, ComputeCapability, DENSE_SLOTS, GpuProfile, LEAST_RING_SLOTS, NodeProfileStatus,
     PlanActivations, PlanRole, format_bytes,
 };
 
@@ -90,6 +90,8 @@ pub(crate) struct GpuSlot<'a> {
     pub cache_room_slots: u32,
     /// Ranks of the same role on the same GPU, including this one.
     pub sharing: u32,
+    /// What the rank needs at least.
+    pub need: GpuNeed,
 }
 
 impl GpuSlot<'_> {
@@ -162,6 +164,8 @@ pub(crate) struct GpuShortage {
     pub working_bytes: u64,
     /// The smallest ring of slots; 0 where no experts are streamed.
     pub ring_bytes: u64,
+    /// Slots of dense modules; 0 where these stay.
+    pub dense_slots_bytes: u64,
 }
 
 /// Returns the reason that the engine cannot compute on a GPU; `None` if it can.
@@ -338,7 +342,7 @@ fn pairs(
     let needs = held.saturating_add(ranks.gpu_ranks(PlanRole::Decode));
     let devices = (ranks.devices.prefill, ranks.devices.decode);
     let most = match devices {
-        (Device::StreamingGpu, Device::GpuAndCpus) if rules.may_share => {
+        (Device::StreamingGpu(_), Device::GpuAndCpus) if rules.may_share => {
             ranks.prefill.min(ranks.decode)
         }
         _ => 0,
@@ -423,6 +427,7 @@ fn take(
             kv_bytes: need.kv_least_bytes,
             working_bytes: need.working_bytes,
             ring_bytes: need.ring_least_bytes,
+            dense_slots_bytes: need.dense_slots_bytes,
         })));
     };
     room.left_bytes = left;
@@ -452,7 +457,7 @@ fn divided<'a>(
             let need = demand.on_gpu(role, device);
             let share = left.checked_div(ranks).unwrap_or(0);
             let (more_ring, ring_room_bytes, ring) = match device {
-                Device::StreamingGpu => ring(share, need, gains_until(room.gpu), demand),
+                Device::StreamingGpu(_) => ring(share, need, gains_until(room.gpu), demand),
                 Device::Cpus | Device::Gpu | Device::GpuAndCpus => (0, 0, None),
             };
             let share = (share - more_ring) / block * block;
@@ -460,7 +465,7 @@ fn divided<'a>(
             left -= (more_ring + more_kv) * ranks;
             let cached = match device {
                 Device::GpuAndCpus => left.checked_div(ranks).unwrap_or(0) / slot_bytes,
-                Device::Cpus | Device::Gpu | Device::StreamingGpu => 0,
+                Device::Cpus | Device::Gpu | Device::StreamingGpu(_) => 0,
             };
             let slot = GpuSlot {
                 gpu: room.gpu,
@@ -472,6 +477,7 @@ fn divided<'a>(
                 ring_room_bytes,
                 cache_room_slots: u32::try_from(cached.min(demand.all_experts())).unwrap_or(0),
                 sharing: u32::try_from(ranks).unwrap_or(u32::MAX),
+                need,
             };
             slots_of_role.extend((0..ranks).map(|_| slot));
         }
@@ -515,11 +521,16 @@ impl GpuShortage {
 
     /// Breakdown of the bytes, in words.
     pub(crate) fn breakdown(&self) -> String {
-        let ring = match self.ring_bytes {
-            0 => String::new(),
-            bytes => format!(
+        let ring = match (self.ring_bytes, self.dense_slots_bytes) {
+            (0, _) => String::new(),
+            (ring_bytes, 0) => format!(
                 " without routed experts, a ring of {LEAST_RING_SLOTS} of these {}",
-                format_bytes(bytes)
+                format_bytes(ring_bytes)
+            ),
+            (ring_bytes, dense_slots_bytes) => format!(
+                " of embedding, head and routers, {DENSE_SLOTS} slots for dense modules {}, a ring of {LEAST_RING_SLOTS} experts {}",
+                format_bytes(dense_slots_bytes),
+                format_bytes(ring_bytes)
             ),
         };
         format!(

@@ -4,6 +4,7 @@
 use hearth_crds::{CACHED_STEP_ROWS, PlanMlaForm, STREAMED_TILE_ROWS};
 
 use crate::latents::Latents;
+use crate::node_ranks::DenseModules;
 use crate::operations::Operations;
 use crate::predict::{ExpertsAt, Predictor, Rates, Step};
 use crate::stream_loading::{StreamedPrompt, StreamedTime};
@@ -44,7 +45,13 @@ struct OnHost {
 
 impl Predictor<'_> {
     /// Duration of one pass over a ring of `slots`.
-    pub(crate) fn streamed(&self, step: Step, slots: u32, copy_gbps: f64) -> StreamedTime {
+    pub(crate) fn streamed(
+        &self,
+        step: Step,
+        slots: u32,
+        dense: DenseModules,
+        copy_gbps: f64,
+    ) -> StreamedTime {
         let facts = self.facts;
         let experts = facts.expected_distinct_experts(step.tokens).round();
         let layers = f64::from(facts.layers.max(1));
@@ -55,6 +62,12 @@ impl Predictor<'_> {
             experts: experts as u32,
             slots,
             copy_ms: self.expert_copy_ms(copy_gbps),
+            dense_copy_ms: match dense {
+                DenseModules::Stay => 0.0,
+                DenseModules::Stream => {
+                    facts.streamed_dense_bytes() as f64 / layers / 1e9 / copy_gbps * 1e3
+                }
+            },
             expert_ms: self.expert_ms(step.tokens),
             dense_ms: self.beside_experts_ms(step) / layers,
             is_ahead: chosen >= f64::from(facts.experts),

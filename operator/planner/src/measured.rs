@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use hearth_crds::{GpuProfile, ModelFacts, PlanActivations, PlanMlaForm};
 use serde::Deserialize;
 
+use crate::node_ranks::DenseModules;
 use crate::predict::{ExpertsAt, Predictor, Rates};
 use crate::ring::RingLengths;
 
@@ -69,6 +70,8 @@ struct Cell {
     batch: Option<u32>,
     context: Option<u32>,
     #[serde(default)]
+    streams_dense: bool,
+    #[serde(default)]
     dual: bool,
     #[serde(default)]
     cache: u32,
@@ -83,6 +86,10 @@ impl Cell {
         let experts_at = match (self.ring, places.host) {
             (Some(slots), _) => ExpertsAt::Ring {
                 slots: RingLengths::new((slots, slots), u32::MAX, u32::MAX, |_| u32::MAX),
+                dense: match self.streams_dense {
+                    true => DenseModules::Stream,
+                    false => DenseModules::Stay,
+                },
                 copy_gbps,
             },
             (None, Some(host)) => ExpertsAt::Host {

@@ -1,7 +1,8 @@
 //! Division of a node's memory: one copy of the weights, and each rank's KV cache and scratch.
 
 use hearth_crds::{
-    LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy, STREAMED_TILE_ROWS,
+    DENSE_SLOTS, LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy,
+    STREAMED_TILE_ROWS,
 };
 
 use crate::latents::Latents;
@@ -32,6 +33,10 @@ const ACTIVATION_WIDTHS: u64 = 24;
 const FLIGHT_WIDTHS: u64 = 10;
 /// Inverse of the share of an expert that padding adds in a slot.
 const SLOT_PADDING_SHARE: u64 = 64;
+/// Parts of a dense module, with scales and vectors, each of which is aligned for itself.
+const DENSE_PARTS: u64 = 16;
+/// Norms and biases of a layer, as multiples of the residual stream: two norms, and those of queries, keys and values.
+const VECTOR_WIDTHS: u64 = 5;
 /// Bytes to which each of the six parts of an expert in a slot is aligned.
 const SLOT_ALIGNMENT_BYTES: u64 = 256;
 /// Minimum of a node's memory that is left to other programs.
@@ -87,6 +92,8 @@ pub(crate) struct Shortage {
 pub(crate) struct GpuNeed {
     /// Weights that stay there.
     pub weights_bytes: u64,
+    /// Slots of dense modules; 0 where these stay.
+    pub dense_slots_bytes: u64,
     /// The smallest ring of slots; 0 where no experts are streamed.
     pub ring_least_bytes: u64,
     pub kv_least_bytes: u64,
@@ -98,6 +105,7 @@ pub(crate) struct GpuNeed {
 impl GpuNeed {
     pub(crate) fn least_bytes(self) -> u64 {
         self.weights_bytes
+            .saturating_add(self.dense_slots_bytes)
             .saturating_add(self.ring_least_bytes)
             .saturating_add(self.kv_least_bytes)
             .saturating_add(self.working_bytes)
@@ -135,12 +143,19 @@ impl Demand<'_> {
 
     /// Returns the memory that a rank needs on its GPU.
     pub(crate) fn on_gpu(&self, role: PlanRole, device: Device) -> GpuNeed {
-        let weights = match device.has_host_experts() {
-            true => self.facts.dense_bytes(),
-            false => self.facts.bytes.total(),
+        let weights = match (device.has_host_experts(), device.streams_dense()) {
+            (true, true) => {
+                self.facts.dense_bytes() - self.facts.streamed_dense_bytes() + self.vector_bytes()
+            }
+            (true, false) => self.facts.dense_bytes(),
+            (false, _) => self.facts.bytes.total(),
+        };
+        let dense_slots_bytes = match device.streams_dense() {
+            true => u64::from(DENSE_SLOTS) * self.dense_slot_bytes(),
+            false => 0,
         };
         let ring_least_bytes = match device {
-            Device::StreamingGpu => self.slot_bytes() * u64::from(LEAST_RING_SLOTS),
+            Device::StreamingGpu(_) => self.slot_bytes() * u64::from(LEAST_RING_SLOTS),
             Device::Cpus | Device::Gpu | Device::GpuAndCpus => 0,
         };
         let (kv_least_bytes, kv_best_bytes) = match role {
@@ -150,11 +165,12 @@ impl Demand<'_> {
         };
         GpuNeed {
             weights_bytes: weights.saturating_add(weights / GPU_PADDING_SHARE),
+            dense_slots_bytes,
             ring_least_bytes,
             kv_least_bytes,
             kv_best_bytes,
             working_bytes: match device {
-                Device::StreamingGpu => self.flight_bytes(self.context_length),
+                Device::StreamingGpu(_) => self.flight_bytes(self.context_length),
                 Device::Cpus | Device::Gpu | Device::GpuAndCpus => {
                     self.gpu_context_bytes() + self.step_bytes(self.gpu_activation_widths())
                 }
@@ -166,6 +182,24 @@ impl Demand<'_> {
     pub(crate) fn slot_bytes(&self) -> u64 {
         let expert = self.facts.expert_bytes();
         expert + expert / SLOT_PADDING_SHARE + 6 * SLOT_ALIGNMENT_BYTES
+    }
+
+    /// Bytes of a slot of dense modules: the largest of one layer, padded.
+    pub(crate) fn dense_slot_bytes(&self) -> u64 {
+        let (bytes, layers) = (self.facts.bytes, u64::from(self.facts.layers.max(1)));
+        let with_experts = u64::from(self.facts.routed_layers());
+        let of_each = |bytes: u64, layers: u64| bytes.div_ceil(layers.max(1));
+        let largest = of_each(bytes.attention, layers)
+            .max(of_each(bytes.dense_ffn, layers - with_experts))
+            .max(of_each(bytes.shared_expert, with_experts));
+        largest + largest / SLOT_PADDING_SHARE + DENSE_PARTS * SLOT_ALIGNMENT_BYTES
+    }
+
+    /// Bytes of the norms and biases of modules that pass through slots, which stay on the device in float32.
+    fn vector_bytes(&self) -> u64 {
+        let layer =
+            VECTOR_WIDTHS * u64::from(self.facts.hidden) * 4 + DENSE_PARTS * SLOT_ALIGNMENT_BYTES;
+        layer * u64::from(self.facts.layers)
     }
 
     /// Routed experts of all layers.
@@ -333,6 +367,10 @@ impl Demand<'_> {
         let on_cpus = ranks.decode_on_cpus() + ranks.prefill_on_cpus();
         match (on_cpus, ranks.has_host_experts()) {
             (0, false) => (0, 0),
+            (0, true) if ranks.has_host_dense() => {
+                let passing = routed.saturating_add(self.facts.streamed_dense_bytes());
+                (passing, passing)
+            }
             (0, true) => (routed, routed),
             (_, true) => (total, total),
             (_, false) => (total, self.facts.least_resident_bytes()),

@@ -42,6 +42,11 @@ impl NodeRanks {
         self.with(role, Device::is_gpu)
     }
 
+    /// Whether any rank takes dense modules from the node's memory too.
+    pub(crate) fn has_host_dense(self) -> bool {
+        self.prefill > 0 && self.devices.prefill.streams_dense()
+    }
+
     /// Ranks of a role whose arithmetic is on CPUs, all of it or that of experts.
     pub(crate) fn using_cpus(self, role: PlanRole) -> u32 {
         self.with(role, Device::uses_cpus)
@@ -70,24 +75,43 @@ pub(crate) enum Device {
     Cpus,
     /// A GPU that has the whole model.
     Gpu,
-    /// A GPU that has all but the routed experts, which pass through a ring of slots there.
-    StreamingGpu,
+    /// A GPU through which routed experts pass in a ring of slots.
+    StreamingGpu(DenseModules),
     /// A GPU that has all but the routed experts, and CPUs that compute these.
     GpuAndCpus,
 }
 
+/// Where attention, dense and shared feed-forward blocks are beside experts that stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DenseModules {
+    /// On the GPU.
+    Stay,
+    /// In the node's memory too; they pass through slots of their own.
+    Stream,
+}
+
 impl Device {
+    /// Whether routed experts pass through a ring of slots.
+    pub(crate) fn is_streaming(self) -> bool {
+        matches!(self, Self::StreamingGpu(_))
+    }
+
+    /// Whether dense modules pass through slots too.
+    pub(crate) fn streams_dense(self) -> bool {
+        self == Self::StreamingGpu(DenseModules::Stream)
+    }
+
     pub(crate) fn is_gpu(self) -> bool {
         match self {
             Self::Cpus => false,
-            Self::Gpu | Self::StreamingGpu | Self::GpuAndCpus => true,
+            Self::Gpu | Self::StreamingGpu(_) | Self::GpuAndCpus => true,
         }
     }
 
     pub(crate) fn uses_cpus(self) -> bool {
         match self {
             Self::Cpus | Self::GpuAndCpus => true,
-            Self::Gpu | Self::StreamingGpu => false,
+            Self::Gpu | Self::StreamingGpu(_) => false,
         }
     }
 
@@ -95,7 +119,7 @@ impl Device {
     pub(crate) fn has_host_experts(self) -> bool {
         match self {
             Self::Cpus | Self::Gpu => false,
-            Self::StreamingGpu | Self::GpuAndCpus => true,
+            Self::StreamingGpu(_) | Self::GpuAndCpus => true,
         }
     }
 }

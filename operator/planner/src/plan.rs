@@ -145,7 +145,7 @@ impl Planning<'_> {
         plan: &InferencePlanSpec,
         candidates: &[Devices],
     ) -> Option<String> {
-        if devices.prefill == Device::StreamingGpu
+        if devices.prefill.is_streaming()
             && candidates.contains(&Devices::CPUS)
             && let Some(why) = self.streams_in_vain(devices, plan)
         {

@@ -6,6 +6,7 @@
 use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus, PlanActivations, PlanMlaForm};
 
 use crate::cpus::CpuSet;
+use crate::node_ranks::DenseModules;
 use crate::operations::Operations;
 use crate::ring::RingLengths;
 
@@ -171,7 +172,11 @@ pub(crate) enum ExpertsAt {
     /// On the rank's device, which has all weights.
     Device,
     /// On the rank's device, through a ring of slots.
-    Ring { slots: RingLengths, copy_gbps: f64 },
+    Ring {
+        slots: RingLengths,
+        dense: DenseModules,
+        copy_gbps: f64,
+    },
     /// On CPUs of these rates, but for the share that the device has too.
     Host {
         rates: Rates,
@@ -239,9 +244,13 @@ impl Predictor<'_> {
     pub(crate) fn step_ms(&self, step: Step) -> f64 {
         match self.experts_at {
             ExpertsAt::Device => self.whole_step_ms(step),
-            ExpertsAt::Ring { slots, copy_gbps } => {
-                self.streamed(step, slots.at(step.tokens), copy_gbps)
-                    .total_ms
+            ExpertsAt::Ring {
+                slots,
+                dense,
+                copy_gbps,
+            } => {
+                let slots = slots.at(step.tokens);
+                self.streamed(step, slots, dense, copy_gbps).total_ms
             }
             ExpertsAt::Host { .. } => self.hybrid(step).total_ms(),
         }
@@ -319,8 +328,13 @@ impl Predictor<'_> {
         let n = f64::from(ranks.max(1));
         let experts_at = match self.experts_at {
             ExpertsAt::Device => ExpertsAt::Device,
-            ExpertsAt::Ring { slots, copy_gbps } => ExpertsAt::Ring {
+            ExpertsAt::Ring {
                 slots,
+                dense,
+                copy_gbps,
+            } => ExpertsAt::Ring {
+                slots,
+                dense,
                 copy_gbps: copy_gbps / n,
             },
             ExpertsAt::Host {

@@ -3,7 +3,6 @@
 use hearth_crds::{PlanRank, PlanRole, PlanRouting, PrefillMode};
 
 use crate::draft::{Draft, ranks_of};
-use crate::node_ranks::Device;
 
 /// Prompt tokens below which, on CPUs, the KV transfer from prefill to decode costs more than it saves.
 const CHUNKED_BELOW_TOKENS: u32 = 32;
@@ -31,7 +30,7 @@ impl Draft<'_> {
     /// Whether prefill ranks stream their experts.
     pub(crate) fn streams_prompts(&self) -> bool {
         let mut placed = self.placement.ranks.iter();
-        placed.any(|ranks| ranks.prefill > 0 && ranks.devices.prefill == Device::StreamingGpu)
+        placed.any(|ranks| ranks.prefill > 0 && ranks.devices.prefill.is_streaming())
     }
 
     fn chunked_below_tokens(&self, ranks: &[PlanRank]) -> u32 {

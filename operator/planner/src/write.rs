@@ -1,9 +1,9 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanKv, PlanModel, PlanPrediction,
-    PlanRank, PlanResidency, PlanRole, PlanRouting, PlanStrategy, RankDevice, RankPrediction,
-    ResidencyPolicy,
+    DENSE_SLOTS, DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanDeviceMemory,
+    PlanKv, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting,
+    PlanStrategy, RankDevice, RankPrediction, ResidencyPolicy,
 };
 
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
@@ -20,6 +20,8 @@ use crate::reasons;
 const DEFAULT_STALL_MS: f64 = 100.0;
 /// Version of plans that streams experts, has CPUs compute them, or has a virtual device.
 const EXPERTS_VERSION: u32 = 2;
+/// Version of plans whose dense modules stream with the experts.
+const STREAMED_DENSE_VERSION: u32 = 3;
 
 /// The node, its memory budget and the GPU that a rank is assigned.
 #[derive(Clone, Copy)]
@@ -167,7 +169,7 @@ impl Draft<'_> {
             PlanRole::Gateway => 0,
             PlanRole::Prefill => match slot.map(|slot| slot.device) {
                 // A prompt is one pass, so that no expert crosses the link twice.
-                Some(Device::StreamingGpu) => demand.context_length,
+                Some(Device::StreamingGpu(_)) => demand.context_length,
                 _ => demand.chunk_tokens,
             },
             PlanRole::Decode => self.decode_chunk_tokens(host, &set),
@@ -202,6 +204,7 @@ impl Draft<'_> {
             claims_gpus: slot.is_some() && self.claims_gpus(n),
             gpu_uuids: device.gpu_uuid().map(str::to_owned).into_iter().collect(),
             gpu_memory_bytes: slot.map_or(0, |slot| slot.memory_bytes + cache_bytes),
+            device_memory: slot.map(|slot| device_memory(slot, cache_bytes)),
             virtual_device: slot.and_then(|slot| slot.gpu.virtual_device.clone()),
             activations: slot.map_or(PlanActivations::F32, |slot| {
                 slot.activations(self.input.spec.model.activations)
@@ -238,6 +241,7 @@ impl Draft<'_> {
             host_bytes: 0,
             ring_slots: None,
             ring_lengths: Vec::new(),
+            streams_dense: false,
             cache_slots: None,
         };
         let Some(slot) = host.slot else {
@@ -250,15 +254,26 @@ impl Draft<'_> {
         let cache_slots = choice.map_or(0, |choice| choice.cache_slots);
         let ring_slots = slot.ring.map(|ring| ring.most());
         let on_device = u64::from(ring_slots.unwrap_or(cache_slots)) * facts.expert_bytes();
+        let streamed_dense = match slot.device.streams_dense() {
+            true => facts.streamed_dense_bytes(),
+            false => 0,
+        };
+        let dense_slots = match slot.device.streams_dense() {
+            true => u64::from(DENSE_SLOTS) * self.demand.dense_slot_bytes(),
+            false => 0,
+        };
         let beside_host = PlanResidency {
-            budget_bytes: facts.dense_bytes().saturating_add(on_device),
-            host_bytes: facts.bytes.routed_experts,
+            budget_bytes: (facts.dense_bytes() - streamed_dense)
+                .saturating_add(dense_slots)
+                .saturating_add(on_device),
+            host_bytes: facts.bytes.routed_experts.saturating_add(streamed_dense),
             ..resident.clone()
         };
         match slot.device {
             Device::Cpus | Device::Gpu => resident,
-            Device::StreamingGpu => PlanResidency {
+            Device::StreamingGpu(_) => PlanResidency {
                 policy: ResidencyPolicy::StreamLoading,
+                streams_dense: slot.device.streams_dense(),
                 ring_slots,
                 ring_lengths: slot
                     .ring
@@ -432,18 +447,35 @@ impl Draft<'_> {
     }
 }
 
+/// What a rank's share of a GPU is for.
+fn device_memory(slot: &GpuSlot<'_>, cache_bytes: u64) -> PlanDeviceMemory {
+    let need = slot.need;
+    let kept_bytes = need.weights_bytes + need.dense_slots_bytes + need.ring_least_bytes;
+    PlanDeviceMemory {
+        weights_bytes: need.weights_bytes,
+        dense_slots_bytes: need.dense_slots_bytes,
+        ring_bytes: need.ring_least_bytes,
+        cache_bytes,
+        kv_bytes: slot.kv_bytes,
+        working_bytes: slot.memory_bytes.saturating_sub(kept_bytes + slot.kv_bytes),
+    }
+}
+
 /// The version of plans that readers of these ranks must know.
 fn min_version(ranks: &[PlanRank]) -> u32 {
-    let is_newer = |rank: &PlanRank| {
-        let policy = rank.residency.as_ref().map(|residency| residency.policy);
-        let has_host_experts = match policy {
+    let of_rank = |rank: &PlanRank| {
+        let residency = rank.residency.as_ref();
+        let has_host_experts = match residency.map(|residency| residency.policy) {
             Some(ResidencyPolicy::StreamLoading | ResidencyPolicy::HostExperts) => true,
             Some(ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch) | None => false,
         };
-        has_host_experts || rank.dual_batch || rank.virtual_device.is_some()
+        if residency.is_some_and(|residency| residency.streams_dense) {
+            return STREAMED_DENSE_VERSION;
+        }
+        match has_host_experts || rank.dual_batch || rank.virtual_device.is_some() {
+            true => EXPERTS_VERSION,
+            false => 0,
+        }
     };
-    match ranks.iter().any(is_newer) {
-        true => EXPERTS_VERSION,
-        false => 0,
-    }
+    ranks.iter().map(of_rank).max().unwrap_or(0)
 }

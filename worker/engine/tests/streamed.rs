@@ -80,6 +80,7 @@ fn streaming_until(dir: &Path, slots: usize, fault: Fault<'_>) -> (Engine, Cross
     let seen = Arc::clone(&crossed);
     let options = StreamLoadingOptions {
         slots: RingSlots::Fixed(slots),
+        streams_dense: false,
         experts_per_token: config.moe.as_ref().unwrap().experts_per_token,
         listener: Some(Box::new(move |event| {
             let StreamEvent::Loaded(id) = event else {

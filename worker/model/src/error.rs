@@ -64,6 +64,19 @@ pub enum ResidencyError {
         /// The backend's error; `None` if there are more slots than experts.
         source: Option<KernelError>,
     },
+    /// The device cannot hold the slots of dense modules.
+    #[error(
+        "{slots} slots of {slot_bytes} bytes for dense modules do not fit: {}\n  use fewer --ring-slots (in a plan: plan again), or give the device more memory",
+        first_line(source)
+    )]
+    DenseSlots {
+        /// Number of slots.
+        slots: usize,
+        /// Bytes of one.
+        slot_bytes: u64,
+        /// The backend's error.
+        source: KernelError,
+    },
     /// The device cannot hold the cache of experts.
     #[error(
         "a cache of {slots} experts of {slot_bytes} bytes does not fit: {}\n  use fewer --cache-slots (in a plan: plan again), or give the device more memory",
@@ -169,6 +182,7 @@ impl ModelError {
             | Self::Residency(
                 ResidencyError::Kernel { source, .. }
                 | ResidencyError::Device { source }
+                | ResidencyError::DenseSlots { source, .. }
                 | ResidencyError::Cache { source, .. },
             ) => Some(source),
             Self::Residency(ResidencyError::Ring { source, .. }) => source.as_ref(),

@@ -160,12 +160,17 @@ impl<B: Backend> ModuleWeights<B> {
         })
     }
 
-    /// Combines matrices that a policy has loaded; `bytes`: the module's size as stored.
-    pub fn of_matrices(id: ModuleId, matrices: Vec<(&'static str, B::Weight)>, bytes: u64) -> Self {
+    /// Combines tensors that a policy has loaded, by field; `bytes`: the module's size as stored.
+    pub fn new(
+        id: ModuleId,
+        matrices: Vec<(&'static str, B::Weight)>,
+        vectors: Vec<(&'static str, B::Vector)>,
+        bytes: u64,
+    ) -> Self {
         Self {
             id,
             matrices,
-            vectors: Vec::new(),
+            vectors,
             bytes,
         }
     }

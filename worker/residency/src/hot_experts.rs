@@ -19,7 +19,7 @@ use hearth_model::{
 };
 
 use crate::heat::{Heat, Warmth};
-use crate::host_expert::{HostExpert, Streamed};
+use crate::host_module::{HostModule, Streamed};
 use crate::loader::{Loader, Loading, Shared};
 
 /// Steps, of one flight each, after which a use counts half.
@@ -38,7 +38,7 @@ pub struct HotExperts<B: Backend + LoadOps> {
 /// Everything that the loader shares with the thread of the model.
 struct Caching<B: Backend + LoadOps> {
     backend: Arc<B>,
-    experts: HashMap<ModuleId, HostExpert>,
+    experts: HashMap<ModuleId, HostModule<B>>,
     slots: Vec<B::Slot>,
     shared: Shared<State<B>>,
     loaded_bytes: AtomicU64,
@@ -91,7 +91,7 @@ impl<B: Backend + LoadOps> HotExperts<B> {
         let mut layers = 0_u64;
         for spec in modules {
             if let ModuleId::Expert(_, index) = spec.id {
-                experts.insert(spec.id, HostExpert::new(spec, checkpoint)?);
+                experts.insert(spec.id, HostModule::new(spec, checkpoint, &*backend)?);
                 layers += u64::from(index == 0);
             }
         }

@@ -7,7 +7,7 @@
 //! | --- | --- | --- |
 //! | [`Resident`] | all stay in memory from the start | models that fit |
 //! | [`MmapPrefetch`] | loaded before use and released after it, by advice to the kernel | models larger than memory |
-//! | [`StreamLoading`] | dense modules stay on the device; routed experts pass through a ring of slots there, copied while others compute | MoE models larger than the device |
+//! | [`StreamLoading`] | routed experts pass through a ring of slots on the device, copied while others compute; dense modules stay there, or pass through two slots of their own | MoE models larger than the device |
 //! | [`HotExperts`] | those routed experts that are used most stay in slots on the device, beside a host that has all | decoding with experts on the host |
 //!
 //! **Invariant**: a policy changes when bytes are in memory, never which bytes are read: every policy gives the same
@@ -17,7 +17,7 @@
 
 mod heat;
 mod holder;
-mod host_expert;
+mod host_module;
 mod hot_experts;
 mod loader;
 mod meter;
@@ -35,6 +35,6 @@ pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEve
 pub use resident::{LoadProgress, Placing, Resident, ResidentOptions};
 pub use store::note_unused;
 pub use stream_loading::{
-    LEAST_RING_SLOTS, RING_GROUPS, RingLength, RingSlots, StreamEvent, StreamListener,
+    DENSE_SLOTS, LEAST_RING_SLOTS, RING_GROUPS, RingLength, RingSlots, StreamEvent, StreamListener,
     StreamLoading, StreamLoadingOptions,
 };

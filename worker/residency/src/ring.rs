@@ -1,15 +1,15 @@
-//! The experts' ring: which expert is in which slot, which one is loaded next, and which are evicted.
+//! A ring of slots: which module is in which slot, which one is loaded next, and which are evicted.
 //!
-//! Pure bookkeeping: what a slot and a loaded expert are belongs to the caller.
+//! Pure bookkeeping: what a slot and a loaded module are belongs to the caller.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use hearth_model::ModuleId;
 
-/// A ring of slots for the experts of all layers. `S` is a slot, which the ring owns but while it is loaded into; `T` a
-/// loaded expert, `M` a mark in the device's order.
+/// A ring of slots for the modules of all layers, which are called experts here: most rings are for them. `S` is a slot,
+/// which the ring owns but while it is loaded into; `T` a loaded expert, `M` a mark in the device's order.
 pub(crate) struct Ring<S, T, M> {
-    /// Experts of each layer, in the order of the pass.
+    /// Experts of each layer, in the order of the pass. Each dense module is a layer of its own.
     layers: Vec<Vec<ModuleId>>,
     /// Slots that hold nothing, each with the mark after which it may be overwritten; the one that waited longest first.
     free: VecDeque<(S, Option<M>)>,
@@ -92,8 +92,8 @@ impl<S, T, M> Ring<S, T, M> {
         }
     }
 
-    /// Takes the next expert to load, and a slot for it with the mark to wait for.
-    pub(crate) fn next(&mut self) -> Option<(ModuleId, S, Option<M>)> {
+    /// The next expert to load, if there is a slot for it.
+    pub(crate) fn upcoming(&mut self) -> Option<ModuleId> {
         if self.wanted.is_empty()
             && let Some(layer) = self.layers.get(self.next_layer)
         {
@@ -105,7 +105,13 @@ impl<S, T, M> Ring<S, T, M> {
         if self.free.is_empty() {
             return None;
         }
-        let id = self.wanted.pop_front()?;
+        self.wanted.front().copied()
+    }
+
+    /// Takes the next expert to load, and a slot for it with the mark to wait for.
+    pub(crate) fn next(&mut self) -> Option<(ModuleId, S, Option<M>)> {
+        let id = self.upcoming()?;
+        self.wanted.pop_front();
         let (slot, mark) = self.free.pop_front()?;
         self.loading = Some((id, true));
         Some((id, slot, mark))

@@ -1,10 +1,14 @@
 //! Policy that streams routed experts through a ring of slots in the device's memory (OSDI '26, section 3.1).
 //!
-//! Dense modules stay on the device. A thread, the loader, copies experts into free slots in the order of the pass: where a pass
-//! will choose most experts, all of a layer's before its router has spoken, and those of later layers as long as slots are
-//! free; once the router has spoken, the experts of that layer that it did not choose are dropped. The end of a copy is the paper's ON event, the
-//! end of the last operation that reads a slot its OFF event: both are marks in the device's own order, so neither thread
-//! waits for the device.
+//! A thread, the loader, copies experts into free slots in the order of the pass: where a pass will choose most experts, all of
+//! a layer's before its router has spoken, and those of later layers as long as slots are free; once the router has spoken,
+//! the experts of that layer that it did not choose are dropped. The end of a copy is the paper's ON event, the end of the
+//! last operation that reads a slot its OFF event: both are marks in the device's own order, so neither thread waits for
+//! the device.
+//!
+//! Dense modules stay on the device where it has room for them. Where it has not, the large ones (attention, dense and
+//! shared feed-forward blocks) pass through two slots of their own, which is the paper's fixed budget for them: one computes
+//! while the next is copied. Embedding, head, routers and all vectors stay there.
 //!
 //! The ring and what a pass computes share one part of the device's memory. The ring is as long as the pass leaves it room:
 //! between two passes, slots are given back to the device's memory or taken from it.
@@ -20,7 +24,7 @@ use hearth_model::{
     Guard, ModuleId, ModuleSpec, Release, Residency, ResidencyError, ResidencyStats,
 };
 
-use crate::host_expert::{HostExpert, Streamed};
+use crate::host_module::{HostModule, Streamed};
 use crate::loader::{Loader, Loading, Shared};
 use crate::meter::Meter;
 use crate::ring::Ring;
@@ -31,11 +35,15 @@ use crate::store::Store;
 pub const RING_GROUPS: usize = 16;
 /// Slots of the shortest ring: one expert computes while the next is copied.
 pub const LEAST_RING_SLOTS: usize = 2;
+/// Slots that dense modules pass through where they do not stay on the device.
+pub const DENSE_SLOTS: usize = 2;
 
 /// Options of the ring.
 pub struct StreamLoadingOptions {
     /// Number of slots.
     pub slots: RingSlots,
+    /// Whether dense modules pass through slots too.
+    pub streams_dense: bool,
     /// Experts that a token chooses.
     pub experts_per_token: usize,
     /// Observer of the ring; runs on the thread that copied or released.
@@ -66,18 +74,18 @@ pub struct RingLength {
 /// What happens in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamEvent {
-    /// An expert was copied into a slot.
+    /// A module was copied into a slot.
     Loaded(ModuleId),
-    /// The last operation that reads an expert was queued.
+    /// The last operation that reads it was queued.
     Released(ModuleId),
 }
 
 /// Observer of [`StreamEvent`]s.
 pub type StreamListener = Box<dyn Fn(StreamEvent) + Send + Sync>;
 
-/// Dense modules on the device, and routed experts that pass through a ring of slots.
+/// Routed experts that pass through a ring of slots on the device, and dense modules that do so too or stay there.
 pub struct StreamLoading<B: Backend + LoadOps> {
-    dense: Store<B>,
+    resident: Store<B>,
     loader: Loader<Streaming<B>>,
     /// Rows of a pass from which on all experts are loaded ahead.
     ahead_rows: usize,
@@ -89,17 +97,24 @@ pub struct StreamLoading<B: Backend + LoadOps> {
 /// Everything that the loader shares with the thread of the model.
 struct Streaming<B: Backend + LoadOps> {
     backend: Arc<B>,
-    experts: HashMap<ModuleId, HostExpert>,
-    /// Bytes of a slot.
+    /// Modules that pass through slots.
+    modules: HashMap<ModuleId, HostModule<B>>,
+    /// Bytes of an expert's slot.
     slot_bytes: usize,
+    /// Bytes of the slots of dense modules.
+    dense_slots_bytes: usize,
     shared: Shared<State<B>>,
     meter: Meter<B::Mark>,
     listener: Option<StreamListener>,
     released_bytes: AtomicU64,
 }
 
+type SlotRing<B> = Ring<<B as LoadOps>::Slot, Streamed<B>, <B as LoadOps>::Mark>;
+
 struct State<B: Backend + LoadOps> {
-    ring: Ring<B::Slot, Streamed<B>, B::Mark>,
+    ring: SlotRing<B>,
+    /// The ring of dense modules, without slots where these stay on the device.
+    dense: SlotRing<B>,
     /// Copies that failed, until they are asked for.
     failed: HashMap<ModuleId, ResidencyError>,
     /// The device did not say when an expert is no longer read: its slot is withheld.
@@ -107,50 +122,51 @@ struct State<B: Backend + LoadOps> {
 }
 
 impl<B: Backend + LoadOps> StreamLoading<B> {
-    /// Copies the dense modules to the device, takes the slots of the longest ring, and starts the loader.
+    /// Copies the modules that stay to the device, takes the slots of the longest ring, and starts the loader.
     ///
     /// # Errors
-    /// [`ResidencyError::Format`]; [`ResidencyError::Kernel`] if the device has no room for the dense modules;
+    /// [`ResidencyError::Format`]; [`ResidencyError::Kernel`] if the device has no room for the modules that stay;
     /// [`ResidencyError::Ring`] if it has none for the slots, or there are more slots than experts;
-    /// [`ResidencyError::Experts`] for a model without routed experts; [`ResidencyError::System`] if no thread can be
-    /// started.
+    /// [`ResidencyError::DenseSlots`] if it has none for those of dense modules; [`ResidencyError::Experts`] for a model
+    /// without routed experts; [`ResidencyError::System`] if no thread can be started.
     pub fn open(
         checkpoint: &Checkpoint,
         modules: &[ModuleSpec],
         backend: Arc<B>,
         options: StreamLoadingOptions,
     ) -> Result<Self, ResidencyError> {
-        let (layers, experts) = routed(checkpoint, modules)?;
-        let sizes = experts.values().map(|expert| expert.slot_bytes(&*backend));
-        let slot_bytes = sizes.max().ok_or(ResidencyError::Experts)?;
-        let dense = modules
-            .iter()
-            .filter(|spec| !matches!(spec.id, ModuleId::Expert(..)));
-        let dense = Store::open(checkpoint, dense, &*backend, |_| {})?;
-        let of_layer = layers.iter().map(Vec::len).max().unwrap_or(1);
-        let lengths = options.slots.lengths(&*backend, of_layer, slot_bytes);
-        let count = lengths.iter().map(|length| length.slots).max();
-        let count = count.unwrap_or(LEAST_RING_SLOTS);
-        let ring = |source| ResidencyError::Ring {
-            slots: count,
-            slot_bytes: slot_bytes as u64,
-            experts: experts.len(),
-            source,
-        };
-        if count > experts.len().max(LEAST_RING_SLOTS) {
-            return Err(ring(None));
+        let passing = Passing::of(modules, options.streams_dense);
+        let stays = |spec: &&ModuleSpec| !passing.contains(spec.id);
+        let resident = modules.iter().filter(stays);
+        let resident = Store::open(checkpoint, resident, &*backend, |_| {})?;
+        let mut hosts = HashMap::new();
+        for spec in modules.iter().filter(|spec| !stays(spec)) {
+            hosts.insert(spec.id, HostModule::new(spec, checkpoint, &*backend)?);
         }
-        let slots = backend
-            .slots(slot_bytes, count)
-            .map_err(|source| ring(Some(source)))?;
-        let mut ring = Ring::new(layers);
+        let largest = |layers: &Layers| {
+            let ids = layers.iter().flatten();
+            let sizes = ids.filter_map(|id| hosts.get(id).map(|host| host.slot_bytes(&*backend)));
+            sizes.max()
+        };
+        let dense = dense_slots(&*backend, largest(&passing.dense))?;
+        let dense_slots_bytes = largest(&passing.dense).unwrap_or(0) * dense.len();
+        let slot_bytes = largest(&passing.experts).ok_or(ResidencyError::Experts)?;
+        let of_layer = passing.experts.iter().map(Vec::len).max().unwrap_or(1);
+        let experts = passing.experts.iter().map(Vec::len).sum();
+        let lengths = options.slots.lengths(&*backend, of_layer, slot_bytes);
+        let slots = expert_slots(&*backend, &lengths, slot_bytes, experts)?;
+        let mut ring = Ring::new(passing.experts);
         ring.lengthen(slots);
+        let mut dense_ring = Ring::new(passing.dense);
+        dense_ring.lengthen(dense);
         let loader = Loader::start(Streaming {
             backend,
-            experts,
+            modules: hosts,
             slot_bytes,
+            dense_slots_bytes,
             shared: Shared::new(State {
                 ring,
+                dense: dense_ring,
                 failed: HashMap::new(),
                 broken: None,
             }),
@@ -159,7 +175,7 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
             released_bytes: AtomicU64::new(0),
         })?;
         Ok(Self {
-            dense,
+            resident,
             loader,
             ahead_rows: of_layer.div_ceil(options.experts_per_token.max(1)),
             lengths,
@@ -183,32 +199,87 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
     }
 }
 
-/// Experts of each layer in the order of the pass.
+/// Modules of each layer in the order of the pass.
 type Layers = Vec<Vec<ModuleId>>;
 
-/// The routed experts of a model.
-fn routed(
-    checkpoint: &Checkpoint,
-    modules: &[ModuleSpec],
-) -> Result<(Layers, HashMap<ModuleId, HostExpert>), ResidencyError> {
-    let mut layers: Layers = Vec::new();
-    let mut experts = HashMap::new();
-    for spec in modules {
-        let ModuleId::Expert(layer, _) = spec.id else {
-            continue;
-        };
-        experts.insert(spec.id, HostExpert::new(spec, checkpoint)?);
-        let last = layers.last_mut();
-        match last.filter(|of_layer| is_of_layer(of_layer, layer)) {
-            Some(of_layer) => of_layer.push(spec.id),
-            None => layers.push(vec![spec.id]),
+/// Modules that pass through slots.
+struct Passing {
+    /// Routed experts.
+    experts: Layers,
+    /// Dense modules, each a layer of its own.
+    dense: Layers,
+}
+
+impl Passing {
+    fn of(modules: &[ModuleSpec], streams_dense: bool) -> Self {
+        let (mut experts, mut dense): (Layers, Layers) = (Vec::new(), Vec::new());
+        for id in modules.iter().map(|spec| spec.id) {
+            match id {
+                ModuleId::Expert(layer, _) => {
+                    let last = experts.last_mut();
+                    match last.filter(|of_layer| is_of_layer(of_layer, layer)) {
+                        Some(of_layer) => of_layer.push(id),
+                        None => experts.push(vec![id]),
+                    }
+                }
+                ModuleId::Attention(_) | ModuleId::DenseFfn(_) | ModuleId::SharedExpert(_)
+                    if streams_dense =>
+                {
+                    dense.push(vec![id]);
+                }
+                // A token reads one row of the embedding; the head is read once, and as large as many layers.
+                ModuleId::Embedding | ModuleId::Router(_) | ModuleId::Head => {}
+                ModuleId::Attention(_) | ModuleId::DenseFfn(_) | ModuleId::SharedExpert(_) => {}
+            }
         }
+        Self { experts, dense }
     }
-    Ok((layers, experts))
+
+    fn contains(&self, id: ModuleId) -> bool {
+        matches!(id, ModuleId::Expert(..)) || self.dense.iter().any(|only| only.contains(&id))
+    }
 }
 
 fn is_of_layer(experts: &[ModuleId], layer: u32) -> bool {
     matches!(experts.first(), Some(ModuleId::Expert(of, _)) if *of == layer)
+}
+
+/// Slots for dense modules, the largest of which takes `largest` bytes; none if none pass.
+fn dense_slots<B: LoadOps>(
+    backend: &B,
+    largest: Option<usize>,
+) -> Result<Vec<B::Slot>, ResidencyError> {
+    let Some(slot_bytes) = largest else {
+        return Ok(Vec::new());
+    };
+    let slots = backend.slots(slot_bytes, DENSE_SLOTS);
+    slots.map_err(|source| ResidencyError::DenseSlots {
+        slots: DENSE_SLOTS,
+        slot_bytes: slot_bytes as u64,
+        source,
+    })
+}
+
+/// Slots of the longest of these rings, for a model of `experts` routed experts.
+fn expert_slots<B: LoadOps>(
+    backend: &B,
+    lengths: &[RingLength],
+    slot_bytes: usize,
+    experts: usize,
+) -> Result<Vec<B::Slot>, ResidencyError> {
+    let count = lengths.iter().map(|length| length.slots).max();
+    let count = count.unwrap_or(LEAST_RING_SLOTS);
+    let ring = |source| ResidencyError::Ring {
+        slots: count,
+        slot_bytes: slot_bytes as u64,
+        experts,
+        source,
+    };
+    if count > experts.max(LEAST_RING_SLOTS) {
+        return Err(ring(None));
+    }
+    let slots = backend.slots(slot_bytes, count);
+    slots.map_err(|source| ring(Some(source)))
 }
 
 impl RingSlots {
@@ -244,7 +315,17 @@ impl RingSlots {
     }
 }
 
-/// The copy of an expert into a slot, behind a mark.
+impl<B: Backend + LoadOps> State<B> {
+    /// The ring that a module passes through.
+    fn ring_of(&mut self, id: ModuleId) -> &mut SlotRing<B> {
+        match id {
+            ModuleId::Expert(..) => &mut self.ring,
+            _ => &mut self.dense,
+        }
+    }
+}
+
+/// The copy of a module into a slot, behind a mark.
 type Task<B> = (ModuleId, <B as LoadOps>::Slot, Option<<B as LoadOps>::Mark>);
 
 impl<B: Backend + LoadOps> Loading for Streaming<B> {
@@ -255,8 +336,14 @@ impl<B: Backend + LoadOps> Loading for Streaming<B> {
         &self.shared
     }
 
+    /// In the order of the pass, as far as there are slots: of a layer, dense modules come first.
     fn next(&self, state: &mut State<B>) -> Option<Task<B>> {
-        state.ring.next()
+        let layer = |id: Option<ModuleId>| id.and_then(ModuleId::layer);
+        match (layer(state.dense.upcoming()), layer(state.ring.upcoming())) {
+            (Some(dense), Some(experts)) if experts < dense => state.ring.next(),
+            (Some(_), _) => state.dense.next(),
+            (None, _) => state.ring.next(),
+        }
     }
 
     fn load(&self, (id, slot, free): Task<B>) {
@@ -266,9 +353,9 @@ impl<B: Backend + LoadOps> Loading for Streaming<B> {
         }
         let mut state = self.shared.lock();
         match loaded {
-            Ok(loaded) => state.ring.loaded(slot, loaded),
+            Ok(loaded) => state.ring_of(id).loaded(slot, loaded),
             Err(error) => {
-                if state.ring.failed(slot, free) {
+                if state.ring_of(id).failed(slot, free) {
                     state.failed.insert(id, error);
                 }
             }
@@ -283,14 +370,22 @@ impl<B: Backend + LoadOps> Streaming<B> {
         slot: &B::Slot,
         free: Option<&B::Mark>,
     ) -> Result<Streamed<B>, ResidencyError> {
-        let expert = self
-            .experts
+        let host = self
+            .modules
             .get(&id)
             .ok_or(ResidencyError::Unknown { module: id })?;
-        let streamed = expert.load(&*self.backend, slot, free)?;
+        let streamed = host.load(&*self.backend, slot, free)?;
         let (begin, end) = (streamed.begun.clone(), streamed.copied.clone());
-        self.meter.copied(expert.bytes(), begin, end);
+        self.meter.copied(host.matrix_bytes(), begin, end);
         Ok(streamed)
+    }
+
+    /// Routed experts.
+    fn experts(&self) -> impl Iterator<Item = &HostModule<B>> {
+        let modules = self.modules.iter();
+        modules
+            .filter(|(id, _)| matches!(id, ModuleId::Expert(..)))
+            .map(|(_, host)| host)
     }
 
     fn tell(&self, event: StreamEvent) {
@@ -322,7 +417,7 @@ impl<B: Backend + LoadOps> Streaming<B> {
             state.broken = Some(ResidencyError::Ring {
                 slots: state.ring.slots(),
                 slot_bytes: self.slot_bytes as u64,
-                experts: self.experts.len(),
+                experts: self.experts().count(),
                 source: Some(source),
             });
         }
@@ -332,19 +427,23 @@ impl<B: Backend + LoadOps> Streaming<B> {
 impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
     fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError> {
         let loader = &self.loader;
-        let Some(expert) = loader.experts.get(&id) else {
-            return Ok(Guard::new(self.dense.acquire(id)?, None));
+        let Some(host) = loader.modules.get(&id) else {
+            return Ok(Guard::new(self.resident.acquire(id)?, None));
         };
         let kernel = |source| ResidencyError::Kernel { module: id, source };
         let computed = loader.backend.computed().map_err(kernel)?;
         let mut state = loader.shared.lock();
+        if !matches!(id, ModuleId::Expert(..)) {
+            // The loader may not have come to it yet, and goes on behind it.
+            state.dense.announce(&[id]);
+        }
         let (weights, copied) = loop {
             if let Some(error) = state.broken.take() {
                 return Err(error);
             }
             if let Some(Streamed {
                 weights, copied, ..
-            }) = state.ring.hold(id)
+            }) = state.ring_of(id).hold(id)
             {
                 break (Arc::clone(weights), copied.clone());
             }
@@ -359,7 +458,7 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         };
         drop(state);
         self.acquired.fetch_add(1, Ordering::Relaxed);
-        self.read_bytes.fetch_add(expert.bytes(), Ordering::Relaxed);
+        self.read_bytes.fetch_add(host.bytes(), Ordering::Relaxed);
         let guard = Guard::new(weights, Some(loader.loading() as Arc<dyn Release>));
         loader.backend.after(&copied).map_err(kernel)?;
         let goes_on = loader.backend.computed().map_err(kernel)?;
@@ -387,6 +486,7 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         loader.meter.begin(rows, begin);
         let mut state = loader.shared.lock();
         state.ring.begin(rows >= self.ahead_rows);
+        state.dense.begin(true);
         loader.shared.changed();
         Ok(())
     }
@@ -411,16 +511,15 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
 
     fn stats(&self) -> ResidencyStats {
         let loader = &self.loader;
-        let dense = self.dense.stats();
-        let experts = loader.experts.values();
-        let expert_bytes: u64 = experts.map(|expert| expert.bytes()).sum();
-        let ring_bytes = (self.slots() * loader.slot_bytes) as u64;
+        let resident = self.resident.stats();
+        let passing_bytes: u64 = loader.modules.values().map(HostModule::bytes).sum();
+        let slots_bytes = (self.slots() * loader.slot_bytes + loader.dense_slots_bytes) as u64;
         let streamed = loader.meter.read(&*loader.backend);
         ResidencyStats {
-            total_bytes: dense.total_bytes + expert_bytes,
-            resident_bytes: dense.total_bytes + ring_bytes,
-            acquired: dense.acquired + self.acquired.load(Ordering::Relaxed),
-            read_bytes: dense.read_bytes + self.read_bytes.load(Ordering::Relaxed),
+            total_bytes: resident.total_bytes + passing_bytes,
+            resident_bytes: resident.total_bytes + slots_bytes,
+            acquired: resident.acquired + self.acquired.load(Ordering::Relaxed),
+            read_bytes: resident.read_bytes + self.read_bytes.load(Ordering::Relaxed),
             prefetched_bytes: streamed.copied_bytes,
             released_bytes: loader.released_bytes.load(Ordering::Relaxed),
             streamed,
@@ -440,14 +539,14 @@ impl<B: Backend + LoadOps> Release for Streaming<B> {
         };
         self.meter.released(mark.clone());
         let mut state = self.shared.lock();
-        let freed = state.ring.release(id, Some(mark));
+        let freed = state.ring_of(id).release(id, Some(mark));
         let is_free = freed.is_some();
         if let Some(slot) = freed {
             self.backend.vacate(slot);
         }
         drop(state);
         if is_free {
-            let bytes = self.experts.get(&id).map_or(0, |expert| expert.bytes());
+            let bytes = self.modules.get(&id).map_or(0, HostModule::bytes);
             self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
             self.tell(StreamEvent::Released(id));
         }

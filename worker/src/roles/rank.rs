@@ -31,7 +31,7 @@ use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
 use crate::device::{DeviceArg, DeviceOptions, GpuOptions, HostOptions, on_device};
 use crate::environment::Environment;
-use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy};
+use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy, Rings};
 use crate::lost::DeviceLost;
 use crate::signals;
 
@@ -384,9 +384,10 @@ fn load_options<'a>(
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
                 budget_bytes: Some(residency.budget_bytes),
             },
-            PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading {
+            PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading(Rings {
                 slots: ring_slots(residency)?,
-            },
+                streams_dense: residency.streams_dense,
+            }),
             PlanPolicy::HostExperts => ResidencyPolicy::HostExperts {
                 budget_bytes: None,
                 cache_slots: residency.cache_slots.unwrap_or(0) as usize,

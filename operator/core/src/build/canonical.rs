@@ -210,6 +210,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         claims_gpus,
         gpu_uuids,
         gpu_memory_bytes,
+        device_memory: _,
         virtual_device,
         activations,
         mla_form,
@@ -269,6 +270,7 @@ fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
         host_bytes,
         ring_slots,
         ring_lengths,
+        streams_dense,
         cache_slots,
     } = residency;
     let policy = match policy {
@@ -289,6 +291,7 @@ fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
         } = length;
         lines.put("ring-length", format!("{prompt_tokens} {slots}"));
     }
+    lines.put_if(*streams_dense, "dense-modules", "streamed");
     lines.put_some("cache-slots", cache_slots.as_ref());
 }
 

@@ -161,6 +161,15 @@ const CHANGES: &[Change] = &[
         &[1],
     ),
     (
+        "dense modules that stream",
+        |_, _, p| {
+            if let Some(residency) = &mut p.ranks[1].residency {
+                residency.streams_dense = true;
+            }
+        },
+        &[1],
+    ),
+    (
         "cached experts",
         |_, _, p| {
             if let Some(residency) = &mut p.ranks[2].residency {

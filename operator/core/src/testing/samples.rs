@@ -133,6 +133,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         gpu_uuids: Vec::new(),
         claims_gpus: false,
         gpu_memory_bytes: 0,
+        device_memory: None,
         virtual_device: None,
         activations: PlanActivations::F32,
         mla_form: PlanMlaForm::Absorbed,
@@ -143,6 +144,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
             host_bytes: 0,
             ring_slots: None,
             ring_lengths: Vec::new(),
+            streams_dense: false,
             cache_slots: None,
         }),
         kv: is_worker.then_some(PlanKv {

@@ -8,6 +8,7 @@ use hearth_crds::{
 use crate::cpus::format_cpu_list;
 use crate::draft::{Draft, ranks_of};
 use crate::link::LinkRates;
+use crate::node_ranks::DenseModules;
 use crate::predict::{ExpertsAt, Step};
 use crate::reasons::ms;
 
@@ -44,12 +45,24 @@ fn streamed(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     let predictor = draft.predictor_of(rank)?;
     let tokens = rank.predicted.as_ref()?.prompt_tokens?;
     let step = Step::of_prompt(tokens);
-    let ExpertsAt::Ring { slots, copy_gbps } = predictor.experts_at else {
+    let ExpertsAt::Ring {
+        slots,
+        dense,
+        copy_gbps,
+    } = predictor.experts_at
+    else {
         return None;
     };
-    let time = predictor.streamed(step, slots.at(tokens), copy_gbps);
+    let time = predictor.streamed(step, slots.at(tokens), dense, copy_gbps);
+    let with_dense = match dense {
+        DenseModules::Stay => String::new(),
+        DenseModules::Stream => format!(
+            ", and {} of dense modules with them, which have no room beside the rest,",
+            format_bytes(facts.streamed_dense_bytes())
+        ),
+    };
     Some(format!(
-        "experts of {}: {} stream from the memory of {} to {} at {:.1} GB/s ({rate}; {:.1} beside decode); a prompt of {tokens} tokens takes {}, {} of copies beside {} of computation",
+        "experts of {}: {}{with_dense} stream from the memory of {} to {} at {:.1} GB/s ({rate}; {:.1} beside decode); a prompt of {tokens} tokens takes {}, {} of copies beside {} of computation",
         rank.name,
         format_bytes(facts.bytes.routed_experts),
         rank.node,

@@ -1,13 +1,13 @@
 //! Sentences about GPUs: those that ranks run on, and the rest.
 
 use hearth_crds::{
-    Activations, GpuProfile, NodeProfileStatus, PlanRank, PlanRole, PlanRouting, RankDevice,
-    ResidencyPolicy, Strategy, format_bytes,
+    Activations, DENSE_SLOTS, GpuProfile, NodeProfileStatus, PlanRank, PlanRole, PlanRouting,
+    RankDevice, ResidencyPolicy, Strategy, format_bytes,
 };
 
 use crate::draft::{Draft, ranks_of};
 use crate::gpus::{GpuLack, NodeOffer, unusable};
-use crate::node_ranks::{Device, Devices};
+use crate::node_ranks::{DenseModules, Device, Devices};
 use crate::place::{NoRoom, Objection, Refused};
 
 /// Devices of the ranks, in a few words.
@@ -31,10 +31,10 @@ pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
 
 fn with_host_experts(devices: Devices) -> &'static str {
     match (devices.prefill, devices.decode) {
-        (Device::StreamingGpu, Device::GpuAndCpus) => {
+        (Device::StreamingGpu(_), Device::GpuAndCpus) => {
             "prefill streams its experts to a GPU, decode has attention on a GPU and experts on CPUs"
         }
-        (Device::StreamingGpu, _) => "prefill streams its experts to a GPU, decode on CPUs",
+        (Device::StreamingGpu(_), _) => "prefill streams its experts to a GPU, decode on CPUs",
         (Device::Gpu, _) => "prefill on GPUs, decode with attention on a GPU and experts on CPUs",
         (Device::Cpus | Device::GpuAndCpus, _) => {
             "decode has attention on a GPU and experts on CPUs"
@@ -108,13 +108,18 @@ fn on_gpu(
     let cache_bytes = u64::from(cache_slots.unwrap_or(0)) * draft.demand.slot_bytes();
     let weights = match device {
         Device::Cpus | Device::Gpu => "weights",
-        Device::StreamingGpu | Device::GpuAndCpus => "dense modules",
+        Device::StreamingGpu(DenseModules::Stream) => "embedding, head and routers",
+        Device::StreamingGpu(DenseModules::Stay) | Device::GpuAndCpus => "dense modules",
     };
     let cache = match device {
         Device::GpuAndCpus if cache_bytes > 0 => {
             format!(", cache of experts {}", format_bytes(cache_bytes))
         }
-        Device::Cpus | Device::Gpu | Device::GpuAndCpus | Device::StreamingGpu => String::new(),
+        Device::StreamingGpu(DenseModules::Stream) => format!(
+            ", {DENSE_SLOTS} slots for dense modules {}",
+            format_bytes(need.dense_slots_bytes)
+        ),
+        Device::Cpus | Device::Gpu | Device::GpuAndCpus | Device::StreamingGpu(_) => String::new(),
     };
     let (room, room_bytes) = match slot.filter(|slot| slot.ring.is_some()) {
         Some(slot) => ("the room of ring and prompt", slot.ring_room_bytes),
@@ -265,10 +270,18 @@ fn lack(refused: &Refused) -> Option<&GpuLack> {
 fn refused(refused: &Refused) -> String {
     let Devices { prefill, decode } = refused.devices;
     let which = match (prefill, decode) {
-        (Device::StreamingGpu, Device::GpuAndCpus) => {
+        (Device::StreamingGpu(DenseModules::Stay), Device::GpuAndCpus) => {
             "experts of prefill streamed to a GPU, those of decode on CPUs beside it"
         }
-        (Device::StreamingGpu, _) => "experts of prefill streamed to a GPU, decode on CPUs",
+        (Device::StreamingGpu(DenseModules::Stay), _) => {
+            "experts of prefill streamed to a GPU, decode on CPUs"
+        }
+        (Device::StreamingGpu(DenseModules::Stream), Device::GpuAndCpus) => {
+            "experts and dense modules of prefill streamed to a GPU, experts of decode on CPUs beside it"
+        }
+        (Device::StreamingGpu(DenseModules::Stream), _) => {
+            "experts and dense modules of prefill streamed to a GPU, decode on CPUs"
+        }
         (_, Device::GpuAndCpus) => "experts of decode on CPUs beside a GPU",
         (Device::Gpu, Device::Gpu) => "prefill and decode on GPUs",
         (Device::Gpu, _) => "prefill on a GPU",

@@ -4,6 +4,7 @@
     reason = "a test may panic; clippy.toml's exemption does not reach helpers of integration tests"
 )]
 
+mod dense;
 mod lanes;
 mod releases;
 
@@ -75,13 +76,28 @@ impl Files {
         slots: RingSlots,
         listener: Option<StreamListener>,
     ) -> Result<Arc<StreamLoading<VirtualBackend>>, ResidencyError> {
-        let modules = modules(&self.config).unwrap();
+        self.open(
+            device,
+            StreamLoadingOptions {
+                slots,
+                streams_dense: false,
+                experts_per_token: self.experts_per_token(),
+                listener,
+            },
+        )
+    }
+
+    fn experts_per_token(&self) -> usize {
         let moe = self.config.moe.as_ref();
-        let options = StreamLoadingOptions {
-            slots,
-            experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
-            listener,
-        };
+        moe.map_or(1, |moe| moe.experts_per_token)
+    }
+
+    fn open(
+        &self,
+        device: &Arc<VirtualBackend>,
+        options: StreamLoadingOptions,
+    ) -> Result<Arc<StreamLoading<VirtualBackend>>, ResidencyError> {
+        let modules = modules(&self.config).unwrap();
         StreamLoading::open(&self.checkpoint, &modules, Arc::clone(device), options).map(Arc::new)
     }
 
@@ -266,7 +282,7 @@ fn expanded_latents_give_the_same_bits_in_every_ring_and_room() {
     }
 }
 
-/// Experts that crossed the link since the last call, sorted.
+/// Modules that crossed the link since the last call.
 #[derive(Clone, Default)]
 struct Crossed(Arc<Mutex<Vec<ModuleId>>>);
 
@@ -281,9 +297,13 @@ impl Crossed {
     }
 
     fn take(&self) -> Vec<ModuleId> {
-        let mut ids = std::mem::take(&mut *self.0.lock().unwrap());
+        let mut ids = self.take_in_order();
         ids.sort_unstable();
         ids
+    }
+
+    fn take_in_order(&self) -> Vec<ModuleId> {
+        std::mem::take(&mut *self.0.lock().unwrap())
     }
 }
 

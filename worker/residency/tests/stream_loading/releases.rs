@@ -23,7 +23,7 @@ impl Residency<VirtualBackend> for Hasty {
         }
         let field = |name| (name, guard.matrix(name).unwrap().clone());
         let matrices = Vec::from(["gate", "up", "down"].map(field));
-        let kept = ModuleWeights::of_matrices(id, matrices, guard.bytes());
+        let kept = ModuleWeights::new(id, matrices, Vec::new(), guard.bytes());
         Ok(Guard::new(Arc::new(kept), None))
     }
 

@@ -486,6 +486,21 @@ pub struct PlanDeviceMemory {
     pub working_bytes: u64,
 }
 
+impl PlanDeviceMemory {
+    /// All of it.
+    pub fn sum_bytes(&self) -> u64 {
+        let Self {
+            weights_bytes,
+            dense_slots_bytes,
+            ring_bytes,
+            cache_bytes,
+            kv_bytes,
+            working_bytes,
+        } = *self;
+        weights_bytes + dense_slots_bytes + ring_bytes + cache_bytes + kv_bytes + working_bytes
+    }
+}
+
 /// Length of a ring for prompts of a length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]

@@ -116,7 +116,10 @@ impl Lanes {
         {
             let of_layer = u64::from(self.prompt.experts.max(1));
             let layer = u32::try_from(self.copied / of_layer).unwrap_or(u32::MAX);
-            self.copy_dense(self.prompt.dense_layers.saturating_add(layer));
+            // Experts do not wait for a slot of dense modules.
+            if self.dense_free_ms <= self.link_ms.max(free_ms).max(from_ms) {
+                self.copy_dense(self.prompt.dense_layers.saturating_add(layer));
+            }
             self.copied += 1;
             self.link_ms = self.link_ms.max(free_ms).max(from_ms) + self.prompt.copy_ms;
             ahead.push_back(self.link_ms);

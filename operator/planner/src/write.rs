@@ -165,15 +165,7 @@ impl Draft<'_> {
         }
         let kv_bytes = kv_bytes(role, host);
         let scratch_bytes = self.scratch_bytes(role, slot) + demand.unread_bytes(role);
-        let chunk_tokens = match role {
-            PlanRole::Gateway => 0,
-            PlanRole::Prefill => match slot.map(|slot| slot.device) {
-                // A prompt is one pass, so that no expert crosses the link twice.
-                Some(Device::StreamingGpu(_)) => demand.context_length,
-                _ => demand.chunk_tokens,
-            },
-            PlanRole::Decode => self.decode_chunk_tokens(host, &set),
-        };
+        let chunk_tokens = self.chunk_tokens(role, host, &set);
         let predicted = self.rank_prediction(host, role, &set);
         let choice = slot.and_then(|slot| self.estimator.host_choice(n, &set, slot, budget));
         let residency = self.residency(host, choice);
@@ -327,6 +319,19 @@ impl Draft<'_> {
     fn claims_gpus(&self, n: usize) -> bool {
         let offer = self.estimator.gpus().at(self.nodes[n]);
         matches!(offer, NodeOffer::Claims(_))
+    }
+
+    fn chunk_tokens(&self, role: PlanRole, host: &RankHost<'_>, set: &CpuSet) -> u32 {
+        let device = host.slot.map(|slot| slot.device);
+        match role {
+            PlanRole::Gateway => 0,
+            // A prompt is one pass, so that no expert crosses the link twice.
+            PlanRole::Prefill if device.is_some_and(Device::is_streaming) => {
+                self.demand.context_length
+            }
+            PlanRole::Prefill => self.demand.chunk_tokens,
+            PlanRole::Decode => self.decode_chunk_tokens(host, set),
+        }
     }
 
     /// The largest chunk (a power of two from 16 to 256) whose step does not stall running streams longer than

@@ -139,6 +139,12 @@ fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], off
         for gpu in &profile.gpus {
             let on_it: Vec<_> = here().filter(|rank| rank.device_name == gpu.uuid).collect();
             let used: u64 = on_it.iter().map(|rank| rank.gpu_memory_bytes).sum();
+            for rank in &on_it {
+                assert_eq!(
+                    rank.device_memory.unwrap().sum_bytes(),
+                    rank.gpu_memory_bytes
+                );
+            }
             let least = profile.gpus.iter().map(|gpu| gpu.memory_bytes).min();
             match offer {
                 GpuOffer::Machine => assert!(used <= gpu.free_bytes, "{used} on {gpu:?}"),

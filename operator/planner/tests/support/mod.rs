@@ -222,6 +222,42 @@ pub fn qwen3_30b() -> ModelFacts {
     }
 }
 
+/// DeepSeek-V3 in FP8 as published: 671 B parameters, 37 B active; embedding, head and routers in BF16.
+pub fn deepseek_v3() -> ModelFacts {
+    const MB: u64 = 1_000_000;
+    ModelFacts {
+        architecture: "deepseek_v3".into(),
+        dtype: "FP8".into(),
+        parameter_count: 671_000_000_000,
+        active_parameter_count: 37_000_000_000,
+        layers: 61,
+        hidden: 7168,
+        vocab: 129_280,
+        max_context: 163_840,
+        experts: 256,
+        experts_per_token: 8,
+        expert_layers: 58,
+        expert_hidden: 2048,
+        heads: 128,
+        kv: KvShape::Latent {
+            rank: 512,
+            rope_dim: 64,
+            nope_dim: 128,
+            value_dim: 128,
+        },
+        bytes: ModuleBytes {
+            embedding: 1853 * MB,
+            attention: 61 * 187 * MB,
+            dense_ffn: 3 * 396 * MB,
+            shared_expert: 58 * 44 * MB,
+            router: 58 * 4 * MB,
+            routed_experts: 58 * 256 * 44 * MB,
+            head: 1853 * MB,
+        },
+        largest_layer_bytes: (187 + 44 + 4 + 256 * 44) * MB,
+    }
+}
+
 /// A dense 1.7 B model in BF16 with a long context: 112 KiB of KV per token.
 pub fn dense_1_7b() -> ModelFacts {
     ModelFacts {

@@ -44,9 +44,20 @@ impl Files {
         gpu: &Arc<CudaBackend>,
         slots: RingSlots,
     ) -> Arc<StreamLoading<CudaBackend>> {
+        self.streamed_with(gpu, slots, false)
+    }
+
+    /// `streams_dense`: attention, dense and shared feed-forward blocks pass through slots too.
+    fn streamed_with(
+        &self,
+        gpu: &Arc<CudaBackend>,
+        slots: RingSlots,
+        streams_dense: bool,
+    ) -> Arc<StreamLoading<CudaBackend>> {
         let modules = modules(&self.config).unwrap();
         let options = StreamLoadingOptions {
             slots,
+            streams_dense,
             experts_per_token: self.config.moe.as_ref().unwrap().experts_per_token,
             listener: None,
         };
@@ -111,6 +122,9 @@ fn assert_rings(files: &Files, case: &str, rings: &[RingSlots]) {
         let got = files.bits(&gpu, files.streamed(&gpu, slots.clone()), tile_rows);
         assert!(got == want, "{case}, {slots:?} slots, tiles of {tile_rows}");
     }
+    let shortest = RingSlots::Fixed(2);
+    let got = files.bits(&gpu, files.streamed_with(&gpu, shortest, true), 7);
+    assert!(got == want, "{case}, dense modules stream");
 }
 
 #[test]

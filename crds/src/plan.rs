@@ -520,8 +520,8 @@ pub enum ResidencyPolicy {
     Resident,
     /// Mapped; the kernel is asked to read the next layers and to drop the last ones.
     MmapPrefetch,
-    /// All but the routed experts stay on the rank's GPU; these are copied into a ring of slots there, in the order of
-    /// the layers, while others compute.
+    /// Routed experts are copied into a ring of slots on the rank's GPU, in the order of the layers, while others compute;
+    /// all else stays there, but for what `streamsDense` says.
     StreamLoading,
     /// All but the routed experts stay on the rank's GPU; these are mapped, and its CPUs compute them.
     HostExperts,

@@ -185,8 +185,10 @@ fn prompts_of_any_length_are_read_in_one_pass_within_the_memory_of_the_plan() {
     assert!(!up.logs().contains("stays short"), "{}", up.logs());
     up.wait_for_output("% of the copies beside computation");
     let told = up.output();
-    let lines = told.lines().filter(|line| line.contains("prefill-0 read "));
-    assert!((1..=lengths.len()).contains(&lines.count()), "{told}");
+    // On a busy machine a prompt takes so long that it is told of before its end too.
+    let of_prefill = told.lines().filter(|line| line.contains("prefill-0 read "));
+    let ends = of_prefill.filter(|line| !line.contains("so far"));
+    assert!((1..=lengths.len()).contains(&ends.count()), "{told}");
     drop(up);
 
     let file = deployment(directory.path(), |_| {});
@@ -273,7 +275,8 @@ fn a_running_worker_writes_what_its_lanes_did_when_it_is_told_to() {
     answer(&up);
 }
 
-/// One device has the ring of prefill and the dense modules of decode, whose experts the CPUs compute.
+/// One device has the ring of prefill and the dense modules of decode, whose experts the CPUs compute. It has no room for the
+/// dense modules of prefill, which stream too.
 #[test]
 fn a_device_streams_prompts_beside_answers_whose_experts_are_on_cpus() {
     let directory = tempfile::tempdir().expect("a directory");
@@ -284,12 +287,12 @@ fn a_device_streams_prompts_beside_answers_whose_experts_are_on_cpus() {
     });
     let up = Up::start(&UpOptions {
         file: Some(file.clone()),
-        arguments: ["--virtual-device", "virtual:memory=24Mi"]
+        arguments: ["--virtual-device", "virtual:memory=15Mi"]
             .map(str::to_owned)
             .to_vec(),
         ..UpOptions::default()
     });
-    let plan = planned(&file, "virtual:memory=24Mi").expect("a plan");
+    let plan = planned(&file, "virtual:memory=15Mi").expect("a plan");
     let policies: Vec<&Value> = plan["ranks"]
         .as_array()
         .expect("ranks")
@@ -300,8 +303,9 @@ fn a_device_streams_prompts_beside_answers_whose_experts_are_on_cpus() {
         policies,
         ["", "StreamLoading", "HostExperts"].map(word).each_ref()
     );
-    let decode = &plan["ranks"][2];
+    let (prefill, decode) = (&plan["ranks"][1], &plan["ranks"][2]);
     assert_eq!(decode["dualBatch"], true);
+    assert_eq!(prefill["residency"]["streamsDense"], true, "{plan:#}");
     let first = answer(&up);
     // Steps of several rows are split in two.
     let before = up.wait_for("the first answer is counted", |metrics| {
@@ -490,7 +494,7 @@ fn devices_that_cannot_be_are_refused_with_numbers() {
         ("virtual", "needs memory"),
         ("virtual:memory=0", "0 bytes"),
         ("cuda", "not a virtual device"),
-        ("virtual:memory=4Mi", "a ring of 2 of these"),
+        ("virtual:memory=4Mi", "a ring of 2 experts"),
     ] {
         let error = planned(&file, device).expect_err(device);
         assert!(error.contains(says), "{device}: {error}");

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The GPU rows of docs/benchmarks.md on the GPU of this machine: kernels beside the device's own limits, decode steps of random
-# models, and in the same run torch's kernels and transformers on the same weights where a Python has them (PYTHON=... names it). Models
-# take 30 GiB of the temporary directory; those that the GPU has no room for are said and passed over.
+# models, prompts that stream and experts on the CPUs, and in the same run torch's kernels and transformers on the same weights
+# where a Python has them (PYTHON=... names it). Models take 30 GiB of the temporary directory, and then what is free there and
+# in memory; those that the GPU has no room for are said and passed over.
 # The log is kept beside this script.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -39,6 +40,39 @@ for name in qwen3-moe deepseek-v3; do
     done
     bench "$models/$name-fp8" fp8
 done
+
+# Layers of DeepSeek-V3's shapes, 11 GiB each with their experts: as many as the free memory and the temporary directory hold,
+# whose prompts stream and whose experts the CPUs compute. --rates prints the device's and the link's own.
+free_gib() {
+    local memory disk
+    memory=$(awk '/^MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo)
+    disk=$(df --output=avail -B1G "$models" | tail -1)
+    echo $((memory < disk ? memory : disk))
+}
+rm -rf "${models:?}"/*-fp8
+with_experts=$((($(free_gib) - 16) / 11))
+if ((with_experts > 0)); then
+    layers=$((3 + (with_experts < 58 ? with_experts : 58)))
+    sed "s/\"num_hidden_layers\": 61/\"num_hidden_layers\": $layers/" docs/benchmarks/configs/deepseek-v3-full.json >"$models/full.json"
+    model=$models/full
+    "$worker" random --config "$models/full.json" --dtype fp8 --out "$model"
+    experts() {
+        echo "== $layers of DeepSeek-V3's 61 layers: $*"
+        "$worker" bench --device cuda --model "$model" "$@" 2>&1 || failed=1
+    }
+    for tokens in 2048 8192 32768; do
+        for form in absorbed expanded; do
+            experts --residency stream-loading --mla-form "$form" --prefill "$tokens" --chunk "$tokens" --decode 1 --rates
+        done
+    done
+    experts --residency stream-loading --stream-dense --mla-form expanded --prefill 8192 --chunk 8192 --decode 1
+    experts --residency host-experts --prefill 512 --decode 64 --batch 1 --rates
+    experts --residency host-experts --prefill 512 --decode 64 --batch 4
+    experts --residency host-experts --prefill 512 --decode 64 --batch 4 --dual-batch
+    experts --residency host-experts --prefill 512 --decode 64 --batch 1 --cache-slots 64
+else
+    echo "SKIPPED: neither memory nor the temporary directory has room for a layer of DeepSeek-V3's experts" >&2
+fi
 
 if "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
     "$python" docs/benchmarks/gpu_peers.py "$models"/*-bf16

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Stream loading on a modelled device: prefill beside its bound, for balances of copies and computation.
 
-    docs/benchmarks/stream_loading.py WORKER MODEL [--rings 2,3,8,64] [--compute 0.1,0.2,…] [--log FILE]
+    docs/benchmarks/stream_loading.py WORKER MODEL [--rings 2,3,8,64] [--compute 0.1,0.2,…]
 
 WORKER is a hearth-worker, MODEL a checkpoint that it can run (`hearth-worker random --config
 docs/benchmarks/configs/deepseek-v3-small.json --dtype fp8 --out MODEL`). Each line is one run whose late operations were

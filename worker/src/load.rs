@@ -69,6 +69,28 @@ pub(crate) enum ResidencyPolicy {
     },
 }
 
+impl ResidencyPolicy {
+    /// The policy that a tool was asked for.
+    fn from_args(args: &ModelArgs) -> Self {
+        match args.residency {
+            ResidencyArg::Resident => Self::Resident,
+            ResidencyArg::MmapPrefetch => Self::MmapPrefetch {
+                budget_bytes: args.residency_budget,
+            },
+            ResidencyArg::StreamLoading => Self::StreamLoading(Rings {
+                slots: args
+                    .ring_slots
+                    .map_or(RingSlots::Auto, |slots| RingSlots::Fixed(slots as usize)),
+                streams_dense: args.stream_dense,
+            }),
+            ResidencyArg::HostExperts => Self::HostExperts {
+                budget_bytes: args.residency_budget,
+                cache_slots: args.cache_slots as usize,
+            },
+        }
+    }
+}
+
 /// What modules pass through with [`ResidencyPolicy::StreamLoading`].
 pub(crate) struct Rings {
     /// Slots for routed experts.
@@ -100,22 +122,7 @@ impl LoadOptions<'_> {
     /// An error if options conflict.
     pub(crate) fn from_args(args: &ModelArgs, environment: &Environment) -> anyhow::Result<Self> {
         let is_hybrid = args.residency == ResidencyArg::HostExperts;
-        let residency = match args.residency {
-            ResidencyArg::Resident => ResidencyPolicy::Resident,
-            ResidencyArg::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
-                budget_bytes: args.residency_budget,
-            },
-            ResidencyArg::StreamLoading => ResidencyPolicy::StreamLoading(Rings {
-                slots: args
-                    .ring_slots
-                    .map_or(RingSlots::Auto, |slots| RingSlots::Fixed(slots as usize)),
-                streams_dense: args.stream_dense,
-            }),
-            ResidencyArg::HostExperts => ResidencyPolicy::HostExperts {
-                budget_bytes: args.residency_budget,
-                cache_slots: args.cache_slots as usize,
-            },
-        };
+        let residency = ResidencyPolicy::from_args(args);
         let prefetches = is_hybrid || args.residency == ResidencyArg::MmapPrefetch;
         let streams = args.residency == ResidencyArg::StreamLoading;
         let given = [

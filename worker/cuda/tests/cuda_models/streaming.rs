@@ -9,7 +9,9 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::*;
 use hearth_kernels::{BlockId, KvDType, Span};
 use hearth_model::{Batch, Model, Residency, modules};
-use hearth_residency::{Resident, RingLength, RingSlots, StreamLoading, StreamLoadingOptions};
+use hearth_residency::{
+    Resident, RingLength, RingSlots, StreamListener, StreamLoading, StreamLoadingOptions,
+};
 
 use crate::device::gpu;
 
@@ -44,11 +46,21 @@ impl Files {
         gpu: &Arc<CudaBackend>,
         slots: RingSlots,
     ) -> Arc<StreamLoading<CudaBackend>> {
+        self.streamed_and_told(gpu, slots, None)
+    }
+
+    /// The same, with whom to tell of experts that come and go.
+    pub(crate) fn streamed_and_told(
+        &self,
+        gpu: &Arc<CudaBackend>,
+        slots: RingSlots,
+        listener: Option<StreamListener>,
+    ) -> Arc<StreamLoading<CudaBackend>> {
         let modules = modules(&self.config).unwrap();
         let options = StreamLoadingOptions {
             slots,
             experts_per_token: self.config.moe.as_ref().unwrap().experts_per_token,
-            listener: None,
+            listener,
         };
         let gpu = gpu.clone();
         Arc::new(StreamLoading::open(&self.checkpoint, &modules, gpu, options).unwrap())
@@ -66,7 +78,7 @@ impl Files {
     }
 
     /// Bits of the logits of a prompt, of a token after it, and of two more.
-    fn bits(
+    pub(crate) fn bits(
         &self,
         gpu: &Arc<CudaBackend>,
         residency: Arc<dyn Residency<CudaBackend>>,

@@ -2,8 +2,6 @@
 
 use std::sync::atomic::Ordering;
 
-use hearth_kernels::trace::Trace;
-
 use super::*;
 use crate::tests::fake::{Fault, oracle};
 
@@ -135,25 +133,5 @@ fn a_step_that_cannot_be_launched_costs_no_token_of_the_one_before() {
         assert_all_freed(&engine);
         // The device goes on.
         assert_eq!(answer(&engine, plain(&[1, 2, 3], 9)).tokens, expected);
-    }
-}
-
-#[test]
-fn steps_are_recorded_one_after_the_other_though_they_were_in_flight_together() {
-    let trace = Arc::new(Trace::new());
-    let (engine, controls) = queued(EngineOptions {
-        trace: Some(Arc::clone(&trace)),
-        ..options(32)
-    });
-    answer(&engine, plain(&[1, 2, 3], 4));
-    let recording = trace.begin(100).unwrap();
-    answer(&engine, plain(&[7, 8], 4));
-    let events = recording.end().events;
-    assert!(steps(&controls).1 > 0, "some were in flight together");
-    let names: Vec<&str> = events.iter().map(|event| &*event.name).collect();
-    let one = "step: sequences 1, rows 1";
-    assert_eq!(names, ["step: sequences 1, rows 2", one, one, one]);
-    for pair in events.windows(2) {
-        assert!(pair[0].end_ns <= pair[1].begin_ns, "{pair:?}");
     }
 }

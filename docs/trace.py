@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Draws a part of a trace that `hearth-worker bench --trace` wrote.
+"""Draws a part of a trace that `hearth-worker bench --trace` or `hearth trace` wrote.
 
     docs/trace.py TRACE.json OUT.svg --from-ms 10 --to-ms 20 --title 'A ring of 8 slots'
+    docs/trace.py TRACE.json OUT.svg --process decode-0
 
 Times are counted from the first pass of the trace. Python's standard library is all it needs.
 """
@@ -19,16 +20,20 @@ COLOURS = [
     (r"layer \d*[02468] expert \d+", "#3d7ea6"),
     (r"layer \d*[13579] expert \d+", "#7fb3d1"),
     (r"expert \d+", "#d9823b"),
-    (r"attention|mla_.*|kv_append|rope", "#5b8c5a"),
+    (r"layer \d*[02468]: rows .*", "#b5651d"),
+    (r"layer \d*[13579]: rows .*", "#e0a56d"),
+    (r"attention.*|mla_.*|kv_append|rope", "#5b8c5a"),
     (r"linear|embed", "#93b992"),
     (r"route|routing", "#a94d4d"),
-    (r"prefill|decode.*", "#c9c9c9"),
+    (r"prefill|decode.*|step: .*", "#c9c9c9"),
     (r".*", "#b8a9c9"),
 ]
 LEGEND = [
     ("copy of an expert, even layer", "#3d7ea6"),
     ("odd layer", "#7fb3d1"),
     ("routed expert", "#d9823b"),
+    ("experts of an even layer on the CPUs", "#b5651d"),
+    ("of an odd layer", "#e0a56d"),
     ("attention", "#5b8c5a"),
     ("other products", "#93b992"),
     ("router", "#a94d4d"),
@@ -40,19 +45,31 @@ def colour(name):
     return next(value for pattern, value in COLOURS if re.fullmatch(pattern, name))
 
 
-def read(path):
+def of_process(events, process):
+    """Events of the process whose name begins so; of the only one without a name."""
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    found = [pid for pid, name in names.items() if name.startswith(process or "")]
+    if len(found) != 1:
+        sys.exit(f"name one process, --process NAME: the trace has {', '.join(names.values())}")
+    return [e for e in events if e["pid"] == found[0]]
+
+
+def read(path, process):
     """Events by lane, in ms since the first pass, and the lanes in their order."""
     with open(path, encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
+        events = of_process(json.load(file)["traceEvents"], process)
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     timed = [e for e in events if "ts" in e]
+    if not timed:
+        sys.exit(f"{path} has no events: nothing happened while it was recorded")
     passes = [e["ts"] for e in timed if lanes[e["tid"]] == "host"]
     start = min(passes) if passes else min(e["ts"] for e in timed)
     by_lane = {name: [] for _, name in sorted(lanes.items())}
     for e in timed:
         begin = (e["ts"] - start) / 1e3
         by_lane[lanes[e["tid"]]].append((begin, begin + e.get("dur", 0) / 1e3, e["name"]))
-    by_lane["copy"] = joined(by_lane["copy"])
+    if "copy" in by_lane:
+        by_lane["copy"] = joined(by_lane["copy"])
     return by_lane
 
 
@@ -82,7 +99,7 @@ def bar(at, y, begin, end, name):
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{LANE_HEIGHT}" '
         f'fill="{colour(name)}"{edge}><title>{escape(name)}</title></rect>'
     )
-    label = name.split()[-1] if "expert" in name else name
+    label = name.split()[-1] if " expert " in f" {name}" else name.split(":")[0]
     if width < 7 * len(label) + 6:
         return rect
     return rect + text(x + width / 2, y + LANE_HEIGHT / 2 + 5, label, 12, "middle", "#fff")
@@ -139,7 +156,10 @@ def draw(by_lane, begin, end, title):
                 continue
             parts.append(tick(at, y, first, name) if lane == "modules" else bar(at, y, first, last, name))
     x = LEFT
+    drawn = "\n".join(parts)
     for words, fill in LEGEND:
+        if fill not in drawn:
+            continue
         parts.append(f'<rect x="{x}" y="{height - 26}" width="12" height="12" fill="{fill}"/>')
         parts.append(text(x + 17, height - 16, words, 12))
         x += 34 + 6.6 * len(words)
@@ -150,11 +170,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace")
     parser.add_argument("out")
+    parser.add_argument("--process", help="process to draw where the trace has several, such as decode-0")
     parser.add_argument("--from-ms", type=float, default=0.0)
     parser.add_argument("--to-ms", type=float, default=None)
     parser.add_argument("--title", default="Lanes of the device")
     args = parser.parse_args()
-    by_lane = read(args.trace)
+    by_lane = read(args.trace, args.process)
     last = max(end for events in by_lane.values() for _, end, _ in events)
     end = last if args.to_ms is None else args.to_ms
     if not args.from_ms < end:

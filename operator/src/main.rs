@@ -17,7 +17,7 @@ mod telemetry;
 mod terminal;
 mod up;
 
-use commands::{chat, convert, logs, plan, probe, status};
+use commands::{chat, convert, logs, plan, probe, status, trace};
 use environment::Environment;
 use terminal::ui;
 
@@ -61,6 +61,8 @@ enum Command {
     Chat(chat::ChatArgs),
     /// Show the logs of a deployment's processes
     Logs(logs::LogsArgs),
+    /// Record what the devices of a deployment's workers do, for chrome://tracing
+    Trace(trace::TraceArgs),
     /// Serve the InferenceDeployments of a Kubernetes cluster: runs in the cluster, installed by the chart
     Operator(Box<controller::OperatorArgs>),
     /// Check that an HTTP endpoint is healthy
@@ -91,6 +93,7 @@ impl Cli {
             Command::Status(args) => return status::run(&args, environment),
             Command::Chat(args) => chat::run(&args, environment)?,
             Command::Logs(args) => logs::run(&args, environment)?,
+            Command::Trace(args) => trace::run(&args, environment)?,
             Command::Probe(args) => probe::run(&args)?,
             Command::Operator(args) => return controller::run(&args, environment),
             Command::Convert(args) => convert::run(&args)?,

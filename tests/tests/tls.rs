@@ -4,7 +4,9 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use hearth_tests::{Up, UpOptions, chat_body, chat_stream, write_certificates};
+use hearth_tests::{
+    Up, UpOptions, chat_body, chat_stream, hearth, run, worker, write_certificates,
+};
 use serde_json::Value;
 
 #[tokio::test]
@@ -33,6 +35,8 @@ async fn workers_speak_only_to_holders_of_a_certificate() {
     .expect("answer");
     assert!(answer.completion_tokens > 0);
 
+    assert_traces_need_a_certificate(&up);
+
     let plan: Value = {
         let text = std::fs::read(up.state_dir().join("demo/plan.json")).expect("plan");
         serde_json::from_slice(&text).expect("JSON")
@@ -60,6 +64,21 @@ async fn workers_speak_only_to_holders_of_a_certificate() {
             rank["name"]
         );
     }
+}
+
+/// Whoever has the directory of `hearth up` may record; whoever connects without a certificate may not.
+fn assert_traces_need_a_certificate(up: &Up) {
+    let mut command = hearth();
+    command.args(["trace", "--seconds", "1", "--state-dir"]);
+    let (code, trace, said) = run(command.arg(up.state_dir()));
+    assert_eq!(code, 0, "{said}");
+    assert!(trace.contains("decode-0: cpu"), "{trace}");
+    let plan = up.state_dir().join("demo/plan.json");
+    let mut command = worker();
+    command.args(["trace", "--seconds", "1", "--plan"]);
+    let (code, _, said) = run(command.arg(plan));
+    assert_eq!(code, 1, "{said}");
+    assert!(said.contains("error: "), "{said}");
 }
 
 #[test]

@@ -76,7 +76,7 @@ fn logits_are_the_same_bits_in_chunks_and_on_other_thread_counts() {
     assert_eq!(scalar.0, whole.0);
 }
 
-/// A benchmark's report, and names of what its device did in order.
+/// A benchmark's report, and names of what its device and the CPUs beside it did, each in order.
 fn traced(arguments: &[&str]) -> (Value, Vec<String>) {
     let directory = tempfile::tempdir().expect("a directory");
     let trace = directory.path().join("trace.json");
@@ -96,6 +96,26 @@ fn traced(arguments: &[&str]) -> (Value, Vec<String>) {
     (report, happened.map(name).collect())
 }
 
+/// Asserts that the CPUs compute the experts of a layer for one half of four sequences and then for the other, layer by
+/// layer; of a prompt of 40 tokens, for all of it.
+fn assert_takes_turns(names: &[String]) {
+    let layers_of = |rows: &str| -> Vec<&str> {
+        let parts = names.iter().filter_map(|name| name.split_once(rows));
+        parts.map(|(layer, _)| layer).collect()
+    };
+    let (prompts, halves) = (
+        layers_of(": rows 40, experts "),
+        layers_of(": rows 2, experts "),
+    );
+    let of_one = &prompts[..prompts.len() / 4];
+    assert!(
+        !of_one.is_empty() && of_one.repeat(4) == prompts,
+        "{prompts:?}"
+    );
+    let of_step: Vec<&str> = of_one.iter().flat_map(|&layer| [layer, layer]).collect();
+    assert_eq!(halves, of_step.repeat(8));
+}
+
 /// Four sequences whose experts the CPUs compute, with two halves of a step by turns and with experts that are cached.
 #[test]
 fn steps_of_several_sequences_are_the_same_bits_in_halves_and_beside_a_cache() {
@@ -106,6 +126,9 @@ fn steps_of_several_sequences_are_the_same_bits_in_halves_and_beside_a_cache() {
         let (report, names) = traced(&arguments);
         let begin = |part: &str| names.iter().filter(|name| name.starts_with(part)).count();
         let counts = ["attention", "copy", "expert "].map(begin);
+        if more.contains(&"--dual-batch") {
+            assert_takes_turns(&names);
+        }
         let digest = report["logits_sha256"].as_str().expect("a digest");
         (digest.to_owned(), counts)
     };
@@ -444,7 +467,7 @@ fn options_that_a_device_has_no_use_for_are_told_why() {
         ),
         (
             &["bench", "--trace", "trace.json"],
-            "use --device virtual:memory=8Gi",
+            "use --device cuda or virtual:memory=8Gi",
         ),
         (
             &[

@@ -34,6 +34,8 @@ enum Command {
     Decode(roles::RankArgs),
     /// Run several workers of a plan, each as a process of its own, for a container that they share
     Supervise(roles::SuperviseArgs),
+    /// Record what the lanes of running workers do, without a restart
+    Trace(roles::TraceArgs),
     /// Measure a node and hold its models, for the operator
     Agent(roles::AgentArgs),
     /// Write the logits of every position of a token sequence to a safetensors file
@@ -69,6 +71,7 @@ impl Cli {
             Command::Prefill(args) => roles::prefill(&args, environment),
             Command::Decode(args) => roles::decode(&args, environment),
             Command::Supervise(args) => roles::supervise(&args),
+            Command::Trace(args) => roles::trace(&args),
             Command::Agent(args) => roles::agent(&args),
             #[cfg(feature = "cuda")]
             Command::CudaCompile(args) => tools::cuda_compile(&args, environment),
@@ -229,6 +232,7 @@ impl GpuArgs {
                     .or_else(|| environment.in_cache("kernels")),
                 nvrtc: self.nvrtc.directory(environment),
             },
+            trace: None,
         }
     }
 }

@@ -69,6 +69,8 @@ pub(crate) struct GpuOptions {
     pub(crate) activations: ActivationsArg,
     /// Directories of compiled kernels.
     pub(crate) kernels: KernelDirectories,
+    /// Receives what it does.
+    pub(crate) trace: Option<Arc<Trace>>,
 }
 
 /// Directories with compiled kernels: the image's is read, the cache is read and written.
@@ -166,26 +168,14 @@ impl DeviceOptions {
         }
     }
 
-    /// Gives the device a trace, which is returned.
-    ///
-    /// # Errors
-    /// An error if the device records none.
-    pub(crate) fn traced(&mut self) -> anyhow::Result<Arc<Trace>> {
+    /// Gives the device a trace by its clock, which is off and returned; the CPU has no lanes of its own to record.
+    pub(crate) fn traced(&mut self) -> Arc<Trace> {
         match self {
-            Self::Cpu(_) | Self::Gpu(_) => anyhow::bail!(
-                "--trace has no effect with this device, which records nothing\n  leave it out, or use --device virtual:memory=8Gi"
-            ),
-            Self::Virtual(options) => Ok(Arc::clone(options.trace.insert(Arc::default()))),
-        }
-    }
-
-    /// Lets the device record the last `events` that happen on it; `None` for a device that records nothing.
-    pub(crate) fn traced_lately(&mut self, events: usize) -> Option<Arc<Trace>> {
-        match self {
-            Self::Cpu(_) | Self::Gpu(_) => None,
+            Self::Cpu(_) => Arc::default(),
+            Self::Gpu(options) => Arc::clone(options.trace.insert(Arc::default())),
             Self::Virtual(options) => {
-                let trace = Arc::new(Trace::of_last(events));
-                Some(Arc::clone(options.trace.insert(trace)))
+                let trace = Trace::stretched(options.mode.stretch().unwrap_or(1.0));
+                Arc::clone(options.trace.insert(Arc::new(trace)))
             }
         }
     }
@@ -193,7 +183,8 @@ impl DeviceOptions {
     /// The trace that the device was given.
     pub(crate) fn trace(&self) -> Option<&Arc<Trace>> {
         match self {
-            Self::Cpu(_) | Self::Gpu(_) => None,
+            Self::Cpu(_) => None,
+            Self::Gpu(options) => options.trace.as_ref(),
             Self::Virtual(options) => options.trace.as_ref(),
         }
     }
@@ -244,6 +235,7 @@ fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
         kernel_cache: image.into_iter().chain(cache).collect(),
         nvrtc,
         sentinels: None,
+        trace: options.trace,
     };
     let backend = CudaBackend::new(options)?;
     Ok(OnDevice::Gpu(Arc::new(backend)))

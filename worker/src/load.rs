@@ -225,6 +225,7 @@ pub(crate) fn open(
         modules: modules(&config)?,
         config,
         checkpoint,
+        trace: options.device.trace().cloned(),
     };
     note_unused(&files.checkpoint, &files.modules);
     let resident = ResidentOptions {
@@ -232,7 +233,6 @@ pub(crate) fn open(
         placing: options.placing,
     };
     let (policy, host) = (options.residency, options.host);
-    let trace = options.device.trace().cloned();
     let keep = (resident, progress);
     let loaded = match options.device.open()? {
         OnDevice::Cpu(backend) => OnDevice::Cpu(files.on_cpu(backend, policy, keep)?),
@@ -247,9 +247,7 @@ pub(crate) fn open(
         }
         OnDevice::Virtual(backend) => {
             let slots = Slots {
-                streamed: |files: &Files<'_>, backend: &_, slots| {
-                    files.streamed(backend, slots, trace)
-                },
+                streamed: |files: &Files<'_>, backend: &_, slots| files.streamed(backend, slots),
                 cached: |files: &Files<'_>, backend: &_, slots| files.cached(backend, slots),
             };
             OnDevice::Virtual(files.on_device(backend, policy, host, keep, slots)?)
@@ -311,6 +309,8 @@ struct Files<'a> {
     config: ModelConfig,
     modules: Vec<ModuleSpec>,
     checkpoint: Checkpoint,
+    /// Receives which experts come and go, and what the CPUs do beside the device.
+    trace: Option<Arc<Trace>>,
 }
 
 impl Files<'_> {
@@ -421,14 +421,13 @@ impl Files<'_> {
         &self,
         backend: &Arc<B>,
         rings: Rings,
-        trace: Option<Arc<Trace>>,
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
         let moe = self.config.moe.as_ref();
         let options = StreamLoadingOptions {
             slots: rings.slots,
             streams_dense: rings.streams_dense,
             experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
-            listener: trace.map(listener),
+            listener: self.trace.clone().map(listener),
         };
         let backend = Arc::clone(backend);
         let policy = StreamLoading::open(&self.checkpoint, &self.modules, backend, options)?;
@@ -443,7 +442,7 @@ impl Files<'_> {
         backend: &Arc<GpuBackend>,
         rings: Rings,
     ) -> anyhow::Result<Arc<dyn Residency<GpuBackend>>> {
-        self.streamed(backend, rings, None)
+        self.streamed(backend, rings)
     }
 
     /// The same in a build that opens no GPU.
@@ -493,6 +492,7 @@ impl Files<'_> {
         let (experts, dense) = self.modules.iter().cloned().partition(is_expert);
         let residency = self.keep(&backend, dense, ResidentOptions::default(), &mut *progress)?;
         let cache = cache(&self, &backend)?;
+        let trace = self.trace.clone();
         match host {
             HostOptions::Cpu(options) => {
                 let resident = ResidentOptions {
@@ -507,7 +507,9 @@ impl Files<'_> {
                 let loaded = self.model(backend, residency)?;
                 let beside = Arc::clone(&host);
                 Ok(LoadedOn {
-                    model: loaded.model.with_host_experts(beside, experts, cache)?,
+                    model: loaded
+                        .model
+                        .with_host_experts(beside, experts, cache, trace)?,
                     host: Some(host),
                     ..loaded
                 })
@@ -518,7 +520,9 @@ impl Files<'_> {
                 let loaded = self.model(backend, residency)?;
                 let beside = Arc::clone(&host);
                 Ok(LoadedOn {
-                    model: loaded.model.with_host_experts(beside, experts, cache)?,
+                    model: loaded
+                        .model
+                        .with_host_experts(beside, experts, cache, trace)?,
                     modelled_host: Some(host),
                     ..loaded
                 })
@@ -558,6 +562,7 @@ impl Files<'_> {
 /// Tells a trace which experts come and go.
 fn listener(trace: Arc<Trace>) -> StreamListener {
     Box::new(move |event| match event {
+        _ if !trace.is_on() => {}
         StreamEvent::Loaded(id) => trace.loaded(&id.to_string()),
         StreamEvent::Released(id) => trace.released(&id.to_string()),
     })

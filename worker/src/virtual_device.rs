@@ -46,10 +46,7 @@ impl VirtualArg {
 
     /// Real seconds of a second of its time; `None` if it computes.
     pub(crate) fn stretch(&self) -> Option<f64> {
-        match &self.mode {
-            VirtualMode::Modelled(modelled) => Some(modelled.stretch),
-            VirtualMode::Exact { .. } => None,
-        }
+        self.mode.stretch()
     }
 
     /// Bytes of its memory.

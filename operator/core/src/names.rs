@@ -82,10 +82,6 @@ pub const HEALTH_PORT: u16 = 9401;
 
 /// Path of the worker's program in its image.
 pub const WORKER_PROGRAM: &str = "/usr/bin/hearth-worker";
-/// Directory of the downward API's files: `plan.json` and `routes.json`.
-pub const PLACE_DIRECTORY: &str = "/etc/hearth/place";
-/// Directory of the Secret with certificates.
-pub const TLS_DIRECTORY: &str = "/etc/hearth/tls";
 /// Directory of the Secret with API keys.
 pub const KEYS_DIRECTORY: &str = "/etc/hearth/keys";
 /// Directory of the certificate authorities of `spec.podTemplate.caBundles`.
@@ -111,11 +107,6 @@ pub fn host_port(address: &str, port: u16) -> String {
 pub const DEVICE_GROUP: &str = "resource.k8s.io";
 /// NVIDIA's driver of dynamic resource allocation, and the DeviceClass of its GPUs.
 pub const GPU_DRIVER: &str = "gpu.nvidia.com";
-
-/// DNS name in the certificates of one deployment.
-pub fn tls_name(deployment: &str, namespace: &str) -> String {
-    format!("{deployment}.{namespace}.hearth")
-}
 
 /// The agents' ServiceAccount, as the chart names it.
 pub const AGENT_ACCOUNT: &str = "hearth-agent";

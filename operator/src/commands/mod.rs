@@ -6,3 +6,4 @@ pub(crate) mod logs;
 pub(crate) mod plan;
 pub(crate) mod probe;
 pub(crate) mod status;
+pub(crate) mod trace;

@@ -10,7 +10,7 @@ mod process;
 mod source;
 pub(crate) mod state;
 mod supervise;
-mod worker;
+pub(crate) mod worker;
 
 pub(crate) use prepare::plan;
 

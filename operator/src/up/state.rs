@@ -46,6 +46,9 @@ pub(crate) struct Running {
     /// Certificate of an HTTPS endpoint, as a PEM file; `None` for plain HTTP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) certificate: Option<PathBuf>,
+    /// Directory of the certificates between its processes; `None`: they speak plaintext.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) tls_dir: Option<PathBuf>,
     /// Model name in that API.
     pub(crate) served_name: String,
     /// The InferenceDeployment's file.
@@ -355,6 +358,7 @@ mod tests {
             endpoint: "http://127.0.0.1:8080/v1".to_owned(),
             metrics: None,
             certificate: None,
+            tls_dir: None,
             served_name: "hearth-demo".to_owned(),
             file: PathBuf::from("demo.yaml"),
             plan_generation: 1,

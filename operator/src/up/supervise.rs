@@ -533,6 +533,7 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
         endpoint: format!("{scheme}://{}/v1", reached(prepared.listen)),
         metrics: Some(format!("http://{}/metrics", reached(prepared.metrics))),
         certificate: args.https_cert.as_ref().map(absolute),
+        tls_dir: args.tls_dir.as_ref().map(absolute),
         served_name: prepared.plan.model.served_name.clone(),
         file: absolute(&args.file),
         plan_generation: prepared.plan.generation,

@@ -2,9 +2,9 @@
 //! out to the byte.
 
 mod lost;
+mod traces;
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use hearth_tests::{
     Answer, Metrics, Ranks, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run,
@@ -236,43 +236,6 @@ fn what_a_prompt_takes_of_a_device_with_more_memory_is_what_the_plan_says() {
     assert_eq!(of("hearth_worker_device_budget_bytes"), 4.0 * bytes as f64);
     let peak = of("hearth_worker_device_peak_bytes");
     assert!(peak <= bytes as f64, "{peak} of {bytes}");
-}
-
-#[test]
-fn a_running_worker_writes_what_its_lanes_did_when_it_is_told_to() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let traces = tempfile::tempdir().expect("a directory");
-    let options = UpOptions {
-        environment: vec![(
-            "HEARTH_TRACE_DIR".to_owned(),
-            traces.path().display().to_string(),
-        )],
-        ..streaming(directory.path())
-    };
-    let up = Up::start(&options);
-    answer(&up);
-    up.signal("prefill-0", Signal::USR1);
-    // Its device is the CPUs: it says so, and goes on.
-    up.signal("decode-0", Signal::USR1);
-    let path = traces
-        .path()
-        .join(format!("prefill-0-{}-1.json", up.pid("prefill-0")));
-    let deadline = Instant::now() + Duration::from_secs(20);
-    let trace: Value = loop {
-        let text = std::fs::read_to_string(&path).unwrap_or_default();
-        if let Ok(trace) = serde_json::from_str(&text) {
-            break trace;
-        }
-        assert!(Instant::now() < deadline, "no trace\n{}", up.logs());
-        std::thread::sleep(Duration::from_millis(50));
-    };
-    let text = trace["traceEvents"].to_string();
-    for part in ["expert", " ON\"", " OFF\"", "\"ph\":\"X\""] {
-        assert!(text.contains(part), "{part}: {text}");
-    }
-    let others = std::fs::read_dir(traces.path()).expect("the directory");
-    assert_eq!(others.count(), 1, "the decode worker records nothing");
-    answer(&up);
 }
 
 /// One device has the ring of prefill and the dense modules of decode, whose experts the CPUs compute. It has no room for the

@@ -3,7 +3,8 @@
 //! The architecture, top-down: [`CudaBackend`] implements [`hearth_kernels::Backend`] (`backend/`, one file per
 //! operation group) by pushing commands into a queue (`queue/`: streams, recorded steps, CUDA graphs) that run kernels
 //! (`compile/`: NVRTC and its cache on disk; `../kernels/*.cu`: the kernels themselves) on memory (`memory/`: a pool
-//! under a hard budget, pinned memory, uploads from mapped files) of a device (`driver/`).
+//! under a hard budget, pinned memory, uploads from mapped files) of a device (`driver/`). For a trace, `recorder` marks
+//! what the queue launches and what is copied to slots.
 //!
 //! **Invariant**: batch-invariant numerics. Each output element has one accumulation order, whichever kernel computes
 //! it; the rules are in `kernels/README.md`.
@@ -15,6 +16,7 @@ mod compile;
 mod driver;
 mod memory;
 mod queue;
+mod recorder;
 
 pub use backend::{
     Activations, CopyRates, CudaBackend, CudaBank, CudaChosen, CudaExpertSum, CudaKv, CudaKvCopy,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use hearth_kernels::KvDType;
 use hearth_kernels::ops::DeviceMemory;
+use hearth_kernels::trace::Trace;
 use hearth_model::StreamedStats;
 
 use crate::{EngineError, grammar::GrammarTokenizer, sampler::SamplingParams};
@@ -47,6 +48,8 @@ pub struct EngineOptions {
     pub numerics: String,
     /// Needed for grammars; if `None`, a request with a grammar is refused.
     pub grammar_tokenizer: Option<Arc<GrammarTokenizer>>,
+    /// Receives the steps, each from its start, or the end of the one before, to its landing.
+    pub trace: Option<Arc<Trace>>,
 }
 
 impl Default for EngineOptions {
@@ -63,6 +66,7 @@ impl Default for EngineOptions {
             steps_in_flight: 2,
             numerics: String::new(),
             grammar_tokenizer: None,
+            trace: None,
         }
     }
 }

@@ -14,6 +14,7 @@ use std::{
 };
 
 use hearth_kernels::KvLayout;
+use hearth_kernels::trace::Trace;
 use hearth_kvcache::KvCache;
 use hearth_schedule::{
     Admission, Phase, Request, Sampled, ScheduleError, Scheduler, SchedulerOptions, SequenceId,
@@ -61,6 +62,8 @@ pub(crate) struct StepLoop<F> {
     in_flight: VecDeque<FlyingStep>,
     /// Most steps in flight that the caller wants.
     max_in_flight: usize,
+    /// Receives the steps.
+    trace: Option<Arc<Trace>>,
     /// When the last step that has landed did so.
     landed_at: Instant,
     counters: Counters,
@@ -114,6 +117,7 @@ impl<F: Forward> StepLoop<F> {
             imports: ImportQueue::default(),
             in_flight: VecDeque::new(),
             max_in_flight: options.steps_in_flight,
+            trace: options.trace.clone(),
             landed_at: Instant::now(),
             counters: Counters::default(),
             failures_in_a_row: 0,

@@ -120,6 +120,12 @@ impl StepWork {
         work
     }
 
+    /// What it computes, for a trace.
+    pub(crate) fn describe(&self) -> String {
+        let rows: usize = self.batch.spans.iter().map(|span| span.rows).sum();
+        format!("step: sequences {}, rows {rows}", self.sequences.len())
+    }
+
     /// Whether the device chooses a token for each of its rows, and the tokens after those depend on nothing that the
     /// host would have to know first.
     pub(crate) fn leads_on(&self, requests: &BTreeMap<SequenceId, EngineRequest>) -> bool {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use hearth_formats::ModelConfig;
+use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, KernelError, KvDType, KvLayout};
 
 use crate::arch;
@@ -142,7 +143,7 @@ impl<B: Backend> Model<B> {
 
     /// Runs routed experts on another backend, the host's CPUs, in a thread of their own; `residency` has their modules
     /// there, and the model's own policy is not asked for them. `cache`: some of them are on the device too, and steps of
-    /// few rows compute those there. On equal arithmetic the bits are the same.
+    /// few rows compute those there. `trace` receives what the thread does. On equal arithmetic the bits are the same.
     ///
     /// # Errors
     /// [`ModelError::Residency`] if no thread can be started; [`ModelError::Kernel`] if it cannot be bound.
@@ -151,9 +152,10 @@ impl<B: Backend> Model<B> {
         host: Arc<H>,
         residency: Arc<dyn Residency<H>>,
         cache: Option<Arc<dyn ExpertCache<B>>>,
+        trace: Option<Arc<Trace>>,
     ) -> Result<Self, ModelError> {
         let device = Arc::clone(&self.backend);
-        self.experts = Box::new(HostExperts::start(device, host, residency, cache)?);
+        self.experts = Box::new(HostExperts::start(device, host, residency, cache, trace)?);
         Ok(self)
     }
 

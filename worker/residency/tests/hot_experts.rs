@@ -69,7 +69,7 @@ impl Files {
         let shared: Arc<dyn ExpertCache<VirtualBackend>> = Arc::clone(&cache) as _;
         let model = model
             .unwrap()
-            .with_host_experts(host, on_host, Some(shared));
+            .with_host_experts(host, on_host, Some(shared), None);
         (model.unwrap(), cache)
     }
 }

@@ -1,11 +1,17 @@
 //! Information that every worker provides about itself.
 
+use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
+use futures::Stream;
 use hearth_transport::v1;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 use super::rank::Worker;
+
+/// Time between two looks at whether the worker is about to end, while it records.
+const DRAIN_PERIOD: Duration = Duration::from_millis(100);
 
 /// Implements `hearth.v1.Control` for one worker.
 pub(super) struct ControlService {
@@ -20,6 +26,8 @@ impl ControlService {
 
 #[tonic::async_trait]
 impl v1::control_server::Control for ControlService {
+    type TraceStream = Pin<Box<dyn Stream<Item = Result<v1::TraceResponse, Status>> + Send>>;
+
     async fn describe(
         &self,
         _: Request<v1::DescribeRequest>,
@@ -71,5 +79,42 @@ impl v1::control_server::Control for ControlService {
                 .at_layer_for()
                 .map_or(0.0, |time| time.as_secs_f64()),
         }))
+    }
+
+    async fn trace(
+        &self,
+        request: Request<Streaming<v1::TraceRequest>>,
+    ) -> Result<Response<Self::TraceStream>, Status> {
+        let mut asked = request.into_inner();
+        let first = asked.message().await?.unwrap_or_default();
+        let recording = self.worker.traces.begin(first.seconds)?;
+        let time = Duration::from_secs(first.seconds.into());
+        let worker = Arc::clone(&self.worker);
+        // Dropping the stream ends the recording.
+        let stream = async_stream::stream! {
+            tokio::select! {
+                () = tokio::time::sleep(time) => {}
+                () = ended(&mut asked) => {}
+                () = drained(&worker) => {}
+            }
+            let (pieces, dropped) = worker.traces.end(recording);
+            for events_json in pieces {
+                yield Ok(v1::TraceResponse { events_json, dropped: 0 });
+            }
+            yield Ok(v1::TraceResponse { events_json: Vec::new(), dropped });
+        };
+        Ok(Response::new(Box::pin(stream)))
+    }
+}
+
+/// Returns when the caller sends no more.
+async fn ended(asked: &mut Streaming<v1::TraceRequest>) {
+    while let Ok(Some(_)) = asked.message().await {}
+}
+
+/// Returns when the worker is about to end: its end waits for calls that are not over.
+async fn drained(worker: &Worker) {
+    while !worker.engine.stats().draining {
+        tokio::time::sleep(DRAIN_PERIOD).await;
     }
 }

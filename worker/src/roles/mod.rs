@@ -14,6 +14,7 @@ mod rank;
 mod report;
 mod routes;
 mod supervise;
+mod trace;
 mod traces;
 mod turn;
 
@@ -22,3 +23,4 @@ pub(crate) use gateway::{GatewayArgs, run as gateway};
 pub(crate) use linger::{LingerArgs, run as linger};
 pub(crate) use rank::{RankArgs, decode, prefill};
 pub(crate) use supervise::{SuperviseArgs, run as supervise};
+pub(crate) use trace::{TraceArgs, run as trace};

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, read_versioned};
+use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, TLS_DIRECTORY, read_versioned};
 use hearth_transport::{Tls, TlsFiles, TlsNames};
 
 use super::binding::Binding;
@@ -110,6 +110,15 @@ impl TlsArgs {
             .into_iter()
             .filter_map(|(flag, value)| Some([flag.to_owned(), value?]));
         given.flatten().collect()
+    }
+
+    /// These arguments, or those of a Pod of the deployment that carries `name`.
+    pub(super) fn or_in_pod(&self, name: &str) -> Self {
+        let directory = self.tls_dir.clone();
+        Self {
+            tls_dir: directory.or_else(|| Some(PathBuf::from(TLS_DIRECTORY))),
+            tls_name: self.tls_name.clone().or_else(|| Some(name.to_owned())),
+        }
     }
 
     /// Reads the certificates in `--tls-dir`.

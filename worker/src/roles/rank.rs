@@ -12,6 +12,7 @@ use hearth_crds::{
 };
 use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHealth, KvBudget};
 use hearth_formats::{Checkpoint, ModelConfig, Tokenizer};
+use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_residency::{Placing, RingLength, RingSlots};
 use hearth_transport::tonic::service::Routes;
@@ -74,9 +75,6 @@ pub(crate) struct RankArgs {
         default_value_t = 300
     )]
     load_patience: u64,
-    /// Directory for traces of a virtual device: on SIGUSR1, what its lanes did last is written there
-    #[arg(long, value_name = "DIR", env = "HEARTH_TRACE_DIR")]
-    trace_dir: Option<PathBuf>,
 }
 
 /// Runs a decode worker until it is told to stop.
@@ -107,9 +105,8 @@ async fn serve(
     plan: &InferencePlanSpec,
     rank: &PlanRank,
     binding: Arc<Binding>,
-    mut device: (DeviceOptions, CpuOptions),
+    device: (DeviceOptions, CpuOptions),
 ) -> anyhow::Result<()> {
-    let traces = Traces::new(args.trace_dir.as_deref(), &rank.name, &mut device.0);
     let endpoint = rank
         .endpoint
         .as_deref()
@@ -152,7 +149,6 @@ async fn serve(
         served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
         never = stay_alive() => match never {},
         never = report_streams(&worker.engine) => match never {},
-        never = traces.write_when_told(&device) => match never {},
         fault = lasting_fault(&worker.engine, &health) => Err(fault),
     }
 }
@@ -224,15 +220,17 @@ pub(super) struct Worker {
     pub(super) kv_layout: String,
     pub(super) numerics: String,
     pub(super) binding: Arc<Binding>,
+    pub(super) traces: Traces,
 }
 
 fn open(
     plan: &InferencePlanSpec,
     rank: &PlanRank,
     binding: Arc<Binding>,
-    (device, host): (DeviceOptions, CpuOptions),
+    (mut device, host): (DeviceOptions, CpuOptions),
     watch: &LoadWatch,
 ) -> anyhow::Result<(Arc<Worker>, String, Turn)> {
+    let trace = device.traced();
     let directory = Path::new(&plan.model.path);
     let kv = rank
         .kv
@@ -265,17 +263,18 @@ fn open(
         },
     )?;
     turn.loaded();
-    let (worker, device) = on_device!(loaded, loaded => start(plan, rank, kv, loaded, binding))?;
+    let (worker, device) =
+        on_device!(loaded, loaded => start(plan, (rank, kv), loaded, binding, trace))?;
     Ok((worker, device, turn))
 }
 
 /// Starts a rank's engine on a loaded model; also returns a description of the device.
 fn start<B: Backend>(
     plan: &InferencePlanSpec,
-    rank: &PlanRank,
-    kv: &PlanKv,
+    (rank, kv): (&PlanRank, &PlanKv),
     loaded: LoadedOn<B>,
     binding: Arc<Binding>,
+    trace: Arc<Trace>,
 ) -> anyhow::Result<(Arc<Worker>, String)> {
     binding.take(loaded.model.backend(), loaded.host.as_ref());
     let directory = Path::new(&plan.model.path);
@@ -296,6 +295,7 @@ fn start<B: Backend>(
         max_queue: WORKER_QUEUE,
         steps_in_flight: STEPS_IN_FLIGHT,
         grammar_tokenizer: grammar_tokenizer(directory, rank.role, loaded.model.config())?,
+        trace: Some(Arc::clone(&trace)),
     };
     let model_fingerprint = loaded.checkpoint.fingerprint().to_owned();
     let weights = weight_files(&loaded.checkpoint);
@@ -312,6 +312,7 @@ fn start<B: Backend>(
         kv_layout: layout.fingerprint(),
         numerics,
         binding,
+        traces: Traces::new(trace, format!("{}: {device}", rank.name)),
     };
     Ok((Arc::new(worker), device))
 }

@@ -1,73 +1,82 @@
-//! Traces of a running worker: the last that the lanes of its device did, written when it is told to.
+//! Traces of a running worker, recorded for as long as a caller wants.
 
-use std::convert::Infallible;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use hearth_kernels::trace::Trace;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use hearth_kernels::trace::{Recording, Trace};
+use rustix::time::{ClockId, clock_gettime};
+use tonic::Status;
 
-use crate::device::DeviceOptions;
-use crate::trace_file;
+use crate::trace_file::{self, TracedProcess};
 
-/// Events that are kept: some 20 MB with their names.
+/// Events that are kept, some 20 MB with their names: the last ones.
 const KEPT_EVENTS: usize = 1 << 17;
+/// Longest recording in seconds.
+const MAX_SECONDS: u32 = 3600;
 
-/// What a worker has recorded, and where it is written to.
+/// What a worker can record.
 pub(super) struct Traces {
-    kept: Option<(PathBuf, Arc<Trace>)>,
-    rank: String,
-    /// SIGUSR1, from the start on: a process without a handler ends at it.
-    requests: std::io::Result<Signal>,
+    trace: Arc<Trace>,
+    /// Its name, with its device.
+    process: String,
+    /// When the recording that was begun last ends at the latest.
+    until: Mutex<Instant>,
 }
 
 impl Traces {
-    /// Lets a rank's device record if there is a directory to write to.
-    pub(super) fn new(directory: Option<&Path>, rank: &str, device: &mut DeviceOptions) -> Self {
-        let kept = directory.and_then(|directory| {
-            let trace = device.traced_lately(KEPT_EVENTS);
-            if trace.is_none() {
-                tracing::warn!(
-                    rank,
-                    "HEARTH_TRACE_DIR has no effect here: this device records nothing, virtual ones do"
-                );
-            }
-            Some((directory.to_owned(), trace?))
-        });
+    pub(super) fn new(trace: Arc<Trace>, process: String) -> Self {
         Self {
-            kept,
-            rank: rank.to_owned(),
-            requests: signal(SignalKind::user_defined1()),
+            trace,
+            process,
+            until: Mutex::new(Instant::now()),
         }
     }
 
-    /// Writes a file whenever SIGUSR1 comes; never returns.
-    pub(super) async fn write_when_told(mut self, device: &str) -> Infallible {
-        let requests = match &mut self.requests {
-            Ok(requests) => requests,
-            Err(error) => {
-                tracing::warn!(%error, "SIGUSR1 cannot be handled: no trace can be asked for");
-                return std::future::pending().await;
+    /// Begins a recording that its caller ends after `seconds` seconds, or before.
+    ///
+    /// # Errors
+    /// A time out of range, or a recording that runs.
+    pub(super) fn begin(&self, seconds: u32) -> Result<Recording, Status> {
+        if !(1..=MAX_SECONDS).contains(&seconds) {
+            return Err(Status::invalid_argument(format!(
+                "a trace of {seconds} seconds was asked for\n  ask for 1 to {MAX_SECONDS}"
+            )));
+        }
+        let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.trace.begin(KEPT_EVENTS) {
+            Some(recording) => {
+                *until = Instant::now() + Duration::from_secs(seconds.into());
+                Ok(recording)
             }
-        };
-        let mut written = 0_u32;
-        loop {
-            requests.recv().await;
-            let Some((directory, trace)) = &self.kept else {
-                tracing::warn!("a trace was asked for: start the worker with HEARTH_TRACE_DIR");
-                continue;
-            };
-            written += 1;
-            let name = format!("{}-{}-{written}.json", self.rank, std::process::id());
-            let path = directory.join(name);
-            let events = trace.take();
-            let saved = tokio::task::block_in_place(|| trace_file::write(&path, device, &events));
-            match saved {
-                Ok(()) => {
-                    tracing::info!(path = %path.display(), events = events.len(), "trace written")
-                }
-                Err(error) => tracing::warn!(error = format!("{error:#}"), "no trace was written"),
+            None => {
+                let left = until.saturating_duration_since(Instant::now());
+                Err(Status::already_exists(format!(
+                    "a trace is being recorded for somebody else, for {} s at most\n  wait for its end, or end it there",
+                    left.as_secs() + 1
+                )))
             }
         }
+    }
+
+    /// Ends a recording; returns its events as JSON, in pieces, and the number of earlier ones that were dropped.
+    pub(super) fn end(
+        &self,
+        recording: Recording,
+    ) -> (impl Iterator<Item = Vec<u8>> + Send + use<>, u64) {
+        let recorded = recording.end();
+        let now = clock_gettime(ClockId::Monotonic);
+        let now_ns = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
+        let process = TracedProcess {
+            name: self.process.clone(),
+            id: std::process::id(),
+            from_ns: now_ns.saturating_sub(self.trace.ns_at(Instant::now())),
+        };
+        tracing::info!(
+            events = recorded.events.len(),
+            dropped = recorded.dropped,
+            "a trace was recorded"
+        );
+        let dropped = recorded.dropped;
+        (trace_file::pieces(process, recorded), dropped)
     }
 }

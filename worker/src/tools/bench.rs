@@ -6,6 +6,7 @@ use std::sync::Arc;
 use clap::Args;
 use hearth_crds::GpuProfile;
 use hearth_kernels::Backend;
+use hearth_kernels::trace::Trace;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
@@ -44,7 +45,7 @@ pub(crate) struct BenchArgs {
     /// Prompt tokens per step [default: 512, or the whole prompt where its experts are streamed]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     chunk: Option<u32>,
-    /// Where to write what the lanes of a virtual device did, for chrome://tracing or ui.perfetto.dev
+    /// Where to write what the lanes of a GPU or a virtual device did, for chrome://tracing or ui.perfetto.dev
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
     /// Measure the rates of a modelled device, and of what models the experts beside it, as a profile does (needs --json)
@@ -113,7 +114,7 @@ struct Report {
 pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result<()> {
     let mut options = LoadOptions::from_args(&args.model, environment)?;
     let traced = match &args.trace {
-        Some(path) => Some((path, options.device.traced()?)),
+        Some(path) => Some((path, traced(&mut options.device)?)),
         None => None,
     };
     let rates = match args.rates {
@@ -130,20 +131,38 @@ pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result
     };
     let trace = traced.as_ref().map(|(_, trace)| Arc::clone(trace));
     let clock = Clock::new(device, trace).beside(host);
-    let report = on_device!(loaded, loaded => run_on(args, &loaded, &clock))?;
+    let recording = traced.and_then(|(path, trace)| Some((path, trace.begin(usize::MAX)?)));
+    // The device tells the last times as long as it is open.
+    let (report, recorded) = on_device!(loaded, loaded => {
+        let report = run_on(args, &loaded, &clock)?;
+        (report, recording.map(|(path, recording)| (path, recording.end())))
+    });
     let [device_rates, host_rates] = rates;
     let report = Report {
         device_rates,
         host_rates,
         ..report
     };
-    if let Some((path, trace)) = &traced {
-        trace_file::write(path, &report.device, &trace.take())?;
+    if let Some((path, recorded)) = recorded {
+        trace_file::write(path, &report.device, recorded)?;
     }
     if args.json {
         print_data(&format!("{}\n", serde_json::to_string_pretty(&report)?))
     } else {
         print_data(&table(&report))
+    }
+}
+
+/// Gives a device a trace.
+///
+/// # Errors
+/// An error if it has no lanes.
+fn traced(device: &mut DeviceOptions) -> anyhow::Result<Arc<Trace>> {
+    match device {
+        DeviceOptions::Cpu(_) => anyhow::bail!(
+            "--trace has no effect with --device cpu, which has no lanes\n  leave it out, or use --device cuda or virtual:memory=8Gi"
+        ),
+        device => Ok(device.traced()),
     }
 }
 

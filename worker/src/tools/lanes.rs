@@ -25,6 +25,7 @@ pub(crate) struct Clock {
 #[derive(Clone, Copy)]
 pub(crate) struct Reading {
     at_ns: u64,
+    moment: Instant,
     lanes: Option<LaneUse>,
     host_lanes: Option<LaneUse>,
     unix_ms: f64,
@@ -64,10 +65,12 @@ impl Clock {
     pub(crate) fn read(&self) -> Reading {
         let lanes = |backend: &Option<Arc<VirtualBackend>>| backend.as_ref()?.lane_use();
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
+        let moment = Instant::now();
         Reading {
+            moment,
             at_ns: match &self.device {
                 Some(device) => device.elapsed_ns(),
-                None => self.began.elapsed().as_nanos() as u64,
+                None => (moment - self.began).as_nanos() as u64,
             },
             lanes: lanes(&self.device),
             host_lanes: lanes(&self.host),
@@ -82,8 +85,8 @@ impl Clock {
             trace.record(TraceEvent {
                 lane: TraceLane::Host,
                 name: Cow::Borrowed(name),
-                begin_ns: begin.at_ns,
-                end_ns: end.at_ns,
+                begin_ns: trace.ns_at(begin.moment),
+                end_ns: trace.ns_at(end.moment),
             });
         }
         let wall_ms = (end.at_ns - begin.at_ns) as f64 / 1e6;

@@ -268,14 +268,15 @@ impl Lanes {
         times: Times,
         name: impl FnOnce() -> Cow<'static, str>,
     ) {
-        let Some(trace) = &self.trace else { return };
-        let stretch = self.stretch.unwrap_or(1.0);
-        let modelled_ns = |real_ns: u64| (real_ns as f64 / stretch) as u64;
+        let Some(trace) = self.trace.as_ref().filter(|trace| trace.is_on()) else {
+            return;
+        };
+        let at = |real_ns| trace.ns_at(self.opened + Duration::from_nanos(real_ns));
         trace.record(TraceEvent {
             lane,
             name: name(),
-            begin_ns: modelled_ns(times.begin_ns),
-            end_ns: modelled_ns(times.end_ns),
+            begin_ns: at(times.begin_ns),
+            end_ns: at(times.end_ns),
         });
     }
 

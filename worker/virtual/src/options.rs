@@ -15,7 +15,7 @@ pub struct VirtualOptions {
     pub mode: VirtualMode,
     /// Kernels and threads that compute for it in exact mode.
     pub cpu: CpuOptions,
-    /// Receives its operations and copies.
+    /// Receives its operations and copies; its clock is stretched as the device's.
     pub trace: Option<Arc<Trace>>,
     /// A fault on demand: once this file exists the device is lost, for the cause that the file says. `None`: never.
     pub fault: Option<PathBuf>,
@@ -92,6 +92,14 @@ pub enum CopyModel {
 }
 
 impl VirtualMode {
+    /// Real seconds of a second of its time; `None` if it computes.
+    pub fn stretch(&self) -> Option<f64> {
+        match self {
+            Self::Modelled(modelled) => Some(modelled.stretch),
+            Self::Exact { .. } => None,
+        }
+    }
+
     /// Checks that rates are positive.
     pub(crate) fn check(&self) -> Result<(), KernelError> {
         let rates = match self {

@@ -252,7 +252,8 @@ fn results_of_a_modelled_device_come_when_they_are_due() {
 
 #[test]
 fn copies_and_computation_overlap_behind_their_marks() {
-    let trace = Arc::new(Trace::new());
+    let trace = Arc::new(Trace::stretched(MODELLED.stretch));
+    let recording = trace.begin(usize::MAX).unwrap();
     let options = VirtualOptions {
         mode: VirtualMode::Modelled(MODELLED),
         trace: Some(Arc::clone(&trace)),
@@ -273,7 +274,7 @@ fn copies_and_computation_overlap_behind_their_marks() {
         free = Some(device.computed().unwrap());
         trace.released(name);
     }
-    let events = trace.take();
+    let events = recording.end().events;
     let of = |lane: TraceLane, name: &str| {
         let all = events.iter().filter(|e| e.lane == lane && e.name == name);
         all.map(|e| (e.begin_ns, e.end_ns)).collect::<Vec<_>>()

@@ -1,6 +1,9 @@
 //! Pods of ranks, and Pods that read a model's facts.
 
-use hearth_crds::{InferencePlanSpec, ModelSource, PlanRank, PlanRole, TolerationSpec};
+use hearth_crds::{
+    InferencePlanSpec, ModelSource, PLACE_DIRECTORY, PlanRank, PlanRole, TLS_DIRECTORY,
+    TolerationSpec, tls_name,
+};
 use k8s_openapi::api::core::v1::{
     Affinity, Capabilities, Container, ContainerPort, DownwardAPIVolumeFile,
     DownwardAPIVolumeSource, EmptyDirVolumeSource, HostPathVolumeSource, LocalObjectReference,
@@ -19,8 +22,8 @@ use crate::decision::EXIT_S;
 use crate::names::{
     ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION, ANNOTATION_RANK_HASH,
     ANNOTATION_ROUTES, ANNOTATION_SOURCE, GATEWAY_PORT, HEALTH_PORT, KEYS_DIRECTORY, LABEL_RANK,
-    LABEL_ROLE, METRICS_PORT, PLACE_DIRECTORY, ROLE_INSPECT, SECOND_WORKER_PORT, SOURCE_DIRECTORY,
-    TLS_DIRECTORY, WORKER_PORT, WORKER_PROGRAM, certificates_secret, tls_name,
+    LABEL_ROLE, METRICS_PORT, ROLE_INSPECT, SECOND_WORKER_PORT, SOURCE_DIRECTORY, WORKER_PORT,
+    WORKER_PROGRAM, certificates_secret,
 };
 use crate::observed::{PASSING_TAINT, SecondRank};
 

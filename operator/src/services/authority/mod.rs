@@ -23,10 +23,10 @@ use std::time::Duration;
 use due::{AUTHORITY_LIFETIME, AuthorityDue, LeafAction, LeafWanted, authority_due, leaf_due};
 use hearth_controller_core::names::{
     AGENT_TLS_NAME, FIELD_MANAGER, OPERATOR_TLS_NAME, agent_tls_name, certificates_secret,
-    old_certificates_secret, tls_name,
+    old_certificates_secret,
 };
 use hearth_controller_core::observed::Settings;
-use hearth_crds::InferenceDeployment;
+use hearth_crds::{InferenceDeployment, tls_name};
 use hearth_transport::{Tls, TlsNames};
 use issue::{Pair, Usage, public_key_of};
 use jiff::Timestamp;

@@ -20,11 +20,13 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use hearth_kernels::KernelError;
+use hearth_kernels::trace::Trace;
 
 use crate::compile::{Modules, Variant};
 use crate::driver::{Device, Marks, Stream, fault};
 use crate::memory::{Buffer, Memory, RegisteredFiles, Uploader};
 use crate::queue::{Args, Argument, Command, Launch, Queue};
+use crate::recorder::Recorder;
 
 pub use device::CopyRates;
 pub use experts::{CudaBank, CudaExpertSum};
@@ -72,6 +74,8 @@ pub struct CudaOptions {
     /// many bytes (a multiple of 256), which [`CudaBackend::check_sentinels`] reads. 0: without patterns, so that a
     /// tool that watches the bounds of allocations sees every access beyond them.
     pub sentinels: Option<usize>,
+    /// Receives what is launched and copied; its clock is not stretched.
+    pub trace: Option<Arc<Trace>>,
 }
 
 /// A [`hearth_kernels::Backend`] on an NVIDIA GPU.
@@ -87,6 +91,7 @@ pub struct CudaBackend {
     /// Copies of KV to the host.
     kv_export: Arc<KvExport>,
     marks: Arc<Marks>,
+    recorder: Arc<Recorder>,
     device: Arc<Device>,
     activations: Activations,
     /// Whether FP8 products use wgmma, once that has been tried.
@@ -107,6 +112,7 @@ impl CudaBackend {
             kernel_cache,
             nvrtc,
             sentinels,
+            trace,
         } = options;
         let device = Arc::new(Device::open(uuid.as_deref())?);
         if activations == Activations::Fp8 && device.info.capability < (8, 9) {
@@ -132,8 +138,9 @@ impl CudaBackend {
         let memory = Memory::new(Arc::clone(&stream), budget_bytes, sentinels);
         let files = Arc::new(RegisteredFiles::new(&device));
         let marks = Marks::new(&device);
+        let recorder = Recorder::new(trace.unwrap_or_default(), &marks);
         Ok(Self {
-            queue: Queue::new(stream, &memory)?,
+            queue: Queue::new(stream, &memory, &recorder)?,
             memory,
             modules,
             uploader: Uploader::new(Stream::new(&device)?, &files)?,
@@ -141,6 +148,7 @@ impl CudaBackend {
             files,
             kv_export: KvExport::new(Stream::new(&device)?, &marks),
             marks,
+            recorder,
             device,
             activations,
             wgmma: OnceLock::new(),
@@ -274,6 +282,7 @@ impl CudaBackend {
             shared_bytes,
         } = kernel;
         self.queue.push(Command::Launch(Box::new(Launch {
+            name,
             function: self.modules.function(variant, name, shared_bytes)?,
             grid: grid.map(|n| n as u32),
             threads,

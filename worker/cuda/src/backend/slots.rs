@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use hearth_kernels::ops::LoadOps;
+use hearth_kernels::trace::TraceLane;
 use hearth_kernels::{HostMatrix, KernelError, checks};
 
 use super::tensor::{WeightBytes, WeightData};
@@ -130,17 +131,21 @@ impl LoadOps for CudaBackend {
         };
         let data = part(0);
         let to = layout.weight.at(data.address());
-        self.loader.queue(Source::Shared(matrix.data()), to)?;
-        let scales = match matrix.scales() {
-            None => None,
-            Some(scales) => {
-                let part = part(layout.scales);
-                let bytes = bytes_of(&scales.values);
+        let scales = matrix.scales().map(|scales| {
+            let part = part(layout.scales);
+            (part, bytes_of(&scales.values))
+        });
+        let lane = (TraceLane::Copy, self.loader.stream());
+        let copies = || {
+            self.loader.queue(Source::Shared(matrix.data()), to)?;
+            if let Some((part, bytes)) = &scales {
                 let to = close(part.address(), bytes.len());
                 self.loader.queue(Source::Own(bytes), to)?;
-                Some(part)
             }
+            Ok(true)
         };
+        self.recorder.around(lane, || "copy".into(), copies)?;
+        let scales = scales.map(|(part, _)| part);
         self.modules
             .prepare([self.matrix_variant("experts", matrix.dtype())]);
         Ok(CudaWeight(Arc::new(WeightData::new(matrix, data, scales))))

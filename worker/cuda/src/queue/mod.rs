@@ -11,15 +11,18 @@ mod graphs;
 mod landing;
 mod staging;
 
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use hearth_kernels::KernelError;
+use hearth_kernels::trace::TraceLane;
 
 use crate::compile::Function;
 use crate::driver::sys::{self, CUdeviceptr};
 use crate::driver::{Mark, Marks, Stream, check, fault};
 use crate::memory::{Memory, Pinned, Pitched, Ring};
+use crate::recorder::Recorder;
 
 pub(crate) use args::{Args, Argument};
 pub(crate) use landing::Landing;
@@ -38,6 +41,8 @@ const UPLOAD_BYTES: usize = 1 << 20;
 /// One kernel launch.
 #[derive(Clone, Debug)]
 pub(crate) struct Launch {
+    /// Name of the entry point.
+    pub(crate) name: &'static str,
     pub(crate) function: Function,
     pub(crate) grid: [u32; 3],
     /// Threads per block.
@@ -55,9 +60,26 @@ pub(crate) enum Command {
     Zero { address: CUdeviceptr, bytes: usize },
 }
 
+impl Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Launch(launch) => launch.name,
+            Self::Zero { .. } => "zero",
+        }
+    }
+}
+
+/// Name of commands that are launched together.
+fn title(commands: &[Command]) -> Cow<'static, str> {
+    let [first, last] =
+        [commands.first(), commands.last()].map(|command| command.map_or("", Command::name));
+    format!("{first} … {last} ({} operations)", commands.len()).into()
+}
+
 /// A backend's stream, with the commands not yet in it.
 pub(crate) struct Queue {
     stream: Arc<Stream>,
+    recorder: Arc<Recorder>,
     state: Mutex<State>,
 }
 
@@ -79,9 +101,14 @@ struct State {
 }
 
 impl Queue {
-    pub(crate) fn new(stream: Arc<Stream>, memory: &Arc<Memory>) -> Result<Self, KernelError> {
+    pub(crate) fn new(
+        stream: Arc<Stream>,
+        memory: &Arc<Memory>,
+        recorder: &Arc<Recorder>,
+    ) -> Result<Self, KernelError> {
         let staging = Staging::new(memory)?;
         Ok(Self {
+            recorder: Arc::clone(recorder),
             state: Mutex::new(State {
                 owner: None,
                 recording: false,
@@ -199,7 +226,12 @@ impl Queue {
     ) -> Result<Landing, KernelError> {
         let mut state = self.state()?;
         self.launch_waiting(&mut state)?;
-        state.landings.land(&self.stream, address, bytes, marks)
+        let mut landing = None;
+        self.recorded_as("download", || {
+            landing = Some(state.landings.land(&self.stream, address, bytes, marks)?);
+            Ok(())
+        })?;
+        landing.ok_or_else(|| fault("a copy to the host was not queued"))
     }
 
     /// Lets `write` queue a kernel that writes `bytes` bytes, at most [`MOST_LANDING_BYTES`], to pinned memory at a device
@@ -233,7 +265,7 @@ impl Queue {
             Some(ring) => ring,
             empty => empty.insert(Ring::new(&self.stream, UPLOAD_BYTES)?),
         };
-        ring.stage(bytes, to, &self.stream)
+        self.recorded_as("upload", || ring.stage(bytes, to, &self.stream))
     }
 
     /// Copies into pinned memory and waits.
@@ -244,13 +276,29 @@ impl Queue {
         bytes: usize,
     ) -> Result<(), KernelError> {
         if bytes > 0 {
-            // SAFETY: the caller's range lies in a live buffer; the landing buffer
-            // is as large and is read after the wait.
-            check("cuMemcpyDtoHAsync", unsafe {
-                sys::cuMemcpyDtoHAsync_v2(landing.as_mut_ptr(), address, bytes, self.stream.raw())
+            let (to, stream) = (landing.as_mut_ptr(), self.stream.raw());
+            self.recorded_as("download", || {
+                // SAFETY: the caller's range lies in a live buffer; the landing buffer
+                // is as large and is read after the wait.
+                check("cuMemcpyDtoHAsync", unsafe {
+                    sys::cuMemcpyDtoHAsync_v2(to, address, bytes, stream)
+                })
             })?;
         }
         self.stream.synchronize()
+    }
+
+    /// Lets `work` queue something, and records it under its name.
+    fn recorded_as(
+        &self,
+        name: &'static str,
+        work: impl FnOnce() -> Result<(), KernelError>,
+    ) -> Result<(), KernelError> {
+        let lane = (TraceLane::Compute, &*self.stream);
+        let queued = self
+            .recorder
+            .around(lane, || name.into(), || work().map(|()| true));
+        queued.map(drop)
     }
 
     /// Number of commands that wait to be launched.
@@ -275,7 +323,12 @@ impl Queue {
         self.stream.device().bind()?;
         state.staging.send(&self.stream)?;
         let commands = std::mem::take(&mut state.waiting);
-        let launched = state.graphs.launch(&self.stream, &commands)?;
+        let lane = (TraceLane::Compute, &*self.stream);
+        let launched = self.recorder.around(
+            lane,
+            || title(&commands),
+            || state.graphs.launch(&self.stream, &commands),
+        )?;
         if !launched {
             for command in &commands {
                 self.run(command)?;
@@ -288,6 +341,10 @@ impl Queue {
     }
 
     fn run(&self, command: &Command) -> Result<(), KernelError> {
+        self.recorded_as(command.name(), || self.queue(command))
+    }
+
+    fn queue(&self, command: &Command) -> Result<(), KernelError> {
         match command {
             Command::Zero { address, bytes } => {
                 // SAFETY: the range lies in a buffer that lives until later commands.
@@ -297,6 +354,7 @@ impl Queue {
             }
             Command::Launch(launch) => {
                 let Launch {
+                    name: _,
                     function,
                     grid: [x, y, z],
                     threads,

@@ -7,6 +7,7 @@ use hearth_cuda::{Activations, CudaBackend, CudaOptions};
 use hearth_engine::{Engine, EngineOptions};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::*;
+use hearth_kernels::trace::Trace;
 use hearth_kernels::{CpuBackend, CpuOptions};
 use hearth_model::{Model, modules};
 use hearth_residency::Resident;
@@ -19,6 +20,15 @@ pub(crate) fn gpu() -> Arc<CudaBackend> {
 }
 
 pub(crate) fn gpu_with(activations: Activations) -> Arc<CudaBackend> {
+    open(activations, None)
+}
+
+/// The GPU with unrounded activations; `trace` receives what its streams do.
+pub(crate) fn gpu_traced(trace: &Arc<Trace>) -> Arc<CudaBackend> {
+    open(Activations::F32, Some(Arc::clone(trace)))
+}
+
+fn open(activations: Activations, trace: Option<Arc<Trace>>) -> Arc<CudaBackend> {
     let kernels = if std::env::var_os("HEARTH_TEST_GPU").is_none() {
         hearth_cuda_host::install();
         hearth_cuda_host::kernel_cache()
@@ -28,6 +38,7 @@ pub(crate) fn gpu_with(activations: Activations) -> Arc<CudaBackend> {
     };
     let options = CudaOptions {
         activations,
+        trace,
         budget_bytes: Some(256 << 20),
         kernel_cache: vec![kernels],
         ..CudaOptions::default()

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use hearth_cuda::{CudaBackend, CudaKv};
 use hearth_kernels::ops::*;
+use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, BlockId, CpuBackend, KvDType, Span};
 use hearth_model::{
     Batch, ExpertCache, Guard, Model, ModuleId, ModuleSpec, Residency, ResidencyError,
@@ -22,7 +23,7 @@ use crate::streaming::Files;
 use crate::support::checkpoints;
 
 /// Sequences that decode together: an odd number, so that two flights differ.
-const STREAMS: usize = 3;
+pub(crate) const STREAMS: usize = 3;
 const BLOCK_TOKENS: usize = 16;
 /// Slots of the caches.
 const CACHES: [Option<usize>; 5] = [None, Some(1), Some(2), Some(5), Some(usize::MAX)];
@@ -32,7 +33,7 @@ fn is_expert(spec: &ModuleSpec) -> bool {
 }
 
 /// Sequences in a model whose dense modules are on a GPU.
-struct Hybrid {
+pub(crate) struct Hybrid {
     model: Model<CudaBackend>,
     cache: Option<Arc<HotExperts<CudaBackend>>>,
     kv: CudaKv,
@@ -46,8 +47,19 @@ impl Hybrid {
     fn new<H: Backend>(
         files: &Files,
         (gpu, host): (&Arc<CudaBackend>, Arc<H>),
+        how: (Option<usize>, bool),
+        kv: (KvDType, usize),
+    ) -> Self {
+        Self::traced(files, (gpu, host), how, kv, None)
+    }
+
+    /// The same; `trace` receives what the host does.
+    pub(crate) fn traced<H: Backend>(
+        files: &Files,
+        (gpu, host): (&Arc<CudaBackend>, Arc<H>),
         (slots, is_dual): (Option<usize>, bool),
         (dtype, tokens): (KvDType, usize),
+        trace: Option<Arc<Trace>>,
     ) -> Self {
         let all = modules(&files.config).unwrap();
         let (experts, dense): (Vec<_>, Vec<_>) = all.iter().cloned().partition(is_expert);
@@ -63,7 +75,7 @@ impl Hybrid {
             .clone()
             .map(|cache| cache as Arc<dyn ExpertCache<CudaBackend>>);
         let model = Model::new(files.config.clone(), Arc::clone(gpu), Arc::new(dense)).unwrap();
-        let model = model.with_host_experts(host, Arc::new(on_host), shared);
+        let model = model.with_host_experts(host, Arc::new(on_host), shared, trace);
         Self::of(model.unwrap(), cache, is_dual, (dtype, tokens))
     }
 
@@ -88,7 +100,7 @@ impl Hybrid {
     }
 
     /// Appends as many tokens to each sequence; returns the logits of each one's last row.
-    fn step(&mut self, tokens: &[Vec<u32>]) -> Vec<Vec<f32>> {
+    pub(crate) fn step(&mut self, tokens: &[Vec<u32>]) -> Vec<Vec<f32>> {
         let rows = tokens[0].len();
         let span = |stream: usize| Span {
             first_row: stream * rows,
@@ -269,7 +281,7 @@ fn the_gpu_has_the_shared_experts_before_the_model_waits_for_the_others() {
     });
     let dense = Resident::open(&files.checkpoint, dense, gpu.clone()).unwrap();
     let model = Model::new(files.config, gpu, Arc::new(dense)).unwrap();
-    let model = model.with_host_experts(host, watched.clone(), None);
+    let model = model.with_host_experts(host, watched.clone(), None, None);
     let mut hybrid = Hybrid::of(model.unwrap(), None, false, (KvDType::F32, TOKENS));
     hybrid.step(&vec![vec![1, 2]; STREAMS]);
     watched.looks.store(true, Ordering::Relaxed);

@@ -17,6 +17,7 @@ mod host_experts;
 mod nodes;
 mod sampling;
 mod streaming;
+mod traces;
 mod transfer;
 mod upload;
 mod ways;

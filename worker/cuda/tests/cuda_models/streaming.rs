@@ -9,7 +9,9 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::*;
 use hearth_kernels::{BlockId, KvDType, Span};
 use hearth_model::{Batch, Model, Residency, modules};
-use hearth_residency::{Resident, RingLength, RingSlots, StreamLoading, StreamLoadingOptions};
+use hearth_residency::{
+    Resident, RingLength, RingSlots, StreamListener, StreamLoading, StreamLoadingOptions,
+};
 
 use crate::device::gpu;
 
@@ -44,22 +46,33 @@ impl Files {
         gpu: &Arc<CudaBackend>,
         slots: RingSlots,
     ) -> Arc<StreamLoading<CudaBackend>> {
-        self.streamed_with(gpu, slots, false)
+        self.opened(gpu, slots, false, None)
+    }
+
+    /// The same, with whom to tell of experts that come and go.
+    pub(crate) fn streamed_and_told(
+        &self,
+        gpu: &Arc<CudaBackend>,
+        slots: RingSlots,
+        listener: Option<StreamListener>,
+    ) -> Arc<StreamLoading<CudaBackend>> {
+        self.opened(gpu, slots, false, listener)
     }
 
     /// `streams_dense`: attention, dense and shared feed-forward blocks pass through slots too.
-    fn streamed_with(
+    fn opened(
         &self,
         gpu: &Arc<CudaBackend>,
         slots: RingSlots,
         streams_dense: bool,
+        listener: Option<StreamListener>,
     ) -> Arc<StreamLoading<CudaBackend>> {
         let modules = modules(&self.config).unwrap();
         let options = StreamLoadingOptions {
             slots,
             streams_dense,
             experts_per_token: self.config.moe.as_ref().unwrap().experts_per_token,
-            listener: None,
+            listener,
         };
         let gpu = gpu.clone();
         Arc::new(StreamLoading::open(&self.checkpoint, &modules, gpu, options).unwrap())
@@ -77,7 +90,7 @@ impl Files {
     }
 
     /// Bits of the logits of a prompt, of a token after it, and of two more.
-    fn bits(
+    pub(crate) fn bits(
         &self,
         gpu: &Arc<CudaBackend>,
         residency: Arc<dyn Residency<CudaBackend>>,
@@ -123,7 +136,7 @@ fn assert_rings(files: &Files, case: &str, rings: &[RingSlots]) {
         assert!(got == want, "{case}, {slots:?} slots, tiles of {tile_rows}");
     }
     let shortest = RingSlots::Fixed(2);
-    let got = files.bits(&gpu, files.streamed_with(&gpu, shortest, true), 7);
+    let got = files.bits(&gpu, files.opened(&gpu, shortest, true, None), 7);
     assert!(got == want, "{case}, dense modules stream");
 }
 

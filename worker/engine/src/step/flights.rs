@@ -9,6 +9,7 @@ use std::{
     time::Instant,
 };
 
+use hearth_kernels::trace::{TraceEvent, TraceLane};
 use hearth_schedule::Step;
 
 use super::{StepLoop, panic_text};
@@ -111,8 +112,17 @@ impl<F: Forward> StepLoop<F> {
         };
         self.counters.kv_bytes_moved += exports.sent_bytes;
         // While another step was in flight, this one waited for it.
-        self.counters.step_time += started_at.max(self.landed_at).elapsed();
+        let began = started_at.max(self.landed_at);
         self.landed_at = Instant::now();
+        self.counters.step_time += self.landed_at - began;
+        if let Some(trace) = self.trace.as_ref().filter(|trace| trace.is_on()) {
+            trace.record(TraceEvent {
+                lane: TraceLane::Host,
+                name: work.describe().into(),
+                begin_ns: trace.ns_at(began),
+                end_ns: trace.ns_at(self.landed_at),
+            });
+        }
         let has_lost = !exports.lost.is_empty();
         let checked = match outcome {
             Ok(None) => {

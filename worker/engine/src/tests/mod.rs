@@ -41,6 +41,7 @@ fn options(blocks: usize) -> EngineOptions {
         steps_in_flight: 2,
         numerics: OWN.to_owned(),
         grammar_tokenizer: None,
+        trace: None,
     }
 }
 

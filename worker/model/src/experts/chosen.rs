@@ -35,6 +35,11 @@ impl ChosenExperts {
         }
     }
 
+    /// Index of the layer.
+    pub(super) fn layer(&self) -> u32 {
+        self.layer.layer
+    }
+
     /// Number of experts of the layer.
     pub(super) fn experts(&self) -> usize {
         self.layer.experts

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use hearth_kernels::trace::{Trace, TraceEvent, TraceLane};
 use hearth_kernels::{Backend, KernelError};
 
 use super::chosen::ChosenExperts;
@@ -33,7 +34,8 @@ pub(crate) struct HostExperts<B: Backend> {
 }
 
 impl<B: Backend> HostExperts<B> {
-    /// Starts the thread that computes experts with `host`, whose weights `residency` provides.
+    /// Starts the thread that computes experts with `host`, whose weights `residency` provides; `trace` receives what it
+    /// does.
     ///
     /// # Errors
     /// [`ResidencyError::System`] if no thread can be started; [`ModelError::Kernel`] if it cannot be bound.
@@ -42,10 +44,11 @@ impl<B: Backend> HostExperts<B> {
         host: Arc<H>,
         residency: Arc<dyn Residency<H>>,
         cache: Option<Arc<dyn ExpertCache<B>>>,
+        trace: Option<Arc<Trace>>,
     ) -> Result<Self, ModelError> {
         Ok(Self {
             device,
-            host: Host::start(host, Arc::clone(&residency))?,
+            host: Host::start(host, Arc::clone(&residency), trace)?,
             cache,
             stats: Box::new(move || residency.stats()),
         })
@@ -155,6 +158,7 @@ impl Host {
     fn start<H: Backend>(
         host: Arc<H>,
         residency: Arc<dyn Residency<H>>,
+        trace: Option<Arc<Trace>>,
     ) -> Result<Self, ModelError> {
         let (jobs, inbox) = channel::<Job>();
         let (bound, is_bound) = sync_channel(1);
@@ -168,7 +172,11 @@ impl Host {
                 let _ = bound.send(host.bind_thread());
                 drop(bound);
                 while let Ok(job) = inbox.recv() {
+                    let began = Instant::now();
                     let output = job.run(&*host, &*residency, &measured);
+                    if let Some(trace) = trace.as_ref().filter(|trace| trace.is_on()) {
+                        job.record(trace, began);
+                    }
                     // Nobody waits for a pass that was given up.
                     let _ = job.reply.send(output);
                 }
@@ -237,6 +245,23 @@ impl Drop for Host {
 }
 
 impl Job {
+    /// Records that it ran from `began` until now.
+    fn record(&self, trace: &Trace, began: Instant) {
+        let (layer, rows) = (self.chosen.layer(), self.rows());
+        let experts = self.chosen.ids().len();
+        trace.record(TraceEvent {
+            lane: TraceLane::HostExperts,
+            name: format!("layer {layer}: rows {rows}, experts {experts}").into(),
+            begin_ns: trace.ns_at(began),
+            end_ns: trace.ns_at(Instant::now()),
+        });
+    }
+
+    /// Rows that the experts were given.
+    fn rows(&self) -> usize {
+        self.x.len().checked_div(self.hidden).unwrap_or(0)
+    }
+
     fn run<H: Backend>(
         &self,
         host: &H,
@@ -244,7 +269,7 @@ impl Job {
         expert_us: &AtomicU64,
     ) -> Result<Vec<f32>, ModelError> {
         let started = Instant::now();
-        let rows = self.x.len().checked_div(self.hidden).unwrap_or(0);
+        let rows = self.rows();
         residency.announce(self.chosen.ids());
         let mut check = || match self.is_given_up.load(Ordering::Relaxed) {
             true => Err(ModelError::GivenUp),

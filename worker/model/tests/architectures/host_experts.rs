@@ -28,7 +28,10 @@ fn hybrid(golden: &Golden, isa: Isa) -> (Runner, Arc<AtHand>) {
     let host = cpu(isa);
     let experts = Arc::new(AtHand::new(golden, &host, 2));
     let policy: Arc<dyn Residency<CpuBackend>> = Arc::clone(&experts) as _;
-    runner.model = runner.model.with_host_experts(host, policy, None).unwrap();
+    runner.model = runner
+        .model
+        .with_host_experts(host, policy, None, None)
+        .unwrap();
     (runner, experts)
 }
 
@@ -172,7 +175,7 @@ fn an_error_or_a_panic_beside_the_device_ends_the_pass() {
         let policy = Arc::new(Broken { panics });
         runner.model = runner
             .model
-            .with_host_experts(cpu(Isa::Scalar), policy, None)
+            .with_host_experts(cpu(Isa::Scalar), policy, None, None)
             .unwrap();
         let blocks = runner.sequence(1).blocks;
         let span = Span {

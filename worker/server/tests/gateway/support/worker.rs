@@ -10,13 +10,13 @@ use std::time::Duration;
 use futures::Stream;
 use hearth_server::Endpoint;
 use hearth_transport::tonic::service::Routes;
-use hearth_transport::tonic::{Request, Response, Status};
+use hearth_transport::tonic::{Request, Response, Status, Streaming};
 use hearth_transport::v1::control_server::Control;
 use hearth_transport::v1::decode_server::Decode;
 use hearth_transport::v1::{
     DescribeRequest, DescribeResponse, FinishReason, Finished, GenerateEvent, GenerateRequest,
-    NumaMemory, Placement, Started, StatsRequest, StatsResponse, Token, TopLogprob,
-    generate_event::Event,
+    NumaMemory, Placement, Started, StatsRequest, StatsResponse, Token, TopLogprob, TraceRequest,
+    TraceResponse, generate_event::Event,
 };
 use hearth_transport::{CallContext, Listener, ServerOptions, server};
 use tokio::runtime::Runtime;
@@ -332,5 +332,14 @@ impl Control for Service {
 
     async fn stats(&self, _: Request<StatsRequest>) -> Result<Response<StatsResponse>, Status> {
         Ok(Response::new(*self.0.stats.lock().unwrap()))
+    }
+
+    type TraceStream = Pin<Box<dyn Stream<Item = Result<TraceResponse, Status>> + Send>>;
+
+    async fn trace(
+        &self,
+        _: Request<Streaming<TraceRequest>>,
+    ) -> Result<Response<Self::TraceStream>, Status> {
+        Err(Status::unimplemented("these workers record nothing"))
     }
 }

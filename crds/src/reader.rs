@@ -81,7 +81,8 @@ mod tests {
         assert!(matches!(same, ReadError::TooNew(9)));
         let words = error.to_string();
         assert!(
-            words.contains("reads up to 2") && words.contains("image.workerTag"),
+            words.contains(&format!("reads up to {READER_VERSION}"))
+                && words.contains("image.workerTag"),
             "{words}"
         );
         let same = format!(r#"{{"minVersion": {READER_VERSION}, "workers": []}}"#);

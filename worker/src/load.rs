@@ -11,13 +11,13 @@ use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuBackend, KernelError, KvDType};
 use hearth_model::{ExpansionRoom, ExpertCache, Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
-    HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
+    DirectExperts, HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
     ResidentOptions, RingSlots, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
-    note_unused,
+    note_unused, reads_directly,
 };
 use hearth_virtual::VirtualBackend;
 
-use crate::cli::{ModelArgs, ResidencyArg};
+use crate::cli::{ExpertReadsArg, ModelArgs, ResidencyArg};
 use crate::device::{DeviceArg, DeviceOptions, GpuBackend, HostOptions, OnDevice};
 use crate::environment::Environment;
 
@@ -62,8 +62,8 @@ pub(crate) enum ResidencyPolicy {
     StreamLoading(Rings),
     /// Routed experts stay in the machine's memory and are computed by its CPUs; all else stays on the device.
     HostExperts {
-        /// Bytes of experts in memory at a time, read ahead of use and dropped after it; `None` means all of them.
-        budget_bytes: Option<u64>,
+        /// Bytes of experts in memory at a time, read once they are chosen and dropped after use; `None` means all of them.
+        budget: Option<ExpertBudget>,
         /// Experts that the device has slots for: those that are used most.
         cache_slots: usize,
     },
@@ -84,7 +84,10 @@ impl ResidencyPolicy {
                 streams_dense: args.stream_dense,
             }),
             ResidencyArg::HostExperts => Self::HostExperts {
-                budget_bytes: args.residency_budget,
+                budget: args.residency_budget.map(|bytes| ExpertBudget {
+                    bytes,
+                    reads: args.expert_reads,
+                }),
                 cache_slots: args.cache_slots as usize,
             },
         }
@@ -97,6 +100,15 @@ pub(crate) struct Rings {
     pub(crate) slots: RingSlots,
     /// Whether dense modules pass through slots of their own, instead of staying on the device.
     pub(crate) streams_dense: bool,
+}
+
+/// Experts of which not all are in memory.
+#[derive(Clone, Copy)]
+pub(crate) struct ExpertBudget {
+    /// Bytes of those that are, at a time.
+    pub(crate) bytes: u64,
+    /// How the others are read.
+    pub(crate) reads: ExpertReadsArg,
 }
 
 /// A model on a device, with the data that the tools report about it.
@@ -152,6 +164,11 @@ impl LoadOptions<'_> {
                 ResidencyArg::HostExperts,
             ),
             (
+                "--expert-reads",
+                args.expert_reads != ExpertReadsArg::Auto && !is_hybrid,
+                ResidencyArg::HostExperts,
+            ),
+            (
                 "--dual-batch",
                 args.dual_batch && !is_hybrid,
                 ResidencyArg::HostExperts,
@@ -161,6 +178,11 @@ impl LoadOptions<'_> {
             let [here, there] = [args.residency, *of].map(ResidencyArg::name);
             anyhow::bail!(
                 "{option} has no effect with --residency {here}\n  leave it out, or use --residency {there}"
+            );
+        }
+        if args.expert_reads != ExpertReadsArg::Auto && args.residency_budget.is_none() {
+            anyhow::bail!(
+                "--expert-reads has no effect without --residency-budget: all experts are in memory\n  leave it out, or give a budget"
             );
         }
         if is_hybrid && args.cache_slots > 0 && args.residency_budget.is_some() {
@@ -364,14 +386,14 @@ impl Files<'_> {
                 })
             }
             ResidencyPolicy::HostExperts {
-                budget_bytes,
+                budget,
                 cache_slots,
             } => {
                 let open = |files: &Self, backend: &_| match cache_slots {
                     0 => Ok(None),
                     _ => (slots.cached)(files, backend, cache_slots).map(Some),
                 };
-                self.with_host_experts(backend, host, budget_bytes, keep, open)
+                self.with_host_experts(backend, host, budget, keep, open)
             }
         }
     }
@@ -413,6 +435,40 @@ impl Files<'_> {
         };
         let backend = Arc::clone(backend);
         let policy = MmapPrefetch::open(&self.checkpoint, modules, backend, options)?;
+        Ok(Arc::new(policy))
+    }
+
+    /// Reads experts once they are chosen, by the page cache or past it: whichever is faster where it is not told.
+    fn within(
+        &self,
+        host: &Arc<CpuBackend>,
+        experts: Vec<ModuleSpec>,
+        ExpertBudget { bytes, reads }: ExpertBudget,
+    ) -> Policy<CpuBackend> {
+        let sizes = experts
+            .iter()
+            .map(|spec| spec.stored_bytes(&self.checkpoint));
+        let expert_bytes: u64 = sizes.sum();
+        let is_direct = match reads {
+            ExpertReadsArg::Cached => false,
+            ExpertReadsArg::Direct => true,
+            ExpertReadsArg::Auto => {
+                // What the page cache keeps need not be read again.
+                let available = hearth_profiler::available_memory_bytes(Path::new("/"));
+                available.is_some_and(|available_bytes| available_bytes < expert_bytes)
+                    && reads_directly(&self.checkpoint)
+            }
+        };
+        tracing::info!(
+            expert_bytes,
+            budget_bytes = bytes,
+            is_direct,
+            "experts are read from their files once they are chosen"
+        );
+        if !is_direct {
+            return self.prefetched(host, experts, Some(bytes));
+        }
+        let policy = DirectExperts::open(&self.checkpoint, &experts, Arc::clone(host), bytes)?;
         Ok(Arc::new(policy))
     }
 
@@ -480,7 +536,7 @@ impl Files<'_> {
         self,
         backend: Arc<B>,
         host: HostOptions,
-        budget_bytes: Option<u64>,
+        budget: Option<ExpertBudget>,
         (resident, progress): Keep<'_, '_>,
         cache: impl FnOnce(&Self, &Arc<B>) -> anyhow::Result<Option<Arc<dyn ExpertCache<B>>>>,
     ) -> anyhow::Result<LoadedOn<B>> {
@@ -500,8 +556,8 @@ impl Files<'_> {
                     ..resident
                 };
                 let host = Arc::new(CpuBackend::new(options)?);
-                let experts = match budget_bytes {
-                    Some(_) => self.prefetched(&host, experts, budget_bytes)?,
+                let experts = match budget {
+                    Some(budget) => self.within(&host, experts, budget)?,
                     None => self.keep(&host, experts, resident, progress)?,
                 };
                 let loaded = self.model(backend, residency)?;

@@ -389,7 +389,7 @@ fn load_options<'a>(
                 streams_dense: residency.streams_dense,
             }),
             PlanPolicy::HostExperts => ResidencyPolicy::HostExperts {
-                budget_bytes: None,
+                budget: None,
                 cache_slots: residency.cache_slots.unwrap_or(0) as usize,
             },
         },

@@ -331,21 +331,34 @@ impl PlanRank {
     /// Bytes of weights that it keeps in its node's memory; ranks on one node map one copy.
     pub fn host_weight_bytes(&self) -> u64 {
         match &self.residency {
-            Some(residency) if self.is_on_gpu() => residency.host_bytes,
+            Some(residency) if self.is_on_gpu() => {
+                let at_a_time = residency.host_budget_bytes;
+                at_a_time.map_or(residency.host_bytes, |bytes| {
+                    bytes.min(residency.host_bytes)
+                })
+            }
             Some(residency) => residency.budget_bytes,
             None => 0,
         }
     }
 
     /// Bytes of weights that its node grants to it alone: its window over weights that it reads repeatedly, if its
-    /// memory limit equals its request. The window cannot be in another's memory: what it reads is charged to it.
+    /// memory limit equals its request, and experts within a budget, in buffers of its own. The window cannot be in another's
+    /// memory: what it reads is charged to it.
     pub fn own_weight_bytes(&self) -> u64 {
         let residency = self.residency.as_ref();
         let has_window = residency.is_some_and(|r| r.policy == ResidencyPolicy::MmapPrefetch);
-        match has_window && !self.exclusive_cpus().is_empty() {
+        let is_own = has_window && !self.exclusive_cpus().is_empty();
+        match is_own || self.has_expert_budget() {
             true => self.host_weight_bytes(),
             false => 0,
         }
+    }
+
+    /// Whether only some of the routed experts that its CPUs compute are in memory at a time.
+    pub fn has_expert_budget(&self) -> bool {
+        let residency = self.residency.as_ref();
+        residency.is_some_and(|residency| residency.host_budget_bytes.is_some())
     }
 
     /// Bytes of KV cache that it keeps in its node's memory.
@@ -448,6 +461,10 @@ pub struct PlanResidency {
     /// StreamLoading and HostExperts. Ranks of one node share one copy.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub host_bytes: u64,
+    /// Bytes of `hostBytes` that are in memory at a time, where it cannot hold all of them: the others are read from the disk
+    /// once a router has chosen them. Set with HostExperts alone; unset, all stay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_budget_bytes: Option<u64>,
     /// Slots of the longest ring that experts pass through, each for one expert; set with StreamLoading alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ring_slots: Option<u32>,

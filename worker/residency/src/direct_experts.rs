@@ -342,7 +342,12 @@ impl<B: Backend> Reading<B> {
         let matrices = matrices
             .collect::<Result<Vec<_>, _>>()
             .map_err(|source| ResidencyError::Kernel { module, source })?;
-        Ok(ModuleWeights::of_matrices(module, matrices, expert.bytes))
+        Ok(ModuleWeights::new(
+            module,
+            matrices,
+            Vec::new(),
+            expert.bytes,
+        ))
     }
 }
 

@@ -23,6 +23,7 @@ mod facts;
 mod model;
 mod plan;
 mod plan_record;
+mod plan_weights;
 mod pod_template;
 mod process;
 mod profile;
@@ -62,6 +63,7 @@ pub use facts::{KvShape, ModelFacts, ModuleBytes};
 pub use model::*;
 pub use plan::*;
 pub use plan_record::*;
+pub use plan_weights::*;
 pub use pod_template::*;
 pub use process::{
     END_MARGIN, HUNG_AFTER, LAST_WORDS, LastError, MAX_FAILED_STARTS, Restarts, how_it_ended,

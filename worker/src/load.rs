@@ -11,15 +11,19 @@ use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuBackend, KernelError, KvDType};
 use hearth_model::{ExpansionRoom, ExpertCache, Model, ModuleId, ModuleSpec, Residency, modules};
 use hearth_residency::{
-    DirectExperts, HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
+    HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Placing, Resident,
     ResidentOptions, RingSlots, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
-    note_unused, reads_directly,
+    note_unused,
 };
 use hearth_virtual::VirtualBackend;
 
 use crate::cli::{ExpertReadsArg, ModelArgs, ResidencyArg};
 use crate::device::{DeviceArg, DeviceOptions, GpuBackend, HostOptions, OnDevice};
 use crate::environment::Environment;
+
+mod expert_budget;
+
+pub(crate) use expert_budget::ExpertBudget;
 
 /// Number of modules beyond the running one that `MmapPrefetch` requests from the kernel.
 const PREFETCH_MODULES: usize = 8;
@@ -100,15 +104,6 @@ pub(crate) struct Rings {
     pub(crate) slots: RingSlots,
     /// Whether dense modules pass through slots of their own, instead of staying on the device.
     pub(crate) streams_dense: bool,
-}
-
-/// Experts of which not all are in memory.
-#[derive(Clone, Copy)]
-pub(crate) struct ExpertBudget {
-    /// Bytes of those that are, at a time.
-    pub(crate) bytes: u64,
-    /// How the others are read.
-    pub(crate) reads: ExpertReadsArg,
 }
 
 /// A model on a device, with the data that the tools report about it.
@@ -435,40 +430,6 @@ impl Files<'_> {
         };
         let backend = Arc::clone(backend);
         let policy = MmapPrefetch::open(&self.checkpoint, modules, backend, options)?;
-        Ok(Arc::new(policy))
-    }
-
-    /// Reads experts once they are chosen, by the page cache or past it: whichever is faster where it is not told.
-    fn within(
-        &self,
-        host: &Arc<CpuBackend>,
-        experts: Vec<ModuleSpec>,
-        ExpertBudget { bytes, reads }: ExpertBudget,
-    ) -> Policy<CpuBackend> {
-        let sizes = experts
-            .iter()
-            .map(|spec| spec.stored_bytes(&self.checkpoint));
-        let expert_bytes: u64 = sizes.sum();
-        let is_direct = match reads {
-            ExpertReadsArg::Cached => false,
-            ExpertReadsArg::Direct => true,
-            ExpertReadsArg::Auto => {
-                // What the page cache keeps need not be read again.
-                let available = hearth_profiler::available_memory_bytes(Path::new("/"));
-                available.is_some_and(|available_bytes| available_bytes < expert_bytes)
-                    && reads_directly(&self.checkpoint)
-            }
-        };
-        tracing::info!(
-            expert_bytes,
-            budget_bytes = bytes,
-            is_direct,
-            "experts are read from their files once they are chosen"
-        );
-        if !is_direct {
-            return self.prefetched(host, experts, Some(bytes));
-        }
-        let policy = DirectExperts::open(&self.checkpoint, &experts, Arc::clone(host), bytes)?;
         Ok(Arc::new(policy))
     }
 

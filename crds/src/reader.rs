@@ -8,7 +8,8 @@ use serde_json::Value;
 /// may ignore; a plan or routes that use such a field carry the number as `minVersion`.
 ///
 /// Version 2: a rank's experts may be streamed or computed by CPUs (`residency`), in two half batches (`dualBatch`), and its
-/// GPU may be a virtual one (`virtualDevice`). Version 3: its dense modules may stream with its experts (`streamsDense`).
+/// GPU may be a virtual one (`virtualDevice`). Version 3: its dense modules may stream with its experts (`streamsDense`),
+/// or only some of its experts be in memory at a time (`hostBudgetBytes`).
 pub const READER_VERSION: u32 = 3;
 
 /// Reason a plan or routes cannot be read.

@@ -72,8 +72,25 @@ fn logits_are_the_same_bits_in_chunks_and_on_other_thread_counts() {
     }
     let hybrid = [&device[..], &["--residency", "host-experts"]].concat();
     assert_eq!(compute("hybrid", &hybrid), whole);
+    for reads in reads_of_experts() {
+        let within = ["--residency-budget", "150000", "--expert-reads", reads];
+        assert_eq!(compute(reads, &[&hybrid[..], &within].concat()), whole);
+    }
     let scalar = compute("scalar", &["--isa", "scalar"]);
     assert_eq!(scalar.0, whole.0);
+}
+
+/// Ways to read experts that the file system of the demo has.
+fn reads_of_experts() -> Vec<&'static str> {
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECT;
+    let weights = demo().join("model.safetensors");
+    match rustix::fs::open(weights, flags, rustix::fs::Mode::empty()) {
+        Ok(_) => vec!["auto", "cached", "direct"],
+        Err(error) => {
+            eprintln!("SKIPPED: the file system of the demo has no direct reads: {error}");
+            vec!["auto", "cached"]
+        }
+    }
 }
 
 /// A benchmark's report, and names of what its device and the CPUs beside it did, each in order.

@@ -115,6 +115,9 @@ pub(crate) struct ModelArgs {
     /// with host-experts (default: all of them)
     #[arg(long, value_name = "BYTES")]
     pub(crate) residency_budget: Option<u64>,
+    /// How experts within --residency-budget are read with --residency host-experts
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) expert_reads: ExpertReadsArg,
     /// What computes the experts with --residency host-experts: cpu, or for bench a virtual device with mode=modelled
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub(crate) host: DeviceArg,
@@ -397,6 +400,17 @@ pub(crate) enum ResidencyArg {
     StreamLoading,
     /// On a device: routed experts stay in the machine's memory and are computed by its CPUs, all else on the device
     HostExperts,
+}
+
+/// Ways to read experts of which not all are in memory.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExpertReadsArg {
+    /// Directly if the memory that is available cannot hold all experts and the file system allows it, else cached
+    Auto,
+    /// By the page cache, which keeps what it has room for
+    Cached,
+    /// Past the page cache, into buffers of the budget
+    Direct,
 }
 
 impl ResidencyArg {

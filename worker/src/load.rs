@@ -17,9 +17,13 @@ use hearth_residency::{
 };
 use hearth_virtual::VirtualBackend;
 
-use crate::cli::{ModelArgs, ResidencyArg};
+use crate::cli::{ExpertReadsArg, ModelArgs, ResidencyArg};
 use crate::device::{DeviceArg, DeviceOptions, GpuBackend, HostOptions, OnDevice};
 use crate::environment::Environment;
+
+mod expert_budget;
+
+pub(crate) use expert_budget::ExpertBudget;
 
 /// Number of modules beyond the running one that `MmapPrefetch` requests from the kernel.
 const PREFETCH_MODULES: usize = 8;
@@ -62,8 +66,8 @@ pub(crate) enum ResidencyPolicy {
     StreamLoading(Rings),
     /// Routed experts stay in the machine's memory and are computed by its CPUs; all else stays on the device.
     HostExperts {
-        /// Bytes of experts in memory at a time, read ahead of use and dropped after it; `None` means all of them.
-        budget_bytes: Option<u64>,
+        /// Bytes of experts in memory at a time, read once they are chosen and dropped after use; `None` means all of them.
+        budget: Option<ExpertBudget>,
         /// Experts that the device has slots for: those that are used most.
         cache_slots: usize,
     },
@@ -84,7 +88,10 @@ impl ResidencyPolicy {
                 streams_dense: args.stream_dense,
             }),
             ResidencyArg::HostExperts => Self::HostExperts {
-                budget_bytes: args.residency_budget,
+                budget: args.residency_budget.map(|bytes| ExpertBudget {
+                    bytes,
+                    reads: args.expert_reads,
+                }),
                 cache_slots: args.cache_slots as usize,
             },
         }
@@ -152,6 +159,11 @@ impl LoadOptions<'_> {
                 ResidencyArg::HostExperts,
             ),
             (
+                "--expert-reads",
+                args.expert_reads != ExpertReadsArg::Auto && !is_hybrid,
+                ResidencyArg::HostExperts,
+            ),
+            (
                 "--dual-batch",
                 args.dual_batch && !is_hybrid,
                 ResidencyArg::HostExperts,
@@ -161,6 +173,11 @@ impl LoadOptions<'_> {
             let [here, there] = [args.residency, *of].map(ResidencyArg::name);
             anyhow::bail!(
                 "{option} has no effect with --residency {here}\n  leave it out, or use --residency {there}"
+            );
+        }
+        if args.expert_reads != ExpertReadsArg::Auto && args.residency_budget.is_none() {
+            anyhow::bail!(
+                "--expert-reads has no effect without --residency-budget: all experts are in memory\n  leave it out, or give a budget"
             );
         }
         if is_hybrid && args.cache_slots > 0 && args.residency_budget.is_some() {
@@ -364,14 +381,14 @@ impl Files<'_> {
                 })
             }
             ResidencyPolicy::HostExperts {
-                budget_bytes,
+                budget,
                 cache_slots,
             } => {
                 let open = |files: &Self, backend: &_| match cache_slots {
                     0 => Ok(None),
                     _ => (slots.cached)(files, backend, cache_slots).map(Some),
                 };
-                self.with_host_experts(backend, host, budget_bytes, keep, open)
+                self.with_host_experts(backend, host, budget, keep, open)
             }
         }
     }
@@ -479,7 +496,7 @@ impl Files<'_> {
         self,
         backend: Arc<B>,
         host: HostOptions,
-        budget_bytes: Option<u64>,
+        budget: Option<ExpertBudget>,
         (resident, progress): Keep<'_, '_>,
         cache: impl FnOnce(&Self, &Arc<B>) -> anyhow::Result<Option<Arc<dyn ExpertCache<B>>>>,
     ) -> anyhow::Result<LoadedOn<B>> {
@@ -500,8 +517,8 @@ impl Files<'_> {
                     ..resident
                 };
                 let host = Arc::new(CpuBackend::new(options)?);
-                let experts = match budget_bytes {
-                    Some(_) => self.prefetched(&host, experts, budget_bytes)?,
+                let experts = match budget {
+                    Some(budget) => self.within(&host, experts, budget)?,
                     None => self.keep(&host, experts, resident, progress)?,
                 };
                 let loaded = self.model(backend, residency)?;

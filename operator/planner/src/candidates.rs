@@ -100,11 +100,18 @@ impl Asked {
         }
         let mut candidates = Vec::new();
         let mut add = |prefill, decode| {
-            let prefill = match self.has_prefill {
+            let placed = match self.has_prefill {
                 true => prefill,
                 false => Device::Cpus,
             };
-            let candidate = Devices { prefill, decode };
+            let candidate = Devices {
+                prefill: placed,
+                decode,
+            };
+            // A GPU that only prefill would use is of no use without it; CPUs alone come last.
+            if candidate == Devices::CPUS && prefill != Device::Cpus {
+                return;
+            }
             if self.allows(candidate, is_gpu_asked) && !candidates.contains(&candidate) {
                 candidates.push(candidate);
             }

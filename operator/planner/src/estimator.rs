@@ -133,7 +133,7 @@ impl<'a> Estimator<'a> {
         budget: &NodeBudget,
     ) -> Predictor<'a> {
         let plain = self.plain_predictor(node, set, slot, budget);
-        match slot.and_then(|slot| self.host_experts(slot)) {
+        match slot.and_then(|slot| self.host_experts(slot, budget)) {
             Some(host_experts) => host_experts.chosen(&plain),
             None => plain,
         }
@@ -148,18 +148,20 @@ impl<'a> Estimator<'a> {
         budget: &NodeBudget,
     ) -> Option<HostChoice> {
         let plain = self.plain_predictor(node, set, Some(slot), budget);
-        Some(self.host_experts(slot)?.choose(&plain))
+        Some(self.host_experts(slot, budget)?.choose(&plain))
     }
 
     fn expert_cache(&self) -> ExpertCache {
         self.spec.decode.expert_cache.unwrap_or_default()
     }
 
-    fn host_experts(&self, slot: &GpuSlot<'_>) -> Option<HostExperts> {
+    fn host_experts(&self, slot: &GpuSlot<'_>, budget: &NodeBudget) -> Option<HostExperts> {
         match slot.device {
             Device::Cpus | Device::Gpu | Device::StreamingGpu(_) => None,
             Device::GpuAndCpus => Some(HostExperts {
                 room_slots: match (self.expert_cache(), &slot.gpu.virtual_device) {
+                    // Copies to the GPU would need all experts in memory.
+                    _ if budget.expert_budget_bytes.is_some() => 0,
                     (ExpertCache::On, _) | (ExpertCache::Auto, Some(_)) => slot.cache_room_slots,
                     // Which of two arithmetics computes an expert would depend on time.
                     (ExpertCache::Auto, None) | (ExpertCache::Off, _) => 0,
@@ -186,7 +188,11 @@ impl<'a> Estimator<'a> {
                 let mla_form = self.mla_form(Some(slot));
                 Predictor {
                     mla_form,
-                    ..self.on_gpu(slot.gpu, activations, self.experts_at(node, set, slot))
+                    ..self.on_gpu(
+                        slot.gpu,
+                        activations,
+                        self.experts_at(node, set, slot, budget),
+                    )
                 }
             }
             None => Predictor {
@@ -233,7 +239,15 @@ impl<'a> Estimator<'a> {
     }
 
     /// Where a rank on a GPU has its experts computed.
-    fn experts_at(&self, node: usize, set: &CpuSet, slot: &GpuSlot<'_>) -> ExpertsAt {
+    fn experts_at(
+        &self,
+        node: usize,
+        set: &CpuSet,
+        slot: &GpuSlot<'_>,
+        budget: &NodeBudget,
+    ) -> ExpertsAt {
+        let routed_bytes = self.demand.facts.bytes.routed_experts.max(1);
+        let kept_share = |bytes: u64| (bytes as f64 / routed_bytes as f64).min(1.0);
         let copy_gbps = LinkRates::of(slot.gpu).map_or(f64::MIN_POSITIVE, |link| link.alone_gbps);
         match slot.device {
             Device::Cpus | Device::Gpu => ExpertsAt::Device,
@@ -249,6 +263,7 @@ impl<'a> Estimator<'a> {
                 rates: Rates::of(self.nodes[node], set),
                 copy_gbps,
                 cached_share: 0.0,
+                kept_share: budget.expert_budget_bytes.map_or(1.0, kept_share),
                 dual_batch: false,
             },
         }

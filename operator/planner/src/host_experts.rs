@@ -80,11 +80,15 @@ impl HostExperts {
 fn with<'a>(plain: &Predictor<'a>, cached_share: f64, dual_batch: bool) -> Predictor<'a> {
     let experts_at = match plain.experts_at {
         ExpertsAt::Host {
-            rates, copy_gbps, ..
+            rates,
+            copy_gbps,
+            kept_share,
+            ..
         } => ExpertsAt::Host {
             rates,
             copy_gbps,
             cached_share,
+            kept_share,
             dual_batch,
         },
         elsewhere => elsewhere,

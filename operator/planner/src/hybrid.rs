@@ -22,8 +22,10 @@ pub(crate) struct HybridStep {
     pub ends_ms: f64,
     /// Shared experts and those in the device's cache, computed while the CPUs compute the others.
     pub beside_ms: f64,
-    /// Routed experts on the CPUs.
+    /// Routed experts on the CPUs, with the reads of those that are not in memory.
     pub host_ms: f64,
+    /// The reads, most of them while others are computed.
+    pub disk_ms: f64,
     /// Activations to the CPUs and sums back.
     pub exchange_ms: f64,
 }
@@ -41,6 +43,7 @@ struct OnHost {
     rates: Rates,
     copy_gbps: f64,
     cached_share: f64,
+    kept_share: f64,
 }
 
 impl Predictor<'_> {
@@ -155,6 +158,7 @@ impl Predictor<'_> {
             rates,
             copy_gbps,
             cached_share,
+            kept_share,
             dual_batch: _,
         } = self.experts_at
         else {
@@ -163,6 +167,7 @@ impl Predictor<'_> {
                 ends_ms: 0.0,
                 beside_ms: 0.0,
                 host_ms: 0.0,
+                disk_ms: 0.0,
                 exchange_ms: 0.0,
             };
         };
@@ -177,6 +182,7 @@ impl Predictor<'_> {
                 rates,
                 copy_gbps,
                 cached_share,
+                kept_share,
             },
         )
     }
@@ -202,6 +208,7 @@ impl Predictor<'_> {
             ends_ms: rates.ms(head_bytes, head_flops),
             beside_ms: shared_ms + cached_ms,
             host_ms,
+            disk_ms: self.disk_layer_ms(step, on_host) * layers,
             exchange_ms: exchanged / 1e9 / on_host.copy_gbps * 1e3 + rates.exchange_ms * layers,
         }
     }
@@ -241,10 +248,23 @@ impl Predictor<'_> {
             (missed_ms, _) = soonest(cached_share);
         }
         let cached_ms = distinct * cached_share * on_device_ms;
+        let disk_ms = self.disk_layer_ms(step, on_host);
+        if disk_ms > 0.0 {
+            // The one that is read last is computed when all others are.
+            missed_ms = missed_ms.max(disk_ms + on_host_ms);
+        }
         (
             (missed_ms + host.overhead_of_layer_ms()) * layers,
             cached_ms * layers,
         )
+    }
+
+    /// Milliseconds that a layer's experts are read from the disk, as if tokens chose all equally often: those that they
+    /// choose most stay in memory, so it may take less.
+    fn disk_layer_ms(&self, step: Step, on_host: OnHost) -> f64 {
+        let absent = self.facts.expected_distinct_experts(step.tokens) * (1.0 - on_host.kept_share);
+        let bytes = absent * self.facts.expert_bytes() as f64;
+        on_host.rates.disk_ms(bytes.max(0.0))
     }
 
     /// Milliseconds of a decode step in two half batches: while one is on the device, the other is on the CPUs (hybrid

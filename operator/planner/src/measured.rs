@@ -96,6 +96,7 @@ impl Cell {
                 rates: host.rates(),
                 copy_gbps,
                 cached_share: f64::from(self.cache) / all_experts,
+                kept_share: 1.0,
                 dual_batch: self.dual,
             },
             (None, None) => ExpertsAt::Device,

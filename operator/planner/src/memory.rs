@@ -65,6 +65,8 @@ pub(crate) struct NodeBudget {
     pub policy: ResidencyPolicy,
     /// Bytes of weights that may be in memory at a time; per worker if weights are prefetched and workers exclusive.
     pub weight_budget_bytes: u64,
+    /// Bytes of routed experts that each decode rank whose CPUs compute them has in memory at a time; `None`: all.
+    pub expert_budget_bytes: Option<u64>,
     pub decode_kv_bytes: u64,
     pub prefill_kv_bytes: u64,
     /// KV of a decode rank if memory were unlimited.
@@ -351,29 +353,46 @@ impl Demand<'_> {
             .saturating_sub((decode + prefill + gateways) * RUNNING_PROCESS_BYTES)
     }
 
-    /// Number of windows over prefetched weights for a node's workers: one each if they have their own memory limits.
-    fn weight_windows(&self, ranks: NodeRanks) -> u64 {
+    /// Windows over the weights of a node whose memory cannot hold all of them, with the least bytes of each: those of
+    /// ranks on CPUs, one each if they have their own memory limits, and those over the experts of decode ranks with
+    /// attention on a GPU, which hold at least what a token chooses of a layer. A GPU that streams asks for all experts in
+    /// every pass: then there are none, but one of everything.
+    fn windows(&self, ranks: NodeRanks) -> [Windows; 2] {
         let workers = u64::from(ranks.decode_on_cpus() + ranks.prefill_on_cpus());
-        match self.exclusive && !ranks.has_host_experts() {
-            true => workers.max(1),
-            false => 1,
+        let own = u64::from(ranks.with_expert_budget());
+        let facts = self.facts;
+        if own == 0 && ranks.has_host_experts() {
+            let of_all = Windows {
+                count: 1,
+                least_bytes: self.host_weights(ranks),
+            };
+            return [of_all, Windows::default()];
         }
+        let of_cpus = Windows {
+            count: match self.exclusive {
+                true => workers,
+                false => workers.min(1),
+            },
+            least_bytes: facts.least_resident_bytes(),
+        };
+        let of_experts = Windows {
+            count: own,
+            least_bytes: u64::from(facts.experts_per_token) * facts.expert_bytes(),
+        };
+        [of_cpus, of_experts]
     }
 
-    /// Bytes of weights in the memory of a node with these ranks, and the least of them that must be there: all, if a
-    /// GPU asks for experts in every pass.
-    fn host_weights(&self, ranks: NodeRanks) -> (u64, u64) {
+    /// Bytes of weights in the memory of a node with these ranks.
+    fn host_weights(&self, ranks: NodeRanks) -> u64 {
         let (total, routed) = (self.facts.bytes.total(), self.facts.bytes.routed_experts);
         let on_cpus = ranks.decode_on_cpus() + ranks.prefill_on_cpus();
         match (on_cpus, ranks.has_host_experts()) {
-            (0, false) => (0, 0),
+            (0, false) => 0,
             (0, true) if ranks.has_host_dense() => {
-                let passing = routed.saturating_add(self.facts.streamed_dense_bytes());
-                (passing, passing)
+                routed.saturating_add(self.facts.streamed_dense_bytes())
             }
-            (0, true) => (routed, routed),
-            (_, true) => (total, total),
-            (_, false) => (total, self.facts.least_resident_bytes()),
+            (0, true) => routed,
+            (_, _) => total,
         }
     }
 
@@ -390,7 +409,7 @@ impl Demand<'_> {
         let free = free_bytes(node);
         let decode = u64::from(ranks.decode_on_cpus());
         let prefill = u64::from(ranks.prefill_on_cpus());
-        let (weights, floor) = self.host_weights(ranks);
+        let weights = self.host_weights(ranks);
         let scratch = self.scratch_bytes(ranks);
         let (decode_least, decode_best) = self.decode_kv();
         let (prefill_least, prefill_best) = self.prefill_kv();
@@ -403,6 +422,7 @@ impl Demand<'_> {
         let budget = |policy, weight_budget_bytes, decode_kv_bytes, prefill_kv_bytes| NodeBudget {
             policy,
             weight_budget_bytes,
+            expert_budget_bytes: None,
             decode_kv_bytes,
             prefill_kv_bytes,
             decode_kv_wanted_bytes: decode_best,
@@ -431,19 +451,27 @@ impl Demand<'_> {
                 prefill_least,
             ));
         }
-        let windows = self.weight_windows(ranks);
-        let floors = floor.saturating_mul(windows);
+        let windows = self.windows(ranks);
+        let floors = windows.iter().map(Windows::bytes).sum();
         let least = sum(floors, decode_least, prefill_least);
         if least <= free {
-            let weight_budget = ((free - least) / windows)
-                .saturating_add(floor)
-                .min(weights);
-            return Ok(budget(
+            let [on_cpus, experts] = windows;
+            // What a prompt reads in a cycle gains less from memory than the experts that tokens choose most.
+            let routed = self.facts.bytes.routed_experts;
+            let (expert_budget, spare) = experts.widened(free - least, routed);
+            let (weight_budget, _) = on_cpus.widened(spare, weights);
+            let budget = budget(
                 ResidencyPolicy::MmapPrefetch,
                 weight_budget,
                 decode_least,
                 prefill_least,
-            ));
+            );
+            let own_bytes = expert_budget.saturating_mul(experts.count);
+            return Ok(NodeBudget {
+                expert_budget_bytes: (experts.count > 0).then_some(expert_budget),
+                page_cache_bytes: budget.page_cache_bytes.saturating_sub(own_bytes),
+                ..budget
+            });
         }
         Err(Shortage {
             node: node.node.clone(),
@@ -453,6 +481,31 @@ impl Demand<'_> {
             kv_bytes: least.saturating_sub(floors).saturating_sub(scratch),
             scratch_bytes: scratch,
         })
+    }
+}
+
+/// Windows of one size over weights that are not all in memory.
+#[derive(Clone, Copy, Debug, Default)]
+struct Windows {
+    count: u64,
+    least_bytes: u64,
+}
+
+impl Windows {
+    /// Bytes of all of them at their least.
+    fn bytes(&self) -> u64 {
+        self.least_bytes.saturating_mul(self.count)
+    }
+
+    /// Bytes of each, up to `most_bytes`, if `spare_bytes` are divided among them, and what is left.
+    fn widened(&self, spare_bytes: u64, most_bytes: u64) -> (u64, u64) {
+        let share = spare_bytes.checked_div(self.count).unwrap_or(0);
+        let more = share.min(most_bytes.saturating_sub(self.least_bytes));
+        let bytes = match self.count {
+            0 => 0,
+            _ => self.least_bytes.saturating_add(more).min(most_bytes),
+        };
+        (bytes, spare_bytes - more * self.count)
     }
 }
 

@@ -59,6 +59,14 @@ impl NodeRanks {
             .any(|role| self.with(role, Device::has_host_experts) > 0)
     }
 
+    /// Decode ranks whose CPUs compute experts of which not all need to be in memory: no copies to a GPU need them there.
+    pub(crate) fn with_expert_budget(self) -> u32 {
+        match self.with(PlanRole::Prefill, Device::has_host_experts) {
+            0 => self.with(PlanRole::Decode, |device| device == Device::GpuAndCpus),
+            _ => 0,
+        }
+    }
+
     fn with(self, role: PlanRole, is_meant: impl Fn(Device) -> bool) -> u32 {
         match is_meant(self.devices.of(role)) {
             true => self.of(role),

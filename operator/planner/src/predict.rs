@@ -136,6 +136,15 @@ impl Rates {
         read_ms.max(flops / 1e9 / self.gflops * 1e3)
     }
 
+    /// Milliseconds to read `bytes` from the disk. Without a measurement, a slow one is assumed: 0.1 GB/s.
+    pub(crate) fn disk_ms(&self, bytes: f64) -> f64 {
+        let gbps = match self.disk_gbps > 0.0 {
+            true => self.disk_gbps,
+            false => 0.1,
+        };
+        bytes / 1e9 / gbps * 1e3
+    }
+
     /// Milliseconds that `operations` in all layers add to a step besides their bytes and products.
     pub(crate) fn overhead_ms(&self, facts: &ModelFacts, operations: f64) -> f64 {
         match self.operation_ms > 0.0 {
@@ -182,6 +191,8 @@ pub(crate) enum ExpertsAt {
         rates: Rates,
         copy_gbps: f64,
         cached_share: f64,
+        /// The share of the experts that is in memory; the others are read from the disk.
+        kept_share: f64,
         /// Whether two half batches take turns.
         dual_batch: bool,
     },
@@ -266,15 +277,7 @@ impl Predictor<'_> {
         let absent = self
             .facts
             .disk_step_bytes(step.tokens, self.mapped_bytes, self.kept_bytes);
-        // Without a measurement, a slow disk is assumed: 0.1 GB/s.
-        let disk_ms = absent
-            / 1e9
-            / if self.rates.disk_gbps > 0.0 {
-                self.rates.disk_gbps
-            } else {
-                0.1
-            }
-            * 1e3;
+        let disk_ms = self.rates.disk_ms(absent);
         // Mapped by the computing threads, while the disk keeps reading.
         let unmapped = self.facts.absent_step_bytes(step.tokens, self.mapped_bytes);
         let map_ms = unmapped / 1e9 * self.rates.map_ms_per_gb;
@@ -341,11 +344,13 @@ impl Predictor<'_> {
                 rates,
                 copy_gbps,
                 cached_share,
+                kept_share,
                 dual_batch,
             } => ExpertsAt::Host {
                 rates: rates.shared_by(ranks),
                 copy_gbps: copy_gbps / n,
                 cached_share,
+                kept_share,
                 dual_batch,
             },
         };

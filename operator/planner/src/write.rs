@@ -20,8 +20,8 @@ use crate::reasons;
 const DEFAULT_STALL_MS: f64 = 100.0;
 /// Version of plans that streams experts, has CPUs compute them, or has a virtual device.
 const EXPERTS_VERSION: u32 = 2;
-/// Version of plans whose dense modules stream with the experts.
-const STREAMED_DENSE_VERSION: u32 = 3;
+/// Version of plans whose dense modules stream with the experts, or that have only some experts in memory at a time.
+const PASSING_VERSION: u32 = 3;
 
 /// The node, its memory budget and the GPU that a rank is assigned.
 #[derive(Clone, Copy)]
@@ -171,7 +171,8 @@ impl Draft<'_> {
         let residency = self.residency(host, choice);
         if is_worker {
             let needs = match slot {
-                Some(_) => scratch_bytes.saturating_add(residency.host_bytes),
+                Some(_) => scratch_bytes
+                    .saturating_add(residency.host_budget_bytes.unwrap_or(residency.host_bytes)),
                 None => residency
                     .budget_bytes
                     .saturating_add(kv_bytes)
@@ -231,6 +232,7 @@ impl Draft<'_> {
             weight_bytes,
             budget_bytes: weight_bytes,
             host_bytes: 0,
+            host_budget_bytes: None,
             ring_slots: None,
             ring_lengths: Vec::new(),
             streams_dense: false,
@@ -277,6 +279,7 @@ impl Draft<'_> {
             },
             Device::GpuAndCpus => PlanResidency {
                 policy: ResidencyPolicy::HostExperts,
+                host_budget_bytes: host.budget.expert_budget_bytes,
                 cache_slots: (cache_slots > 0).then_some(cache_slots),
                 ..beside_host
             },
@@ -474,8 +477,9 @@ fn min_version(ranks: &[PlanRank]) -> u32 {
             Some(ResidencyPolicy::StreamLoading | ResidencyPolicy::HostExperts) => true,
             Some(ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch) | None => false,
         };
-        if residency.is_some_and(|residency| residency.streams_dense) {
-            return STREAMED_DENSE_VERSION;
+        let streams_dense = residency.is_some_and(|residency| residency.streams_dense);
+        if streams_dense || rank.has_expert_budget() {
+            return PASSING_VERSION;
         }
         match has_host_experts || rank.dual_batch || rank.virtual_device.is_some() {
             true => EXPERTS_VERSION,

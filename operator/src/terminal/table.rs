@@ -54,7 +54,7 @@ pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
     let mut copies: Vec<&str> = Vec::new();
     for rank in &plan.ranks {
         let weights = weights(rank, copies.contains(&rank.node.as_str()));
-        if rank.host_weight_bytes() > 0 {
+        if rank.host_weight_bytes() > 0 && !rank.has_expert_budget() {
             copies.push(&rank.node);
         }
         table.add_row([
@@ -127,8 +127,12 @@ fn weights(rank: &PlanRank, copy_exists: bool) -> String {
                 }
             ),
             ResidencyPolicy::HostExperts => format!(
-                "copied {}, on CPUs {}",
+                "copied {}, on CPUs {}{}",
                 bytes(residency.weight_bytes.saturating_sub(residency.host_bytes)),
+                match residency.host_budget_bytes {
+                    Some(at_a_time) => format!("{} at a time of ", bytes(at_a_time)),
+                    None => String::new(),
+                },
                 bytes(residency.host_bytes)
             ),
             ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch if rank.is_on_gpu() => {

@@ -1,6 +1,7 @@
 //! `hearth up` with a virtual device in place of a GPU: the plan is made for what was measured, and the workers carry it
 //! out to the byte.
 
+mod expert_budget;
 mod lost;
 mod traces;
 

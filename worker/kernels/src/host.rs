@@ -159,6 +159,23 @@ impl HostMatrix {
         })
     }
 
+    /// The same matrix over other bytes with the same contents: a copy of those that it has.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] if their length is another.
+    pub fn with_data(&self, data: Bytes) -> Result<Self, KernelError> {
+        if data.len() != self.data.len() {
+            return Err(KernelError::Shape {
+                op: "weight",
+                detail: format!("{} bytes given for {}", data.len(), self.data.len()),
+            });
+        }
+        Ok(Self {
+            data,
+            ..self.clone()
+        })
+    }
+
     /// The rows `first..first + rows` as a matrix over the same bytes; scale blocks keep their positions.
     ///
     /// # Errors

@@ -52,6 +52,14 @@ pub fn memory_limit_bytes(root: &Path) -> Option<u64> {
     cgroup::limits(&Tree::new(root)).memory_bytes
 }
 
+/// Memory that this process can get without taking it from another, page cache included, within the limits of its control
+/// group; `None` if the kernel does not say.
+pub fn available_memory_bytes(root: &Path) -> Option<u64> {
+    let tree = Tree::new(root);
+    let memory = memory::memory(&tree, &cgroup::limits(&tree));
+    memory.ok().map(|memory| memory.available_bytes)
+}
+
 /// Scope of a measurement.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {

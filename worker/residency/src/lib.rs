@@ -7,6 +7,7 @@
 //! | --- | --- | --- |
 //! | [`Resident`] | all stay in memory from the start | models that fit |
 //! | [`MmapPrefetch`] | loaded before use and released after it, by advice to the kernel | models larger than memory |
+//! | [`DirectExperts`] | routed experts are read past the page cache into buffers, once chosen | experts larger than memory beside a device |
 //! | [`StreamLoading`] | routed experts pass through a ring of slots on the device, copied while others compute; dense modules stay there, or pass through two slots of their own | MoE models larger than the device |
 //! | [`HotExperts`] | those routed experts that are used most stay in slots on the device, beside a host that has all | decoding with experts on the host |
 //!
@@ -15,6 +16,7 @@
 //!
 //! **Invariant**: while a guard is held, its module's pages are not released.
 
+mod direct_experts;
 mod heat;
 mod holder;
 mod host_module;
@@ -29,6 +31,7 @@ mod store;
 mod stream_loading;
 mod window;
 
+pub use direct_experts::{DirectExperts, reads_directly};
 pub use holder::{Held, WeightFile};
 pub use hot_experts::HotExperts;
 pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};

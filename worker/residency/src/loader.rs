@@ -1,4 +1,4 @@
-//! A thread that copies weights to a device, and what it shares with the thread that computes.
+//! Threads that load weights, and what they share with the thread that computes.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +24,7 @@ pub(crate) trait Loading: Send + Sync + 'static {
     fn load(&self, task: Self::Task);
 }
 
-/// State of two threads, each of which may wait for the other to change it.
+/// State of threads that wait for each other to change it.
 pub(crate) struct Shared<S> {
     state: Mutex<S>,
     changed: Condvar,
@@ -46,14 +46,14 @@ impl<S> Shared<S> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the other thread has changed something.
+    /// Waits until another thread has changed something.
     pub(crate) fn wait<'a>(&self, state: MutexGuard<'a, S>) -> MutexGuard<'a, S> {
         self.changed
             .wait(state)
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the other thread that something has changed.
+    /// Tells the other threads that something has changed.
     pub(crate) fn changed(&self) {
         self.changed.notify_all();
     }
@@ -70,32 +70,43 @@ impl<S> Shared<S> {
     }
 }
 
-/// The thread; it ends when this is dropped.
+/// The threads; they end when this is dropped.
 pub(crate) struct Loader<L: Loading> {
     loading: Arc<L>,
-    thread: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl<L: Loading> Loader<L> {
-    /// Starts it.
+    /// Starts one thread.
     ///
     /// # Errors
-    /// [`ResidencyError::System`] if no thread can be started.
+    /// As [`Self::start_threads`].
     pub(crate) fn start(loading: L) -> Result<Self, ResidencyError> {
-        let loading = Arc::new(loading);
-        let own = Arc::clone(&loading);
-        let thread = std::thread::Builder::new()
-            .name("loader".to_owned())
-            .spawn(move || run(&*own))
-            .map_err(|source| ResidencyError::System {
-                what: "start the thread that loads experts".to_owned(),
-                source,
-                remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
-            })?;
-        Ok(Self {
-            loading,
-            thread: Some(thread),
-        })
+        Self::start_threads(loading, 1)
+    }
+
+    /// Starts so many threads.
+    ///
+    /// # Errors
+    /// [`ResidencyError::System`] if a thread cannot be started.
+    pub(crate) fn start_threads(loading: L, threads: usize) -> Result<Self, ResidencyError> {
+        let mut loader = Self {
+            loading: Arc::new(loading),
+            threads: Vec::with_capacity(threads),
+        };
+        for _ in 0..threads {
+            let own = loader.loading();
+            let thread = std::thread::Builder::new()
+                .name("loader".to_owned())
+                .spawn(move || run(&*own))
+                .map_err(|source| ResidencyError::System {
+                    what: "start a thread that loads experts".to_owned(),
+                    source,
+                    remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
+                })?;
+            loader.threads.push(thread);
+        }
+        Ok(loader)
     }
 
     /// What is copied, for those who outlive a borrow.
@@ -115,14 +126,14 @@ impl<L: Loading> Deref for Loader<L> {
 impl<L: Loading> Drop for Loader<L> {
     fn drop(&mut self) {
         self.loading.shared().end();
-        if let Some(thread) = self.thread.take() {
+        for thread in self.threads.drain(..) {
             // A panic of the thread was reported by it.
             let _ = thread.join();
         }
     }
 }
 
-/// Says that the thread has ended, even by a panic: nobody waits for it then.
+/// Says that a thread has ended, even by a panic: nobody waits for it then.
 struct Ending<'a, S>(&'a Shared<S>);
 
 impl<S> Drop for Ending<'_, S> {

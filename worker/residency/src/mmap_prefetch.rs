@@ -285,7 +285,7 @@ fn releasable_pages(
     Ok(modules.iter().map(of_module).collect())
 }
 
-fn kind(id: ModuleId) -> Kind {
+pub(crate) fn kind(id: ModuleId) -> Kind {
     match id {
         ModuleId::Embedding => Kind::Sparse,
         ModuleId::Expert(layer, _) => Kind::Expert { layer },
@@ -297,7 +297,7 @@ fn kind(id: ModuleId) -> Kind {
     }
 }
 
-fn check_budget(
+pub(crate) fn check_budget(
     modules: &[ModuleSpec],
     sizes: &[(Kind, u64)],
     budget_bytes: u64,

@@ -29,10 +29,10 @@ use super::process::ProcessArgs;
 use super::report::{report_streams, send_report, stay_alive};
 use super::traces::Traces;
 use super::turn::Turn;
-use crate::cli::{GpuArgs, IsaArg};
+use crate::cli::{ExpertReadsArg, GpuArgs, IsaArg};
 use crate::device::{DeviceArg, DeviceOptions, GpuOptions, HostOptions, on_device};
 use crate::environment::Environment;
-use crate::load::{self, LoadOptions, LoadedOn, ResidencyPolicy, Rings};
+use crate::load::{self, ExpertBudget, LoadOptions, LoadedOn, ResidencyPolicy, Rings};
 use crate::lost::DeviceLost;
 use crate::signals;
 
@@ -390,7 +390,10 @@ fn load_options<'a>(
                 streams_dense: residency.streams_dense,
             }),
             PlanPolicy::HostExperts => ResidencyPolicy::HostExperts {
-                budget_bytes: None,
+                budget: residency.host_budget_bytes.map(|bytes| ExpertBudget {
+                    bytes,
+                    reads: ExpertReadsArg::Auto,
+                }),
                 cache_slots: residency.cache_slots.unwrap_or(0) as usize,
             },
         },

@@ -143,7 +143,7 @@ fn maps_all(rank: &PlanRank) -> bool {
         .as_ref()
         .is_some_and(|residency| match residency.policy {
             ResidencyPolicy::Resident => !rank.is_on_gpu(),
-            ResidencyPolicy::HostExperts => true,
+            ResidencyPolicy::HostExperts => residency.host_budget_bytes.is_none(),
             ResidencyPolicy::MmapPrefetch | ResidencyPolicy::StreamLoading => false,
         })
 }

@@ -268,6 +268,7 @@ fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
         weight_bytes,
         budget_bytes,
         host_bytes,
+        host_budget_bytes,
         ring_slots,
         ring_lengths,
         streams_dense,
@@ -283,6 +284,7 @@ fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
     lines.put("residency-weights", weight_bytes);
     lines.put("residency-budget", budget_bytes);
     lines.put_if(*host_bytes > 0, "residency-host", host_bytes);
+    lines.put_some("residency-host-budget", host_budget_bytes.as_ref());
     lines.put_some("ring-slots", ring_slots.as_ref());
     for length in ring_lengths {
         let PlanRingLength {

@@ -187,6 +187,15 @@ const CHANGES: &[Change] = &[
         },
         &[1],
     ),
+    (
+        "experts in memory at a time",
+        |_, _, p| {
+            if let Some(residency) = &mut p.ranks[2].residency {
+                residency.host_budget_bytes = Some(1 << 20);
+            }
+        },
+        &[2],
+    ),
     ("half batches", |_, _, p| p.ranks[2].dual_batch = true, &[2]),
     (
         "virtual device",

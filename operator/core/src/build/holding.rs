@@ -59,12 +59,15 @@ impl Held {
 
     /// The first of the workers that keep most of the weights in the node's memory accounts for them: all workers there
     /// map one copy, the kernel charges its pages to the process that touches them first, and workers whose limit has no
-    /// room for them wait for it. A worker that rereads them within a limit of its own accounts for its window. Weights
+    /// room for them wait for it. A worker that rereads them within a limit of its own accounts for its window, and one
+    /// that has only some experts in memory for these. Weights
     /// on a GPU take none of the node's memory. Page tables are charged to each process.
     fn of_one(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
         let here = || plan.ranks.iter().filter(|other| other.node == rank.node);
-        let most = here().map(PlanRank::host_weight_bytes).max().unwrap_or(0);
-        let first = here().find(|other| most > 0 && other.host_weight_bytes() == most);
+        let mut sharing = here().filter(|other| !other.has_expert_budget());
+        let most = sharing.clone().map(PlanRank::host_weight_bytes).max();
+        let most = most.filter(|most| *most > 0);
+        let first = sharing.find(|other| Some(other.host_weight_bytes()) == most);
         let weights = match first {
             Some(first) if first.name == rank.name => rank.host_weight_bytes(),
             _ => 0,

@@ -142,6 +142,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
             weight_bytes: 7_733_248,
             budget_bytes: 7_733_248,
             host_bytes: 0,
+            host_budget_bytes: None,
             ring_slots: None,
             ring_lengths: Vec::new(),
             streams_dense: false,

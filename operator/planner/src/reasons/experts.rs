@@ -164,11 +164,21 @@ fn on_host(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
         ),
         _ => "estimated".to_owned(),
     };
+    let routed = format_bytes(draft.demand.facts.bytes.routed_experts);
+    let at_a_time = rank.residency.as_ref()?.host_budget_bytes;
+    let stay = match at_a_time {
+        Some(bytes) => format!(
+            "{} of {routed} are in the memory of {} at a time and the others read from the disk at {} GB/s, {} of a token if all are chosen equally often; its",
+            format_bytes(bytes),
+            rank.node,
+            disk_rate(rates.disk_gbps),
+            ms(parts.disk_ms)
+        ),
+        None => format!("{routed} stay in the memory of {}, whose", rank.node),
+    };
     Some(format!(
-        "experts of {}: {} stay in the memory of {}, whose CPUs read them at {:.1} GB/s: of a token's {}, {} are theirs, {} the GPU's and {} the way between ({origin})",
+        "experts of {}: {stay} CPUs read them at {:.1} GB/s: of a token's {}, {} are theirs, {} the GPU's and {} the way between ({origin})",
         rank.name,
-        format_bytes(draft.demand.facts.bytes.routed_experts),
-        rank.node,
         rates.read_gbps,
         ms(parts.total_ms()),
         ms(parts.host_ms),
@@ -177,10 +187,24 @@ fn on_host(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     ))
 }
 
+/// The rate of a disk in GB/s, and that it was assumed where it was not measured.
+fn disk_rate(measured_gbps: f64) -> String {
+    match measured_gbps > 0.0 {
+        true => format!("{measured_gbps:.1}"),
+        false => "0.1 (assumed: it was not measured)".to_owned(),
+    }
+}
+
 fn cache(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     let choice = draft.host_choice_of(rank)?;
     let slot = draft.slot_of(rank)?;
     let room = slot.cache_room_slots;
+    if rank.has_expert_budget() {
+        return Some(format!(
+            "no cache of experts on the GPU of {}: copies to it need all experts in the memory of {}",
+            rank.name, rank.node
+        ));
+    }
     let times = format!(
         "a token takes {} with it and {} without",
         ms(choice.cached_ms),

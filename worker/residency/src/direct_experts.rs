@@ -1,0 +1,476 @@
+//! Routed experts larger than memory, read past the page cache into buffers of our own.
+//!
+//! As in [`crate::MmapPrefetch`], experts are read once the router has chosen them, and a window of those that are chosen
+//! most stays in memory. Reads go to the disk directly (`O_DIRECT`), several at a time, into buffers that are used again:
+//! the kernel neither copies nor maps nor reclaims pages, which takes it as long as the disk where nothing that was read
+//! stays in the page cache.
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use hearth_formats::Checkpoint;
+use hearth_kernels::{Backend, HostMatrix};
+use hearth_model::{
+    Guard, ModuleId, ModuleSpec, ModuleWeights, Release, Residency, ResidencyError, ResidencyStats,
+    TensorShape,
+};
+
+use crate::loader::{Loader, Loading, Shared};
+use crate::mmap_prefetch::{check_budget, kind};
+use crate::window::{Action, Index, Kind, Window};
+
+/// Reads at a time: one alone leaves the disk idle while it is prepared.
+const READERS: usize = 4;
+/// Alignment of direct reads in files and memory, on all common file systems.
+const ALIGN_BYTES: usize = 4096;
+/// Parts of an expert that are so close in a file are read at once, with what is between them.
+const JOINED_BYTES: u64 = 64 << 10;
+
+/// Routed experts within a budget of bytes, in buffers of our own.
+pub struct DirectExperts<B: Backend> {
+    index: HashMap<ModuleId, Index>,
+    total_bytes: u64,
+    loader: Loader<Reading<B>>,
+    acquired: AtomicU64,
+    read_bytes: AtomicU64,
+}
+
+/// What the readers share with the thread of the model.
+struct Reading<B: Backend> {
+    backend: Arc<B>,
+    files: Vec<File>,
+    experts: Vec<Expert>,
+    index: HashMap<ModuleId, Index>,
+    buffers: Arc<Buffers>,
+    shared: Shared<State<B>>,
+    loaded_bytes: AtomicU64,
+    released_bytes: AtomicU64,
+}
+
+/// An expert in its files.
+struct Expert {
+    id: ModuleId,
+    bytes: u64,
+    pieces: Vec<Piece>,
+    matrices: Vec<Matrix>,
+}
+
+/// One read of an expert.
+struct Piece {
+    file: usize,
+    /// Whole blocks of the file.
+    offset: u64,
+    /// Bytes to read: whole blocks, of which the last one may exceed the file.
+    len: usize,
+    /// Bytes of it that the file must have.
+    needed: usize,
+    /// Where it goes in the buffer.
+    at: usize,
+}
+
+/// A matrix of an expert.
+struct Matrix {
+    field: &'static str,
+    /// Over the mapped file: shape, scales, and what is known of its rows.
+    mapped: HostMatrix,
+    /// Where it is in the buffer.
+    at: usize,
+}
+
+struct State<B: Backend> {
+    window: Window,
+    /// Experts to read, in order.
+    wanted: VecDeque<Index>,
+    places: Vec<Place<B>>,
+}
+
+/// Where an expert is.
+enum Place<B: Backend> {
+    Absent,
+    Wanted,
+    Reading { is_wanted: bool },
+    Loaded(Arc<ModuleWeights<B>>),
+    Failed(ResidencyError),
+}
+
+impl<B: Backend> DirectExperts<B> {
+    /// Makes experts usable without reading them, and starts the readers. All modules must be routed experts.
+    ///
+    /// # Errors
+    /// [`ResidencyError::Format`]; [`ResidencyError::Budget`] if an expert is larger than the budget;
+    /// [`ResidencyError::System`] if the files cannot be read directly ([`reads_directly`] tells) or a thread cannot be
+    /// started.
+    pub fn open(
+        checkpoint: &Checkpoint,
+        modules: &[ModuleSpec],
+        backend: Arc<B>,
+        budget_bytes: u64,
+    ) -> Result<Self, ResidencyError> {
+        let sizes: Vec<(Kind, u64)> = modules
+            .iter()
+            .map(|spec| (kind(spec.id), spec.stored_bytes(checkpoint)))
+            .collect();
+        check_budget(modules, &sizes, budget_bytes)?;
+        let files = checkpoint.files().iter().map(|file| {
+            open_directly(&file.path).map_err(|source| ResidencyError::System {
+                what: format!("read {} past the page cache", file.path.display()),
+                source,
+                remedy: "read through the page cache (--expert-reads cached).",
+            })
+        });
+        let files = files.collect::<Result<Vec<File>, _>>()?;
+        let experts = modules.iter().map(|spec| Expert::new(spec, checkpoint));
+        let experts = experts.collect::<Result<Vec<Expert>, _>>()?;
+        let buffer_bytes = experts.iter().map(Expert::buffer_bytes).max().unwrap_or(0);
+        let index: HashMap<ModuleId, Index> = modules.iter().map(|spec| spec.id).zip(0..).collect();
+        let state = State {
+            window: Window::new(&sizes, budget_bytes, 0),
+            wanted: VecDeque::new(),
+            places: modules.iter().map(|_| Place::Absent).collect(),
+        };
+        let reading = Reading {
+            backend,
+            files,
+            experts,
+            index: index.clone(),
+            buffers: Arc::new(Buffers {
+                buffer_bytes,
+                free: Mutex::new(Vec::new()),
+            }),
+            shared: Shared::new(state),
+            loaded_bytes: AtomicU64::new(0),
+            released_bytes: AtomicU64::new(0),
+        };
+        Ok(Self {
+            index,
+            total_bytes: sizes.iter().map(|(_, bytes)| bytes).sum(),
+            loader: Loader::start_threads(reading, READERS)?,
+            acquired: AtomicU64::new(0),
+            read_bytes: AtomicU64::new(0),
+        })
+    }
+
+    fn indices(&self, ids: &[ModuleId]) -> Vec<Index> {
+        ids.iter()
+            .filter_map(|id| self.index.get(id).copied())
+            .collect()
+    }
+}
+
+/// Whether all files of a checkpoint can be read past the page cache; a file system in memory has no other way.
+pub fn reads_directly(checkpoint: &Checkpoint) -> bool {
+    let can = |path: &Path| {
+        let file = open_directly(path)?;
+        let mut buffer = Buffer::new(ALIGN_BYTES);
+        file.read_at(buffer.bytes_mut(), 0)
+    };
+    let mut files = checkpoint.files().iter();
+    files.all(|file| can(&file.path).is_ok())
+}
+
+fn open_directly(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(libc::O_DIRECT).open(path)
+}
+
+impl<B: Backend> Residency<B> for DirectExperts<B> {
+    fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError> {
+        let index = *self
+            .index
+            .get(&id)
+            .ok_or(ResidencyError::Unknown { module: id })?;
+        let reading = &*self.loader;
+        let mut state = reading.shared.lock();
+        let actions = state.window.acquire(index);
+        reading.carry_out(&mut state, &actions);
+        let weights = loop {
+            match &mut state.places[index] {
+                Place::Loaded(weights) => break Arc::clone(weights),
+                // A read that failed is tried again by the next pass.
+                Place::Absent => reading.want(&mut state, index),
+                Place::Failed(_) => {
+                    let failed = std::mem::replace(&mut state.places[index], Place::Absent);
+                    let actions = state.window.release(index);
+                    reading.carry_out(&mut state, &actions);
+                    if let Place::Failed(error) = failed {
+                        return Err(error);
+                    }
+                }
+                Place::Wanted | Place::Reading { .. } => {}
+            }
+            if reading.shared.has_ended() {
+                return Err(ResidencyError::Ended { module: id });
+            }
+            state = reading.shared.wait(state);
+        };
+        drop(state);
+        self.acquired.fetch_add(1, Ordering::Relaxed);
+        self.read_bytes
+            .fetch_add(weights.bytes(), Ordering::Relaxed);
+        let release: Arc<dyn Release> = self.loader.loading();
+        Ok(Guard::new(weights, Some(release)))
+    }
+
+    fn announce(&self, upcoming: &[ModuleId]) {
+        let mut state = self.loader.shared.lock();
+        let actions = state.window.announce(&self.indices(upcoming));
+        self.loader.carry_out(&mut state, &actions);
+    }
+
+    fn group(&self, upcoming: &[ModuleId]) -> usize {
+        let state = self.loader.shared.lock();
+        state.window.group(&self.indices(upcoming))
+    }
+
+    fn stats(&self) -> ResidencyStats {
+        ResidencyStats {
+            total_bytes: self.total_bytes,
+            resident_bytes: self.loader.shared.lock().window.resident_bytes(),
+            acquired: self.acquired.load(Ordering::Relaxed),
+            read_bytes: self.read_bytes.load(Ordering::Relaxed),
+            prefetched_bytes: self.loader.loaded_bytes.load(Ordering::Relaxed),
+            released_bytes: self.loader.released_bytes.load(Ordering::Relaxed),
+            ..ResidencyStats::default()
+        }
+    }
+}
+
+impl<B: Backend> Loading for Reading<B> {
+    type State = State<B>;
+    type Task = Index;
+
+    fn shared(&self) -> &Shared<State<B>> {
+        &self.shared
+    }
+
+    fn next(&self, state: &mut State<B>) -> Option<Index> {
+        let index = state.wanted.pop_front()?;
+        state.places[index] = Place::Reading { is_wanted: true };
+        Some(index)
+    }
+
+    fn load(&self, index: Index) {
+        let loaded = self.read(&self.experts[index]);
+        let mut state = self.shared.lock();
+        let is_wanted = matches!(state.places[index], Place::Reading { is_wanted: true });
+        state.places[index] = match loaded {
+            _ if !is_wanted => Place::Absent,
+            Ok(weights) => Place::Loaded(Arc::new(weights)),
+            Err(error) => Place::Failed(error),
+        };
+    }
+}
+
+impl<B: Backend> Release for Reading<B> {
+    fn released(&self, id: ModuleId) {
+        let Some(&index) = self.index.get(&id) else {
+            return;
+        };
+        let mut state = self.shared.lock();
+        let actions = state.window.release(index);
+        self.carry_out(&mut state, &actions);
+    }
+}
+
+impl<B: Backend> Reading<B> {
+    fn carry_out(&self, state: &mut State<B>, actions: &[Action]) {
+        for action in actions {
+            match *action {
+                Action::Prefetch(index) => self.want(state, index),
+                Action::Release(index) => self.let_go(state, index),
+            }
+        }
+    }
+
+    fn want(&self, state: &mut State<B>, index: Index) {
+        match &mut state.places[index] {
+            Place::Reading { is_wanted } => *is_wanted = true,
+            place @ (Place::Absent | Place::Failed(_)) => {
+                *place = Place::Wanted;
+                state.wanted.push_back(index);
+                self.shared.changed();
+            }
+            Place::Wanted | Place::Loaded(_) => {}
+        }
+    }
+
+    fn let_go(&self, state: &mut State<B>, index: Index) {
+        match &mut state.places[index] {
+            Place::Reading { is_wanted } => *is_wanted = false,
+            place => {
+                if matches!(place, Place::Loaded(_)) {
+                    let bytes = self.experts[index].bytes;
+                    self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
+                }
+                *place = Place::Absent;
+                state.wanted.retain(|wanted| *wanted != index);
+            }
+        }
+    }
+
+    /// Reads an expert into a buffer.
+    fn read(&self, expert: &Expert) -> Result<ModuleWeights<B>, ResidencyError> {
+        let mut buffer = self.buffers.take();
+        for piece in &expert.pieces {
+            let room = &mut buffer.bytes_mut()[piece.at..piece.at + piece.len];
+            read_piece(&self.files[piece.file], piece, room).map_err(|source| {
+                ResidencyError::System {
+                    what: format!("read {} from its file", expert.id),
+                    source,
+                    remedy: "check the disk and the file: it was truncated, or cannot be read.",
+                }
+            })?;
+        }
+        self.loaded_bytes.fetch_add(expert.bytes, Ordering::Relaxed);
+        let lent = Bytes::from_owner(Lent {
+            buffer,
+            home: Arc::clone(&self.buffers),
+        });
+        let weight = |matrix: &Matrix| {
+            let data = lent.slice(matrix.at..matrix.at + matrix.mapped.size_bytes());
+            let host = matrix.mapped.with_data(data)?;
+            Ok((matrix.field, self.backend.weight(&host)?))
+        };
+        let module = expert.id;
+        let matrices = expert.matrices.iter().map(weight);
+        let matrices = matrices
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|source| ResidencyError::Kernel { module, source })?;
+        Ok(ModuleWeights::new(
+            module,
+            matrices,
+            Vec::new(),
+            expert.bytes,
+        ))
+    }
+}
+
+/// Reads whole blocks until the file has given all that is needed.
+fn read_piece(file: &File, piece: &Piece, room: &mut [u8]) -> io::Result<()> {
+    let mut read = 0;
+    while read < piece.needed {
+        match file.read_at(&mut room[read..], piece.offset + read as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(bytes) => read += bytes,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+impl Expert {
+    fn new(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Result<Self, ResidencyError> {
+        let mut found = Vec::new();
+        for tensor in &spec.tensors {
+            if let TensorShape::Matrix { rows, cols } = tensor.shape {
+                let mapped = checkpoint.matrix(&tensor.name, rows, cols)?;
+                // The first part is the matrix itself; its scales were read with it.
+                for info in checkpoint.parts(&tensor.name)?.into_iter().take(1) {
+                    found.push((info.file, info.offset, tensor.field, mapped.clone()));
+                }
+            }
+        }
+        found.sort_by_key(|(file, offset, ..)| (*file, *offset));
+        let (mut pieces, mut matrices): (Vec<Piece>, Vec<Matrix>) = (Vec::new(), Vec::new());
+        let mut buffer_bytes = 0;
+        for (file, offset, field, mapped) in found {
+            let end = offset + mapped.size_bytes() as u64;
+            let joins = pieces.last().is_some_and(|last| {
+                last.file == file && offset <= last.offset + last.needed as u64 + JOINED_BYTES
+            });
+            if !joins {
+                let offset = offset / ALIGN_BYTES as u64 * ALIGN_BYTES as u64;
+                pieces.push(Piece {
+                    file,
+                    offset,
+                    len: 0,
+                    needed: 0,
+                    at: buffer_bytes,
+                });
+            }
+            if let Some(piece) = pieces.last_mut() {
+                piece.needed = (end - piece.offset) as usize;
+                piece.len = piece.needed.next_multiple_of(ALIGN_BYTES);
+                buffer_bytes = piece.at + piece.len;
+                let at = piece.at + (offset - piece.offset) as usize;
+                matrices.push(Matrix { field, mapped, at });
+            }
+        }
+        Ok(Self {
+            id: spec.id,
+            bytes: spec.stored_bytes(checkpoint),
+            pieces,
+            matrices,
+        })
+    }
+
+    fn buffer_bytes(&self) -> usize {
+        self.pieces.last().map_or(0, |piece| piece.at + piece.len)
+    }
+}
+
+/// Buffers of one size that are used again.
+struct Buffers {
+    buffer_bytes: usize,
+    free: Mutex<Vec<Buffer>>,
+}
+
+impl Buffers {
+    fn take(&self) -> Buffer {
+        let free = self.lock().pop();
+        free.unwrap_or_else(|| Buffer::new(self.buffer_bytes))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Buffer>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Memory that direct reads may write to.
+#[derive(Default)]
+struct Buffer {
+    memory: Vec<u8>,
+    first: usize,
+    len: usize,
+}
+
+impl Buffer {
+    fn new(len: usize) -> Self {
+        let memory = vec![0; len + ALIGN_BYTES];
+        let first = memory.as_ptr().align_offset(ALIGN_BYTES);
+        Self { memory, first, len }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.memory[self.first..self.first + self.len]
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.first..self.first + self.len]
+    }
+}
+
+/// A buffer under the weights that are in it; it goes home with the last of them.
+struct Lent {
+    buffer: Buffer,
+    home: Arc<Buffers>,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        self.buffer.bytes()
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.home.lock().push(std::mem::take(&mut self.buffer));
+    }
+}

@@ -1,0 +1,56 @@
+//! Routed experts on the host of which not all are in memory.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use hearth_kernels::CpuBackend;
+use hearth_model::ModuleSpec;
+use hearth_residency::{DirectExperts, reads_directly};
+
+use super::{Files, Policy};
+use crate::cli::ExpertReadsArg;
+
+/// Experts of which not all are in memory.
+#[derive(Clone, Copy)]
+pub(crate) struct ExpertBudget {
+    /// Bytes of those that are, at a time.
+    pub(crate) bytes: u64,
+    /// How the others are read.
+    pub(crate) reads: ExpertReadsArg,
+}
+
+impl Files<'_> {
+    /// Reads experts once they are chosen, by the page cache or past it: whichever is faster where it is not told.
+    pub(super) fn within(
+        &self,
+        host: &Arc<CpuBackend>,
+        experts: Vec<ModuleSpec>,
+        ExpertBudget { bytes, reads }: ExpertBudget,
+    ) -> Policy<CpuBackend> {
+        let sizes = experts
+            .iter()
+            .map(|spec| spec.stored_bytes(&self.checkpoint));
+        let expert_bytes: u64 = sizes.sum();
+        let is_direct = match reads {
+            ExpertReadsArg::Cached => false,
+            ExpertReadsArg::Direct => true,
+            ExpertReadsArg::Auto => {
+                // What the page cache keeps need not be read again.
+                let available = hearth_profiler::available_memory_bytes(Path::new("/"));
+                available.is_some_and(|available_bytes| available_bytes < expert_bytes)
+                    && reads_directly(&self.checkpoint)
+            }
+        };
+        tracing::info!(
+            expert_bytes,
+            budget_bytes = bytes,
+            is_direct,
+            "experts are read from their files once they are chosen"
+        );
+        if !is_direct {
+            return self.prefetched(host, experts, Some(bytes));
+        }
+        let policy = DirectExperts::open(&self.checkpoint, &experts, Arc::clone(host), bytes)?;
+        Ok(Arc::new(policy))
+    }
+}

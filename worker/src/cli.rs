@@ -36,6 +36,8 @@ enum Command {
     Supervise(roles::SuperviseArgs),
     /// Measure a node and hold its models, for the operator
     Agent(roles::AgentArgs),
+    /// Offer a node's virtual device to its kubelet, as a device plugin does GPUs
+    DevicePlugin(roles::DevicePluginArgs),
     /// Write the logits of every position of a token sequence to a safetensors file
     Logits(tools::LogitsArgs),
     /// Compile the kernels of a GPU architecture ahead of time
@@ -70,6 +72,7 @@ impl Cli {
             Command::Decode(args) => roles::decode(&args, environment),
             Command::Supervise(args) => roles::supervise(&args),
             Command::Agent(args) => roles::agent(&args),
+            Command::DevicePlugin(args) => roles::device_plugin(&args),
             #[cfg(feature = "cuda")]
             Command::CudaCompile(args) => tools::cuda_compile(&args, environment),
             Command::Logits(args) => tools::logits(&args, environment),

@@ -111,6 +111,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
         exchange_us,
         power_limit_watts,
         virtual_device,
+        from_device_plugin,
         obstacle,
     } = gpu;
     let mut parts = vec![format!("{name} {uuid}")];
@@ -159,6 +160,9 @@ fn gpu_text(gpu: &GpuProfile) -> String {
             .as_ref()
             .map(|text| format!("stands for a GPU: {text}")),
     );
+    if *from_device_plugin {
+        parts.push("handed out by a device plugin".to_owned());
+    }
     parts.extend(obstacle.as_ref().map(|why| format!("not usable: {why}")));
     parts.join(", ")
 }

@@ -48,7 +48,7 @@ fn are_measured(cluster: &Cluster) {
 }
 
 fn hold_a_plan_with_a_ring_and_halves(cluster: &Cluster) {
-    let plan = demo_with_a_ring_and_halves(cluster);
+    let plan = demo_with_a_ring_and_halves(cluster, &json!({}));
     for (role, policy) in [("Prefill", "StreamLoading"), ("Decode", "HostExperts")] {
         let rank = rank(&plan, role);
         assert_eq!(rank["residency"]["policy"], policy, "{plan:#}");
@@ -71,12 +71,13 @@ fn hold_a_plan_with_a_ring_and_halves(cluster: &Cluster) {
 
 /// Applies a deployment that streams experts for prompts and has the CPUs compute them for answers; returns its plan once it
 /// serves.
-fn demo_with_a_ring_and_halves(cluster: &Cluster) -> Value {
+fn demo_with_a_ring_and_halves(cluster: &Cluster, placement: &Value) -> Value {
     let model = json!({"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512});
     let spec = json!({
         "model": model,
         "prefill": {"mode": "StreamLoading", "chunkedBelowTokens": 0},
         "decode": {"maxBatch": 4, "dualBatch": "On"},
+        "placement": placement,
     });
     cluster.apply(&deployment("demo", spec).to_string());
     plan_of(cluster, &wait_until_settled(cluster, "demo"))
@@ -168,7 +169,8 @@ fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
             .all(is_offered)
             .then_some(())
     });
-    let plan = demo_with_a_ring_and_halves(cluster);
+    let one_node = json!({"nodeSelector": {"kubernetes.io/hostname": "node-2"}});
+    let plan = demo_with_a_ring_and_halves(cluster, &one_node);
     let [prefill, decode] = ["Prefill", "Decode"].map(|role| rank(&plan, role));
     assert_eq!(prefill["inPodOf"], decode["name"], "{plan:#}");
     assert_eq!(
@@ -199,11 +201,19 @@ fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
         assert_eq!(after.get(other), before.get(other), "{victim} was killed");
     }
     streams.wait_for(streams::STREAMS);
-    println!("{} answers around two killed processes", streams.finish());
     let now = pods(cluster, "demo", "decode").remove(0);
     assert_eq!(now["metadata"]["uid"], pod["metadata"]["uid"], "{now:#}");
     let status = &now["status"]["containerStatuses"][0];
     assert_eq!(status["restartCount"], 0, "{now:#}");
+
+    // There is one device, so the next Pod waits for the end of this one, and answers wait with it.
+    patch(cluster, "demo", &json!({"decode": {"maxBatch": 2}}));
+    let plan = plan_of(cluster, &wait_until_settled(cluster, "demo"));
+    streams.wait_for(streams::STREAMS / 2);
+    println!("{} answers in one container", streams.finish());
+    assert_eq!(rank(&plan, "Prefill")["inPodOf"], "decode-0", "{plan:#}");
+    let next = pods(cluster, "demo", "decode").remove(0);
+    assert_ne!(next["metadata"]["uid"], pod["metadata"]["uid"], "{next:#}");
 }
 
 /// The processes of the workers in a Pod, by role.

@@ -155,14 +155,13 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     if *exchange_us > 0.0 {
         parts.push(format!("{exchange_us:.0} µs to the host and back"));
     }
-    parts.extend(
-        virtual_device
-            .as_ref()
-            .map(|text| format!("stands for a GPU: {text}")),
-    );
-    if *from_device_plugin {
-        parts.push("handed out by a device plugin".to_owned());
-    }
+    parts.extend(virtual_device.as_ref().map(|text| {
+        let by = match from_device_plugin {
+            true => ", handed out by a device plugin",
+            false => "",
+        };
+        format!("stands for a GPU: {text}{by}")
+    }));
     parts.extend(obstacle.as_ref().map(|why| format!("not usable: {why}")));
     parts.join(", ")
 }

@@ -246,6 +246,9 @@ pub fn cpu_request_millis(pinning: Pinning, cpus: usize, threads: u32) -> u64 {
 /// Threads of a rank that computes on a GPU alone: one launches work, the others load the weights.
 pub const GPU_RANK_THREADS: u32 = 4;
 
+/// Resource as which device plugins offer GPUs.
+pub const GPU_RESOURCE: &str = "nvidia.com/gpu";
+
 /// UUID of the virtual device in a profile, which stands for a GPU.
 pub const VIRTUAL_UUID: &str = "VIRTUAL-0";
 

@@ -225,6 +225,10 @@ pub struct GpuProfile {
     /// for a real GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub virtual_device: Option<String>,
+    /// Whether a device plugin hands the virtual device out, as it does a real GPU, to one container alone; unset: ranks
+    /// share it as they fit. Of a real GPU the cluster says who hands it out.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub from_device_plugin: bool,
     /// Reason workers cannot compute on it, such as a driver that is too old; unset if they can, as far as is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub obstacle: Option<String>,
@@ -239,6 +243,11 @@ impl GpuProfile {
         self.bf16_gflops = measured.bf16_gflops;
         self.operation_us = measured.operation_us;
         self.exchange_us = measured.exchange_us;
+    }
+
+    /// Whether it is a virtual device that nothing hands out.
+    pub fn is_shared(&self) -> bool {
+        self.virtual_device.is_some() && !self.from_device_plugin
     }
 
     /// Whether its rates were measured; else they are estimates.

@@ -23,7 +23,7 @@ const VALUES: [(&str, &str); 5] = [
           operator: {replicas: 3, logFormat: json, nodeSelector: {a: b}, tolerations: [{key: k, effect: NoSchedule}], \
                      affinity: {nodeAffinity: {}}, priorityClassName: high, podAnnotations: {x: 'y'}}, \
           ledger: {allPods: false, reserve: {cpu: 2}, unseen: {cpu: '1.5', memory: 4Gi}}, gpu: {runtimeClassName: nvidia, claims: false}, \
-          hostPath: {allowedPrefixes: [/models, \"/srv/a b/'c'\"]}, agent: {runtimeClassName: nvidia, virtualDevices: {a.b: 'virtual:memory=8Gi,copy=1GB/s', '*': 'virtual:memory=1Gi'}, directory: /data/hearth, keepModels: 0, diskReservePercent: 20, \
+          hostPath: {allowedPrefixes: [/models, \"/srv/a b/'c'\"]}, agent: {runtimeClassName: nvidia, virtualDevices: {a.b: 'virtual:memory=8Gi,copy=1GB/s', '*': 'virtual:memory=1Gi'}, devicePluginDirectory: /var/lib/kubelet/device-plugins, directory: /data/hearth, keepModels: 0, diskReservePercent: 20, \
                   fetch: {allowedRanges: [10.43.7.7/32, 'fd00::/64'], clusterRanges: [10.42.0.0/16]}, nodeSelector: {a: b}, affinity: {nodeAffinity: {}}, priorityClassName: low, \
                   podAnnotations: {x: 'y'}}, \
           metrics: {serviceMonitor: {enabled: true, labels: {release: prom}}, dashboard: {enabled: true}}}",

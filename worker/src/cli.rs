@@ -38,6 +38,8 @@ enum Command {
     Trace(roles::TraceArgs),
     /// Measure a node and hold its models, for the operator
     Agent(roles::AgentArgs),
+    /// Offer a node's virtual device to its kubelet, as a device plugin does GPUs
+    DevicePlugin(roles::DevicePluginArgs),
     /// Write the logits of every position of a token sequence to a safetensors file
     Logits(tools::LogitsArgs),
     /// Compile the kernels of a GPU architecture ahead of time
@@ -73,6 +75,7 @@ impl Cli {
             Command::Supervise(args) => roles::supervise(&args),
             Command::Trace(args) => roles::trace(&args),
             Command::Agent(args) => roles::agent(&args),
+            Command::DevicePlugin(args) => roles::device_plugin(&args),
             #[cfg(feature = "cuda")]
             Command::CudaCompile(args) => tools::cuda_compile(&args, environment),
             Command::Logits(args) => tools::logits(&args, environment),

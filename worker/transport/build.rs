@@ -2,7 +2,11 @@
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = protox::compile(
-        ["hearth/v1/worker.proto", "hearth/v1/agent.proto"],
+        [
+            "hearth/v1/worker.proto",
+            "hearth/v1/agent.proto",
+            "kubelet/deviceplugin.proto",
+        ],
         ["proto"],
     )?;
     tonic_prost_build::configure()

@@ -91,9 +91,6 @@ pub const BUILTIN_DIRECTORY: &str = "/usr/share/hearth/models";
 /// Mount path of a node's directory or a claim.
 pub const SOURCE_DIRECTORY: &str = "/models/source";
 
-/// Resource that GPU device plugins provide.
-pub const GPU_RESOURCE: &str = "nvidia.com/gpu";
-
 /// Formats `host:port`, with brackets around an IPv6 address.
 pub fn host_port(address: &str, port: u16) -> String {
     if address.contains(':') {

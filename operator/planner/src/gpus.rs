@@ -26,8 +26,8 @@ const RESERVE_SHARE: u64 = 32;
 pub enum GpuOffer<'a> {
     /// One machine: every GPU that its profile shows. As many ranks share a GPU as fit its free memory.
     Machine,
-    /// A cluster, where a GPU is given to one container, and so to one rank or to two of one Pod. Virtual devices are
-    /// shared as on one machine: nothing allocates them.
+    /// A cluster, where a GPU is given to one container, and so to one rank or to two of one Pod. Virtual devices that
+    /// no device plugin hands out are shared as on one machine.
     Cluster {
         /// GPUs that device plugins can still allocate, by node; 0 for a node that is missing. The plugin picks the
         /// GPU, so a plan must fit on each GPU of the node.
@@ -48,15 +48,19 @@ pub(crate) enum NodeOffer<'a> {
 
 impl<'a> GpuOffer<'a> {
     pub(crate) fn at(self, node: &NodeProfileStatus) -> NodeOffer<'a> {
+        let mut gpus = node.gpus.iter();
+        let virtual_device = gpus.find(|gpu| gpu.virtual_device.is_some());
         match self {
-            Self::Machine => NodeOffer::Machine,
-            Self::Cluster { .. } if node.gpus.iter().any(|gpu| gpu.virtual_device.is_some()) => {
-                NodeOffer::Machine
+            Self::Cluster { plugin, claimable } => {
+                match (virtual_device, claimable.get(&node.node)) {
+                    (Some(gpu), _) if gpu.is_shared() => NodeOffer::Machine,
+                    (None, Some(uuids)) => NodeOffer::Claims(uuids),
+                    (Some(_), _) | (None, None) => {
+                        NodeOffer::Plugin(plugin.get(&node.node).copied().unwrap_or(0))
+                    }
+                }
             }
-            Self::Cluster { plugin, claimable } => match claimable.get(&node.node) {
-                Some(uuids) => NodeOffer::Claims(uuids),
-                None => NodeOffer::Plugin(plugin.get(&node.node).copied().unwrap_or(0)),
-            },
+            Self::Machine => NodeOffer::Machine,
         }
     }
 }
@@ -226,7 +230,11 @@ fn gpu_rooms<'a>(
         // Any of them may be allocated, as a whole GPU: its current user has to release it first.
         NodeOffer::Plugin(_) => match reasons.next() {
             Some(why) => return Err(why),
-            None => (gpus.collect(), |gpu| gpu.memory_bytes),
+            None => (gpus.collect(), |gpu| match gpu.virtual_device {
+                // What shared it before it was handed out is no user of the plugin's.
+                Some(_) => gpu.free_bytes,
+                None => gpu.memory_bytes,
+            }),
         },
         NodeOffer::Claims(uuids) => (
             gpus.filter(|gpu| uuids.contains(&gpu.uuid) && unusable(gpu).is_none())

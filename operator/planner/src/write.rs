@@ -305,7 +305,7 @@ impl Draft<'_> {
 
     /// GPUs that a rank holds: the one that it computes on, or as many as the spec grants a prefill worker.
     fn held_gpus(&self, role: PlanRole, slot: Option<&GpuSlot<'_>>) -> u32 {
-        if self.demand.virtual_gpus {
+        if slot.map_or(self.demand.virtual_gpus, |slot| slot.gpu.is_shared()) {
             return 0;
         }
         let own = u32::from(slot.is_some());

@@ -316,16 +316,39 @@ fn a_virtual_device_is_held_by_nobody_and_has_no_driver() {
     );
 }
 
-/// Nothing hands virtual devices out: where a device plugin would give a GPU to one rank alone, they are shared.
+/// Where a device plugin would give a GPU to one rank alone, virtual devices are shared, unless it hands these out, too.
 #[test]
-fn a_virtual_device_is_shared_in_a_cluster_as_on_one_machine() {
-    let machine = NodeProfileStatus {
+fn a_virtual_device_is_shared_in_a_cluster_as_on_one_machine_unless_it_is_handed_out() {
+    let mut machine = NodeProfileStatus {
         gpus: vec![virtual_device(8)],
         ..laptop(40 * GIB)
     };
     let alone = planned(SHORT, machine.clone()).unwrap();
-    let shared = planned_in_cluster(SHORT, machine);
+    let shared = planned_in_cluster(SHORT, machine.clone());
     assert_eq!(alone.ranks, shared.ranks);
+    assert_eq!(pods(&shared), [(None, 0), (None, 0)]);
+
+    machine.gpus[0].from_device_plugin = true;
+    let one = BTreeMap::from([(machine.node.clone(), 1)]);
+    let handed_out = with_gpus(SHORT, &machine, plugin(&one));
+    assert_eq!(pods(&handed_out), [(Some("decode-0"), 0), (None, 1)]);
+    for name in ["prefill-0", "decode-0"] {
+        let [alone, handed_out] = [&alone, &handed_out].map(|plan| rank(plan, name));
+        assert_eq!(handed_out.virtual_device, alone.virtual_device, "{name}");
+        assert_eq!(
+            handed_out.gpu_memory_bytes, alone.gpu_memory_bytes,
+            "{name}"
+        );
+        assert_eq!(handed_out.virtual_memory_bytes(), alone.gpu_memory_bytes);
+    }
+    // Another one has it.
+    let none = BTreeMap::from([(machine.node.clone(), 0)]);
+    let without = with_gpus(SHORT, &machine, plugin(&none));
+    assert!(
+        !without.ranks.iter().any(PlanRank::is_on_gpu),
+        "{without:#?}"
+    );
+    assert_eq!(pods(&without), [(None, 0), (None, 0)]);
 }
 
 /// A plan for a node of a cluster with these GPUs that can be had there.

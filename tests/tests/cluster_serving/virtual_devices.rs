@@ -1,9 +1,11 @@
-//! Virtual devices of nodes: plans that stream experts and have CPUs compute others, and a device that is lost while its node
-//! is Ready.
+//! Virtual devices of nodes: plans that stream experts and have CPUs compute others, a device that is lost while its node is
+//! Ready, and devices that kubelets hand out as GPUs.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use hearth_tests::cluster::{Cluster, condition, wait_until};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use super::OPTIONS;
@@ -31,6 +33,7 @@ fn virtual_devices_stream_experts_through_kills_a_rollout_and_a_loss() {
     lose_no_token_when_a_worker_is_killed(&cluster);
     lose_no_token_in_a_rollout(&cluster);
     that_are_lost_are_left(&cluster);
+    that_are_handed_out_have_both_workers_in_one_container(&cluster);
 }
 
 fn are_measured(cluster: &Cluster) {
@@ -45,14 +48,7 @@ fn are_measured(cluster: &Cluster) {
 }
 
 fn hold_a_plan_with_a_ring_and_halves(cluster: &Cluster) {
-    let model = json!({"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512});
-    let spec = json!({
-        "model": model,
-        "prefill": {"mode": "StreamLoading", "chunkedBelowTokens": 0},
-        "decode": {"maxBatch": 4, "dualBatch": "On"},
-    });
-    cluster.apply(&deployment("demo", spec).to_string());
-    let plan = plan_of(cluster, &wait_until_settled(cluster, "demo"));
+    let plan = demo_with_a_ring_and_halves(cluster, &json!({}));
     for (role, policy) in [("Prefill", "StreamLoading"), ("Decode", "HostExperts")] {
         let rank = rank(&plan, role);
         assert_eq!(rank["residency"]["policy"], policy, "{plan:#}");
@@ -71,6 +67,20 @@ fn hold_a_plan_with_a_ring_and_halves(cluster: &Cluster) {
     let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
     streams.wait_for(2 * streams::STREAMS);
     streams.finish();
+}
+
+/// Applies a deployment that streams experts for prompts and has the CPUs compute them for answers; returns its plan once it
+/// serves.
+fn demo_with_a_ring_and_halves(cluster: &Cluster, placement: &Value) -> Value {
+    let model = json!({"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512});
+    let spec = json!({
+        "model": model,
+        "prefill": {"mode": "StreamLoading", "chunkedBelowTokens": 0},
+        "decode": {"maxBatch": 4, "dualBatch": "On"},
+        "placement": placement,
+    });
+    cluster.apply(&deployment("demo", spec).to_string());
+    plan_of(cluster, &wait_until_settled(cluster, "demo"))
 }
 
 fn lose_no_token_when_a_worker_is_killed(cluster: &Cluster) {
@@ -140,6 +150,85 @@ fn that_are_lost_are_left(cluster: &Cluster) {
     }
     streams.wait_for(streams::STREAMS);
     streams.finish();
+}
+
+/// The kubelet gives a device to one container, which has both workers; each of them is killed and starts again alone.
+fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    let directory = "agent.devicePluginDirectory=/var/lib/kubelet/device-plugins";
+    release::upgrade(cluster, directory);
+    let is_offered = |name: &str| {
+        let node = cluster.get("node", "", name).expect("the node");
+        let profile = cluster.get("nodeprofile", "", name).expect("a profile");
+        node["status"]["allocatable"]["nvidia.com/gpu"] == "1"
+            && profile["status"]["gpus"][0]["fromDevicePlugin"] == true
+    };
+    wait_until("kubelets offer the devices", PATIENCE, || {
+        ["node-1", "node-2"]
+            .into_iter()
+            .all(is_offered)
+            .then_some(())
+    });
+    let one_node = json!({"nodeSelector": {"kubernetes.io/hostname": "node-2"}});
+    let plan = demo_with_a_ring_and_halves(cluster, &one_node);
+    let [prefill, decode] = ["Prefill", "Decode"].map(|role| rank(&plan, role));
+    assert_eq!(prefill["inPodOf"], decode["name"], "{plan:#}");
+    assert_eq!(
+        (&decode["gpus"], &prefill["gpus"]),
+        (&json!(1), &Value::Null)
+    );
+    for rank in [prefill, decode] {
+        assert_eq!(rank["virtualDevice"], DEVICE, "{plan:#}");
+    }
+    assert!(pods(cluster, "demo", "prefill").is_empty());
+    let pod = pods(cluster, "demo", "decode").remove(0);
+    let containers = pod["spec"]["containers"].as_array().expect("containers");
+    let [container] = &containers[..] else {
+        panic!("not one container: {pod:#}");
+    };
+    let limits = &container["resources"]["limits"];
+    assert_eq!(limits["nvidia.com/gpu"], "1", "{container:#}");
+
+    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
+    for (victim, other) in [("prefill", "decode"), ("decode", "prefill")] {
+        streams.wait_for(streams::STREAMS / 2);
+        let before = workers_in(cluster, &pod);
+        kill_process(before[victim], Signal::KILL).expect("a signal");
+        let after = wait_until("the supervisor starts it again", PATIENCE, || {
+            let now = workers_in(cluster, &pod);
+            (now.get(victim)? != &before[victim]).then_some(now)
+        });
+        assert_eq!(after.get(other), before.get(other), "{victim} was killed");
+    }
+    streams.wait_for(streams::STREAMS);
+    let now = pods(cluster, "demo", "decode").remove(0);
+    assert_eq!(now["metadata"]["uid"], pod["metadata"]["uid"], "{now:#}");
+    let status = &now["status"]["containerStatuses"][0];
+    assert_eq!(status["restartCount"], 0, "{now:#}");
+
+    // There is one device, so the next Pod waits for the end of this one, and answers wait with it.
+    patch(cluster, "demo", &json!({"decode": {"maxBatch": 2}}));
+    let plan = plan_of(cluster, &wait_until_settled(cluster, "demo"));
+    streams.wait_for(streams::STREAMS / 2);
+    println!("{} answers in one container", streams.finish());
+    assert_eq!(rank(&plan, "Prefill")["inPodOf"], "decode-0", "{plan:#}");
+    let next = pods(cluster, "demo", "decode").remove(0);
+    assert_ne!(next["metadata"]["uid"], pod["metadata"]["uid"], "{next:#}");
+}
+
+/// The processes of the workers in a Pod, by role.
+fn workers_in(cluster: &Cluster, pod: &Value) -> BTreeMap<String, Pid> {
+    let name = pod["metadata"]["name"].as_str().expect("a name");
+    let processes = cluster.pod_processes("default", name).into_iter();
+    let role = |process: u32| {
+        let line = std::fs::read_to_string(format!("/proc/{process}/cmdline")).ok()?;
+        let role = line.split('\0').nth(1)?;
+        let pid = Pid::from_raw(process.cast_signed())?;
+        ["prefill", "decode"]
+            .contains(&role)
+            .then(|| (role.to_owned(), pid))
+    };
+    processes.filter_map(role).collect()
 }
 
 /// Has the device of the decode worker lost, by the file in its Pod.

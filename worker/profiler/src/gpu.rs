@@ -93,6 +93,7 @@ fn profile(tree: &Tree, reading: &GpuReading) -> Option<GpuProfile> {
         exchange_us: 0.0,
         power_limit_watts: power_limit_milliwatts.unwrap_or(0) / 1000,
         virtual_device: None,
+        from_device_plugin: false,
         // Determined by the program that would compute on it.
         obstacle: None,
     })

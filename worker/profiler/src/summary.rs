@@ -111,6 +111,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
         exchange_us,
         power_limit_watts,
         virtual_device,
+        from_device_plugin,
         obstacle,
     } = gpu;
     let mut parts = vec![format!("{name} {uuid}")];
@@ -154,11 +155,13 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     if *exchange_us > 0.0 {
         parts.push(format!("{exchange_us:.0} µs to the host and back"));
     }
-    parts.extend(
-        virtual_device
-            .as_ref()
-            .map(|text| format!("stands for a GPU: {text}")),
-    );
+    parts.extend(virtual_device.as_ref().map(|text| {
+        let by = match from_device_plugin {
+            true => ", handed out by a device plugin",
+            false => "",
+        };
+        format!("stands for a GPU: {text}{by}")
+    }));
     parts.extend(obstacle.as_ref().map(|why| format!("not usable: {why}")));
     parts.join(", ")
 }

@@ -6,6 +6,7 @@
 //! - [`CallContext`]: request id and trace context, carried as metadata; [`deadline`]: limits on streams.
 //! - [`Health`]: answers to probes, also on a separate port.
 //! - [`origin`]: the origins of web pages that the endpoint may be opened to.
+//! - [`DeviceOffer`]: offers devices to a kubelet.
 //! - [`kv`]: KV messages of bounded size; [`loopback`]: a worker without a port, for tests.
 //!
 //! **Invariants**
@@ -18,6 +19,7 @@ mod accept;
 pub mod client;
 mod context;
 pub mod deadline;
+pub mod device_plugin;
 mod endpoint;
 mod error;
 mod health;
@@ -32,6 +34,7 @@ pub mod tls;
 
 pub use client::{ClientOptions, Clients, Worker};
 pub use context::{CallContext, TraceParent};
+pub use device_plugin::{DeviceOffer, DeviceOfferError};
 pub use endpoint::{Endpoint, EndpointError};
 pub use error::{RpcError, RpcErrorKind, TransportError};
 pub use health::{Health, HealthPort, LIVE};

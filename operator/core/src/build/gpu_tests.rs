@@ -120,6 +120,15 @@ fn a_pod_of_two_ranks_holds_the_sum_and_one_gpu() {
     let [prefill, decode] = [1, 2].map(|n| rank_holding(&both, &both.ranks[n]));
     assert_eq!(prefill, Holding::default());
     assert_eq!((decode.memory_bytes, decode.gpus), (memory_bytes, 1));
+
+    let mut on_virtual = shared();
+    for rank in &mut on_virtual.ranks[1..] {
+        rank.virtual_device = Some("virtual:memory=1Gi".to_owned());
+        rank.gpu_memory_bytes = 512 << 20;
+    }
+    let decode = rank_holding(&on_virtual, &on_virtual.ranks[2]);
+    assert_eq!(decode.virtual_bytes, 1 << 30);
+    assert_eq!(decode.memory_bytes, memory_bytes + (1 << 30));
 }
 
 #[test]

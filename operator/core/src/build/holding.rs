@@ -2,12 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_crds::{InferencePlanSpec, PlanRank};
+use hearth_crds::{GPU_RESOURCE, InferencePlanSpec, PlanRank};
 use k8s_openapi::api::core::v1::ResourceRequirements;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 use super::claims::claimed;
-use crate::names::GPU_RESOURCE;
 use crate::observed::Holding;
 
 /// Resources of its node that a rank holds once its Pod exists: those of a second rank are held by the first of its Pod.
@@ -53,6 +52,7 @@ impl Held {
             held.memory_bytes = held.memory_bytes.saturating_add(second.memory_bytes);
             held.weight_bytes = held.weight_bytes.saturating_add(second.weight_bytes);
             held.cpu_millis += second.cpu_millis;
+            held.virtual_bytes = held.virtual_bytes.saturating_add(second.virtual_bytes);
         }
         held
     }

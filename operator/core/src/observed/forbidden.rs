@@ -7,11 +7,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use hearth_crds::GPU_RESOURCE;
 use jiff::Timestamp;
 
 use super::pod::PodView;
 use crate::age::age;
-use crate::names::GPU_RESOURCE;
 use crate::quantity::{bytes, millis};
 
 /// Longest wait between two reconciles of a deployment whose writes fail, in the hope that the failure passes by itself.

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use hearth_controller_core::names::GPU_RESOURCE;
 use hearth_controller_core::observed::{NodeView, Taint};
 use hearth_controller_core::quantity::{bytes, millis, whole};
+use hearth_crds::GPU_RESOURCE;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use hearth_controller_core::key::Key;
 use hearth_controller_core::ledger::Charge;
-use hearth_controller_core::names::{GPU_RESOURCE, LABEL_DEPLOYMENT};
+use hearth_controller_core::names::LABEL_DEPLOYMENT;
 use hearth_controller_core::observed::Requests;
 use hearth_controller_core::quantity::{bytes, millis, whole};
+use hearth_crds::GPU_RESOURCE;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::ObjectMeta;
 use serde::Deserialize;

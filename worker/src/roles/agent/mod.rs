@@ -22,8 +22,8 @@ use ipnet::IpNet;
 use tonic::{Request, Response, Status};
 
 use super::report::send_report;
+use super::stand_ins::StandInArgs;
 use crate::signals;
-use crate::tools::VirtualDevice;
 use identity::Identity;
 use models::{Limits, Models};
 use node::Node;
@@ -34,9 +34,12 @@ const END_PATIENCE: Duration = Duration::from_secs(2);
 /// Arguments of `agent`.
 #[derive(Args)]
 pub(crate) struct AgentArgs {
-    /// Name of the node, as the profile gives it
-    #[arg(long, value_name = "NAME")]
-    node: String,
+    #[command(flatten)]
+    stand_in: StandInArgs,
+    /// A device plugin offers the virtual device, so that each container has one to itself
+    // Set through the environment, so that older images start with a newer chart.
+    #[arg(long, env = "HEARTH_FROM_DEVICE_PLUGIN")]
+    from_device_plugin: bool,
     /// Address of the Agent service
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:9400")]
     listen: String,
@@ -73,50 +76,9 @@ pub(crate) struct AgentArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "HEARTH_PRIVATE_PATIENCE",
         value_parser = clap::value_parser!(u32).range(1..=3600))]
     private_patience: u32,
-    /// A virtual device in place of the GPUs of a node, such as attic=virtual:memory=8Gi; * is every other node
-    // Set through the environment, so that older images start with a newer chart.
-    #[arg(
-        long = "virtual-device",
-        value_name = "NODE=DEVICE",
-        env = "HEARTH_VIRTUAL_DEVICES",
-        value_delimiter = ';'
-    )]
-    virtual_devices: Vec<OnNode>,
-}
-
-/// A virtual device for one node, or for every node that has no other.
-#[derive(Clone, Debug)]
-struct OnNode {
-    node: String,
-    device: VirtualDevice,
-}
-
-/// Name that means every node.
-const EVERY_NODE: &str = "*";
-
-impl std::str::FromStr for OnNode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (node, device) = text
-            .split_once('=')
-            .filter(|(node, _)| !node.is_empty() && !node.contains(':'))
-            .ok_or("write the node first, as in attic=virtual:memory=8Gi, or * for every node")?;
-        Ok(Self {
-            node: node.to_owned(),
-            device: device.parse()?,
-        })
-    }
 }
 
 impl AgentArgs {
-    /// The virtual device of this node.
-    fn virtual_device(&self) -> Option<VirtualDevice> {
-        let of = |name: &str| self.virtual_devices.iter().find(|it| it.node == name);
-        let found = of(&self.node).or_else(|| of(EVERY_NODE))?;
-        Some(found.device.clone())
-    }
-
     fn limits(&self) -> Limits {
         Limits {
             disk_reserve: self.disk_reserve,
@@ -145,7 +107,7 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     let _probes = address.map(|address| health.listen(address)).transpose()?;
     let tls = args.tls_dir.as_deref().map(read_tls).transpose()?;
     let identity = match (&tls, &args.identity_token) {
-        (Some(tls), Some(token)) => Some(Identity::new(&args.node, tls.clone(), token)?),
+        (Some(tls), Some(token)) => Some(Identity::new(&args.stand_in.node, tls.clone(), token)?),
         _ => None,
     };
     let listener = Listener::bind(&args.listen)?;
@@ -156,7 +118,12 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
         tracing::error!("no model can be kept on this node: {error}");
     }
     let service = AgentService {
-        node: Node::start(&args.node, &args.cache_dir, args.virtual_device()),
+        node: Node::start(
+            &args.stand_in.node,
+            &args.cache_dir,
+            args.stand_in.device(),
+            args.from_device_plugin,
+        ),
         models: Arc::new(Models::new(cache, args.limits())),
         identity,
     };
@@ -166,7 +133,7 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
         endpoint: endpoint.clone(),
         device: "agent".to_owned(),
     });
-    tracing::info!(node = args.node, endpoint, cache = %args.cache_dir.display(), "serving");
+    tracing::info!(node = args.stand_in.node, endpoint, cache = %args.cache_dir.display(), "serving");
 
     let ending = health.clone();
     let shutdown = async move {

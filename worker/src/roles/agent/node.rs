@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_crds::NodeProfileStatus;
+use hearth_crds::{GpuProfile, NodeProfileStatus};
 use hearth_profiler::{Kept, Measured, ProfileOptions, Scope, hardware, observe, take_rates};
 use tonic::Status;
 
@@ -25,6 +25,8 @@ pub(super) struct Node {
     kept: PathBuf,
     /// Stands for the node's GPUs.
     device: Option<VirtualDevice>,
+    /// Whether a device plugin hands it out.
+    from_device_plugin: bool,
     state: Mutex<State>,
 }
 
@@ -40,7 +42,12 @@ enum State {
 
 impl Node {
     /// Takes the rates stored by an earlier agent, or starts measuring. Requires a tokio runtime.
-    pub(super) fn start(name: &str, cache_dir: &Path, device: Option<VirtualDevice>) -> Arc<Self> {
+    pub(super) fn start(
+        name: &str,
+        cache_dir: &Path,
+        device: Option<VirtualDevice>,
+        from_device_plugin: bool,
+    ) -> Arc<Self> {
         let first = "this node is being measured; ask again in some seconds";
         let node = Arc::new(Self {
             options: ProfileOptions {
@@ -51,6 +58,7 @@ impl Node {
             },
             kept: cache_dir.join(KEPT),
             device,
+            from_device_plugin,
             state: Mutex::new(State::Measuring(first.to_owned())),
         });
         match Kept::read(&node.kept) {
@@ -86,7 +94,11 @@ impl Node {
             State::Measured(kept) if kept.hardware == now => {
                 take_rates(&mut profile, &kept.profile);
                 if let (Some(device), [measured]) = (&self.device, &kept.profile.gpus[..]) {
-                    device.stand_in(measured.clone(), &mut profile);
+                    let stand_in = GpuProfile {
+                        from_device_plugin: self.from_device_plugin,
+                        ..measured.clone()
+                    };
+                    device.stand_in(stand_in, &mut profile);
                 }
                 return Ok(profile);
             }

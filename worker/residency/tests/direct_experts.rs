@@ -68,7 +68,7 @@ impl Files {
     fn model(&self, experts: Arc<dyn Residency<CpuBackend>>) -> Model<CpuBackend> {
         let dense = Resident::open(&self.checkpoint, self.dense.clone(), cpu()).unwrap();
         let model = Model::new(self.config.clone(), cpu(), Arc::new(dense)).unwrap();
-        model.with_host_experts(cpu(), experts, None).unwrap()
+        model.with_host_experts(cpu(), experts, None, None).unwrap()
     }
 }
 

@@ -455,23 +455,14 @@ impl Demand<'_> {
         let floors = windows.iter().map(Windows::bytes).sum();
         let least = sum(floors, decode_least, prefill_least);
         if least <= free {
-            let [on_cpus, experts] = windows;
-            // What a prompt reads in a cycle gains less from memory than the experts that tokens choose most.
-            let routed = self.facts.bytes.routed_experts;
-            let (expert_budget, spare) = experts.widened(free - least, routed);
-            let (weight_budget, _) = on_cpus.widened(spare, weights);
             let budget = budget(
                 ResidencyPolicy::MmapPrefetch,
-                weight_budget,
+                weights,
                 decode_least,
                 prefill_least,
             );
-            let own_bytes = expert_budget.saturating_mul(experts.count);
-            return Ok(NodeBudget {
-                expert_budget_bytes: (experts.count > 0).then_some(expert_budget),
-                page_cache_bytes: budget.page_cache_bytes.saturating_sub(own_bytes),
-                ..budget
-            });
+            let routed = self.facts.bytes.routed_experts;
+            return Ok(budget.divided(windows, free - least, routed));
         }
         Err(Shortage {
             node: node.node.clone(),
@@ -506,6 +497,23 @@ impl Windows {
             _ => self.least_bytes.saturating_add(more).min(most_bytes),
         };
         (bytes, spare_bytes - more * self.count)
+    }
+}
+
+impl NodeBudget {
+    /// The same with its weights in windows, of which `spare_bytes` are divided beside the least of each. What a prompt
+    /// reads in a cycle gains less from memory than the experts that tokens choose most.
+    fn divided(self, windows: [Windows; 2], spare_bytes: u64, routed_bytes: u64) -> Self {
+        let [on_cpus, experts] = windows;
+        let (expert_budget, spare_bytes) = experts.widened(spare_bytes, routed_bytes);
+        let (weight_budget_bytes, _) = on_cpus.widened(spare_bytes, self.weight_budget_bytes);
+        let own_bytes = expert_budget.saturating_mul(experts.count);
+        Self {
+            weight_budget_bytes,
+            expert_budget_bytes: (experts.count > 0).then_some(expert_budget),
+            page_cache_bytes: self.page_cache_bytes.saturating_sub(own_bytes),
+            ..self
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use hearth_kernels::CpuBackend;
 use hearth_model::ModuleSpec;
 use hearth_residency::{DirectExperts, reads_directly};
 
-use super::{Files, Policy};
+use super::files::{Files, Policy};
 use crate::cli::ExpertReadsArg;
 
 /// Experts of which not all are in memory.

@@ -402,14 +402,22 @@ fn working(progress: Option<&Progress>) -> ModelResponse {
             message: "looking at it".to_owned(),
             ..ModelResponse::default()
         },
-        Some(progress) => ModelResponse {
-            state,
-            bytes: progress.bytes,
-            total_bytes: progress.total_bytes.unwrap_or_default(),
-            bytes_per_second: progress.bytes_per_second,
-            message: progress_sentence(progress),
-            facts_json: String::new(),
-        },
+        Some(progress) => {
+            let total_bytes = progress.total_bytes.unwrap_or_default();
+            // An archive that is being unpacked is all there: its share must not begin at zero once more.
+            let (bytes, bytes_per_second) = match progress.phase {
+                Phase::Unpacking => (total_bytes, 0),
+                _ => (progress.bytes, progress.bytes_per_second),
+            };
+            ModelResponse {
+                state,
+                bytes,
+                total_bytes,
+                bytes_per_second,
+                message: progress_sentence(progress),
+                facts_json: String::new(),
+            }
+        }
     }
 }
 
@@ -454,6 +462,20 @@ fn bytes_in(directory: &Path) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_archive_that_is_unpacked_is_reported_as_all_there() {
+        let progress = |phase| Progress {
+            phase,
+            bytes: 10,
+            total_bytes: Some(100),
+            bytes_per_second: 5,
+            trouble: None,
+        };
+        let told = |phase| working(Some(&progress(phase))).bytes;
+        assert_eq!(told(Phase::Downloading), 10);
+        assert_eq!(told(Phase::Unpacking), 100);
+    }
 
     #[test]
     fn what_costs_a_download_waits_longer() {

@@ -111,6 +111,14 @@ pub struct ModelFacts {
     pub bytes: ModuleBytes,
     /// Bytes of the largest layer: with `MmapPrefetch` two of them must be in memory at once.
     pub largest_layer_bytes: u64,
+    /// Bytes of the largest attention, dense or shared feed-forward block of one layer, which a slot for dense modules
+    /// holds; 0 in facts of earlier versions.
+    #[serde(default)]
+    pub largest_dense_module_bytes: u64,
+    /// Bytes of the largest routed expert, which a slot of the experts' ring holds; 0 for a dense model and in facts of
+    /// earlier versions.
+    #[serde(default)]
+    pub largest_expert_bytes: u64,
 }
 
 impl ModelFacts {

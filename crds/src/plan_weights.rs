@@ -16,11 +16,13 @@ pub struct PlanResidency {
     /// Bytes of them that may be in memory at a time (in the GPU's for a rank on one): all with Resident.
     pub budget_bytes: u64,
     /// Bytes of them that a rank on a GPU reads from the node's memory in every pass: the routed experts with
-    /// StreamLoading and HostExperts. Ranks of one node share one copy.
+    /// StreamLoading and HostExperts, and with `streamsDense` the modules that it names. Ranks of one node share one copy,
+    /// unless `hostBudgetBytes` is set.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub host_bytes: u64,
     /// Bytes of `hostBytes` that are in memory at a time, where it cannot hold all of them: the others are read from the disk
-    /// once a router has chosen them. Set with HostExperts alone; unset, all stay.
+    /// once a router has chosen them, past the page cache where that is of use. At least what a token chooses of one layer.
+    /// Set with HostExperts alone; unset, all stay.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_budget_bytes: Option<u64>,
     /// Slots of the longest ring that experts pass through, each for one expert; set with StreamLoading alone.

@@ -72,6 +72,17 @@ pub struct NodeProfileStatus {
     /// machine can reach. Unset: the machine was quiet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busy_percent: Option<u32>,
+    /// Highest `minVersion` of plans that workers of the version that made this profile read: agents have the image of
+    /// the workers. Unset in profiles of versions that read 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reader_version: Option<u32>,
+}
+
+impl NodeProfileStatus {
+    /// Highest `minVersion` of plans that the node's workers read.
+    pub fn reads_up_to(&self) -> u32 {
+        self.reader_version.unwrap_or(2)
+    }
 }
 
 /// One logical CPU.

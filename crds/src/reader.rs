@@ -11,6 +11,8 @@ use serde_json::Value;
 /// GPU may be a virtual one (`virtualDevice`). Version 3: its dense modules may stream with its experts (`streamsDense`),
 /// or only some of its experts be in memory at a time (`hostBudgetBytes`).
 pub const READER_VERSION: u32 = 3;
+/// The first version that reads `streamsDense` and `hostBudgetBytes`.
+pub const STREAMED_DENSE_VERSION: u32 = 3;
 
 /// Reason a plan or routes cannot be read.
 #[derive(Debug, thiserror::Error)]

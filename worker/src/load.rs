@@ -120,75 +120,89 @@ impl LoadOptions<'_> {
     /// # Errors
     /// An error if options conflict.
     pub(crate) fn from_args(args: &ModelArgs, environment: &Environment) -> anyhow::Result<Self> {
+        check_together(args)?;
         let is_hybrid = args.residency == ResidencyArg::HostExperts;
-        let residency = ResidencyPolicy::from_args(args);
-        let prefetches = is_hybrid || args.residency == ResidencyArg::MmapPrefetch;
-        let streams = args.residency == ResidencyArg::StreamLoading;
-        let given = [
-            (
-                "--residency-budget",
-                args.residency_budget.is_some() && !prefetches,
-                ResidencyArg::MmapPrefetch,
-            ),
-            (
-                "--ring-slots",
-                args.ring_slots.is_some() && !streams,
-                ResidencyArg::StreamLoading,
-            ),
-            (
-                "--stream-dense",
-                args.stream_dense && !streams,
-                ResidencyArg::StreamLoading,
-            ),
-            (
-                "--host",
-                args.host != DeviceArg::Cpu && !is_hybrid,
-                ResidencyArg::HostExperts,
-            ),
-            (
-                "--cache-slots",
-                args.cache_slots > 0 && !is_hybrid,
-                ResidencyArg::HostExperts,
-            ),
-            (
-                "--expert-reads",
-                args.expert_reads != ExpertReadsArg::Auto && !is_hybrid,
-                ResidencyArg::HostExperts,
-            ),
-            (
-                "--dual-batch",
-                args.dual_batch && !is_hybrid,
-                ResidencyArg::HostExperts,
-            ),
-        ];
-        if let Some((option, _, of)) = given.iter().find(|(_, is_idle, _)| *is_idle) {
-            let [here, there] = [args.residency, *of].map(ResidencyArg::name);
-            anyhow::bail!(
-                "{option} has no effect with --residency {here}\n  leave it out, or use --residency {there}"
-            );
-        }
-        if args.expert_reads != ExpertReadsArg::Auto && args.residency_budget.is_none() {
-            anyhow::bail!(
-                "--expert-reads has no effect without --residency-budget: all experts are in memory\n  leave it out, or give a budget"
-            );
-        }
-        if is_hybrid && args.cache_slots > 0 && args.residency_budget.is_some() {
-            anyhow::bail!(
-                "--cache-slots has no use beside --residency-budget: copies to the device would keep the experts in memory\n  leave one of them out"
-            );
-        }
-        if is_hybrid {
-            one_time(&args.compute.device, &args.host)?;
-        }
         Ok(Self {
             device: args.compute.device_options(environment, is_hybrid)?,
-            residency,
+            residency: ResidencyPolicy::from_args(args),
             host: args.host_options()?,
             mla_form: args.mla_form.into(),
             is_dual_batch: args.dual_batch,
             placing: None,
         })
     }
+}
+
+/// Checks that each option has an effect with the others.
+///
+/// # Errors
+/// An error that names the option, and what to do.
+fn check_together(args: &ModelArgs) -> anyhow::Result<()> {
+    let is_hybrid = args.residency == ResidencyArg::HostExperts;
+    let prefetches = is_hybrid || args.residency == ResidencyArg::MmapPrefetch;
+    let streams = args.residency == ResidencyArg::StreamLoading;
+    let given = [
+        (
+            "--residency-budget",
+            args.residency_budget.is_some() && !prefetches,
+            ResidencyArg::MmapPrefetch,
+        ),
+        (
+            "--ring-slots",
+            args.ring_slots.is_some() && !streams,
+            ResidencyArg::StreamLoading,
+        ),
+        (
+            "--stream-dense",
+            args.stream_dense && !streams,
+            ResidencyArg::StreamLoading,
+        ),
+        (
+            "--host",
+            args.host != DeviceArg::Cpu && !is_hybrid,
+            ResidencyArg::HostExperts,
+        ),
+        (
+            "--cache-slots",
+            args.cache_slots > 0 && !is_hybrid,
+            ResidencyArg::HostExperts,
+        ),
+        (
+            "--expert-reads",
+            args.expert_reads != ExpertReadsArg::Auto && !is_hybrid,
+            ResidencyArg::HostExperts,
+        ),
+        (
+            "--dual-batch",
+            args.dual_batch && !is_hybrid,
+            ResidencyArg::HostExperts,
+        ),
+    ];
+    if let Some((option, _, of)) = given.iter().find(|(_, is_idle, _)| *is_idle) {
+        let [here, there] = [args.residency, *of].map(ResidencyArg::name);
+        anyhow::bail!(
+            "{option} has no effect with --residency {here}\n  leave it out, or use --residency {there}"
+        );
+    }
+    if args.expert_reads != ExpertReadsArg::Auto && args.residency_budget.is_none() {
+        anyhow::bail!(
+            "--expert-reads has no effect without --residency-budget: all experts are in memory\n  leave it out, or give a budget"
+        );
+    }
+    if is_hybrid && args.cache_slots > 0 && args.residency_budget.is_some() {
+        anyhow::bail!(
+            "--cache-slots has no use beside --residency-budget: copies to the device would keep the experts in memory\n  leave one of them out"
+        );
+    }
+    if args.residency_budget.is_some() && args.host != DeviceArg::Cpu {
+        anyhow::bail!(
+            "--residency-budget has no effect with a modelled --host, which reads no experts\n  leave one of them out"
+        );
+    }
+    if is_hybrid {
+        one_time(&args.compute.device, &args.host)?;
+    }
+    Ok(())
 }
 
 /// Checks that a device and what computes experts beside it live in the same time.

@@ -1,7 +1,8 @@
 //! Devices that ranks may compute on, in the order in which they are considered.
 
 use hearth_crds::{
-    DualBatch, FieldError, InferenceDeploymentSpec, ModelFacts, PrefillMode, Strategy,
+    DualBatch, FieldError, InferenceDeploymentSpec, ModelFacts, PrefillMode,
+    STREAMED_DENSE_VERSION, Strategy,
 };
 
 use crate::error::{AskedBy, PlanError};
@@ -87,8 +88,9 @@ impl Asked {
     }
 
     /// Candidates, best first: a GPU that holds the model, as prefill is compute-bound; then one that holds all but the
-    /// routed experts, or fewer modules where these have no room; then CPUs. `has_gpus`: any node has a GPU that this engine can use.
-    pub(crate) fn candidates(self, has_gpus: bool) -> Vec<Devices> {
+    /// routed experts, or fewer modules where these have no room and workers read plans of `reader_version`s that say so;
+    /// then CPUs. `has_gpus`: any node has a GPU that this engine can use.
+    pub(crate) fn candidates(self, has_gpus: bool, reader_version: u32) -> Vec<Devices> {
         let is_gpu_asked = self.is_gpu_asked();
         let is_asked = is_gpu_asked || self.streams || self.halves;
         let may_use = match self.gpus_per_worker {
@@ -121,8 +123,9 @@ impl Asked {
         if self.knows_experts {
             add(Device::Gpu, Device::GpuAndCpus);
             for decode in [Device::GpuAndCpus, Device::Cpus] {
-                for dense in [DenseModules::Stay, DenseModules::Stream] {
-                    add(Device::StreamingGpu(dense), decode);
+                add(Device::StreamingGpu(DenseModules::Stay), decode);
+                if reader_version >= STREAMED_DENSE_VERSION {
+                    add(Device::StreamingGpu(DenseModules::Stream), decode);
                 }
             }
             add(Device::Cpus, Device::GpuAndCpus);

@@ -2,7 +2,7 @@
 
 use hearth_crds::{
     DENSE_SLOTS, LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy,
-    STREAMED_TILE_ROWS,
+    STREAMED_DENSE_VERSION, STREAMED_TILE_ROWS,
 };
 
 use crate::latents::Latents;
@@ -57,6 +57,8 @@ pub(crate) struct Demand<'a> {
     pub exclusive: bool,
     /// Whether virtual devices stand for the GPUs: they have no driver, and CPUs compute for them.
     pub virtual_gpus: bool,
+    /// Highest `minVersion` of plans that the workers of all nodes read.
+    pub reader_version: u32,
 }
 
 /// Memory of one node, divided among its ranks.
@@ -147,7 +149,9 @@ impl Demand<'_> {
     pub(crate) fn on_gpu(&self, role: PlanRole, device: Device) -> GpuNeed {
         let weights = match (device.has_host_experts(), device.streams_dense()) {
             (true, true) => {
-                self.facts.dense_bytes() - self.facts.streamed_dense_bytes() + self.vector_bytes()
+                let stay = self.facts.dense_bytes();
+                let stay = stay.saturating_sub(self.facts.streamed_dense_bytes());
+                stay.saturating_add(self.vector_bytes())
             }
             (true, false) => self.facts.dense_bytes(),
             (false, _) => self.facts.bytes.total(),
@@ -183,6 +187,7 @@ impl Demand<'_> {
     /// Bytes of a slot of the experts' ring or cache: one expert, padded.
     pub(crate) fn slot_bytes(&self) -> u64 {
         let expert = self.facts.expert_bytes();
+        let expert = expert.max(self.facts.largest_expert_bytes);
         expert + expert / SLOT_PADDING_SHARE + 6 * SLOT_ALIGNMENT_BYTES
     }
 
@@ -192,8 +197,12 @@ impl Demand<'_> {
         let with_experts = u64::from(self.facts.routed_layers());
         let of_each = |bytes: u64, layers: u64| bytes.div_ceil(layers.max(1));
         let largest = of_each(bytes.attention, layers)
-            .max(of_each(bytes.dense_ffn, layers - with_experts))
-            .max(of_each(bytes.shared_expert, with_experts));
+            .max(of_each(
+                bytes.dense_ffn,
+                layers.saturating_sub(with_experts),
+            ))
+            .max(of_each(bytes.shared_expert, with_experts))
+            .max(self.facts.largest_dense_module_bytes);
         largest + largest / SLOT_PADDING_SHARE + DENSE_PARTS * SLOT_ALIGNMENT_BYTES
     }
 
@@ -359,7 +368,10 @@ impl Demand<'_> {
     /// every pass: then there are none, but one of everything.
     fn windows(&self, ranks: NodeRanks) -> [Windows; 2] {
         let workers = u64::from(ranks.decode_on_cpus() + ranks.prefill_on_cpus());
-        let own = u64::from(ranks.with_expert_budget());
+        let own = match self.reader_version >= STREAMED_DENSE_VERSION {
+            true => u64::from(ranks.with_expert_budget()),
+            false => 0,
+        };
         let facts = self.facts;
         if own == 0 && ranks.has_host_experts() {
             let of_all = Windows {

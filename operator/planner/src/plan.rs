@@ -46,6 +46,11 @@ pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
             .iter()
             .flat_map(|node| &node.gpus)
             .any(|gpu| gpu.virtual_device.is_some()),
+        reader_version: nodes
+            .iter()
+            .map(|node| node.reads_up_to())
+            .min()
+            .unwrap_or(0),
     };
     advice::check_kv_budget(spec, &demand)?;
     let estimator = Estimator::new(&nodes, &demand, spec, (input.gpus, input.cpus));
@@ -77,7 +82,7 @@ impl Planning<'_> {
         let (spec, demand, estimator) = (self.input.spec, &self.demand, self.estimator);
         let mut nodes = estimator.nodes().iter();
         let has_gpus = nodes.any(|node| has_usable(node, estimator.gpus()));
-        let candidates = self.asked.candidates(has_gpus);
+        let candidates = self.asked.candidates(has_gpus, self.demand.reader_version);
         let mut refused = Vec::new();
         for devices in candidates.iter().copied() {
             let why = match self.on(devices, refused.clone()) {

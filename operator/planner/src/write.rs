@@ -3,7 +3,7 @@
 use hearth_crds::{
     DENSE_SLOTS, DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanDeviceMemory,
     PlanKv, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting,
-    PlanStrategy, RankDevice, RankPrediction, ResidencyPolicy,
+    PlanStrategy, RankDevice, RankPrediction, ResidencyPolicy, STREAMED_DENSE_VERSION,
 };
 
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
@@ -20,8 +20,6 @@ use crate::reasons;
 const DEFAULT_STALL_MS: f64 = 100.0;
 /// Version of plans that streams experts, has CPUs compute them, or has a virtual device.
 const EXPERTS_VERSION: u32 = 2;
-/// Version of plans whose dense modules stream with the experts, or that have only some experts in memory at a time.
-const PASSING_VERSION: u32 = 3;
 
 /// The node, its memory budget and the GPU that a rank is assigned.
 #[derive(Clone, Copy)]
@@ -257,7 +255,9 @@ impl Draft<'_> {
             false => 0,
         };
         let beside_host = PlanResidency {
-            budget_bytes: (facts.dense_bytes() - streamed_dense)
+            budget_bytes: facts
+                .dense_bytes()
+                .saturating_sub(streamed_dense)
                 .saturating_add(dense_slots)
                 .saturating_add(on_device),
             host_bytes: facts.bytes.routed_experts.saturating_add(streamed_dense),
@@ -479,7 +479,7 @@ fn min_version(ranks: &[PlanRank]) -> u32 {
         };
         let streams_dense = residency.is_some_and(|residency| residency.streams_dense);
         if streams_dense || rank.has_expert_budget() {
-            return PASSING_VERSION;
+            return STREAMED_DENSE_VERSION;
         }
         match has_host_experts || rank.dual_batch || rank.virtual_device.is_some() {
             true => EXPERTS_VERSION,

@@ -8,11 +8,8 @@ use hearth_crds::{GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanRank, Re
 use hearth_planner::{PlanError, plan};
 use support::{GIB, deepseek_v3, gpu, plan_input_here, server};
 
-/// A plan for DeepSeek-V3 on a machine with much memory and one GPU of `gib` GiB, of the rates of an RTX 5090.
-fn planned(mode: &str, gib: u64) -> Result<InferencePlanSpec, PlanError> {
-    let yaml = format!(
-        "model: {{source: {{builtin: {{name: hearth-demo}}}}, contextLength: 8192}}\nprefill: {{mode: {mode}}}\ndecode: {{maxBatch: 1}}\n"
-    );
+/// A machine with much memory and one GPU with `gib` GiB free, of the rates of an RTX 5090.
+fn machine(gib: u64) -> NodeProfileStatus {
     let mut machine = NodeProfileStatus {
         gpus: vec![GpuProfile {
             read_gbps: 1792.0,
@@ -26,8 +23,20 @@ fn planned(mode: &str, gib: u64) -> Result<InferencePlanSpec, PlanError> {
     for numa in &mut machine.numa_nodes {
         numa.free_bytes = 400 * GIB;
     }
+    machine
+}
+
+/// A plan for DeepSeek-V3.
+fn planned_on(mode: &str, machine: NodeProfileStatus) -> Result<InferencePlanSpec, PlanError> {
+    let yaml = format!(
+        "model: {{source: {{builtin: {{name: hearth-demo}}}}, contextLength: 8192}}\nprefill: {{mode: {mode}}}\ndecode: {{maxBatch: 1}}\n"
+    );
     let spec = serde_norway::from_str(&yaml).unwrap();
     plan(&plan_input_here(&spec, &deepseek_v3(), &[machine]))
+}
+
+fn planned(mode: &str, gib: u64) -> Result<InferencePlanSpec, PlanError> {
+    planned_on(mode, machine(gib))
 }
 
 fn prefill(plan: &InferencePlanSpec) -> &PlanRank {
@@ -91,6 +100,25 @@ fn dense_modules_stream_where_both_ranks_have_no_room_for_them() {
     }
 }
 
+/// Both workers fit into 30 GiB of a GPU, and from 44 on the dense modules of both stay.
+#[test]
+fn dense_modules_that_stream_save_fourteen_gib() {
+    // Smaller GPUs have the prefill worker alone.
+    let has_both = |plan: &InferencePlanSpec| {
+        let decode = plan.rank("decode-0").unwrap().residency.as_ref().unwrap();
+        decode.policy == ResidencyPolicy::HostExperts
+    };
+    let fitting: Vec<(u64, bool)> = (26..50)
+        .filter_map(|gib| {
+            let plan = planned("StreamLoading", gib).ok().filter(has_both)?;
+            Some((gib, streams_dense(&plan)))
+        })
+        .collect();
+    assert_eq!(fitting.first(), Some(&(30, true)));
+    let stays = fitting.iter().find(|(_, streams)| !streams);
+    assert_eq!(stays, Some(&(44, false)));
+}
+
 /// Without room for the smallest of all, the error has the numbers of that.
 #[test]
 fn a_gpu_that_is_too_small_for_dense_modules_that_stream_is_refused_with_numbers() {
@@ -102,4 +130,17 @@ fn a_gpu_that_is_too_small_for_dense_modules_that_stream_is_refused_with_numbers
     ] {
         assert!(error.contains(part), "{part} in {error}");
     }
+}
+
+/// Agents have the workers' image: a plan that it cannot read is not made, with the reason.
+#[test]
+fn workers_of_an_earlier_version_get_no_dense_modules_that_stream() {
+    let machine = NodeProfileStatus {
+        reader_version: None,
+        ..machine(32)
+    };
+    let plan = planned_on("StreamLoading", machine).unwrap();
+    assert!(!streams_dense(&plan) && plan.min_version == 2);
+    let why = plan.why.join("\n");
+    assert!(why.contains("is of an earlier version"), "{why}");
 }

@@ -206,6 +206,8 @@ fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
     let status = &now["status"]["containerStatuses"][0];
     assert_eq!(status["restartCount"], 0, "{now:#}");
 
+    are_traced(cluster, &pod);
+
     // There is one device, so the next Pod waits for the end of this one, and answers wait with it.
     patch(cluster, "demo", &json!({"decode": {"maxBatch": 2}}));
     let plan = plan_of(cluster, &wait_until_settled(cluster, "demo"));
@@ -214,6 +216,32 @@ fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
     assert_eq!(rank(&plan, "Prefill")["inPodOf"], "decode-0", "{plan:#}");
     let next = pods(cluster, "demo", "decode").remove(0);
     assert_ne!(next["metadata"]["uid"], pod["metadata"]["uid"], "{next:#}");
+}
+
+/// A trace from within the container has what both of its workers compute.
+fn are_traced(cluster: &Cluster, pod: &Value) {
+    let name = pod["metadata"]["name"].as_str().expect("a name");
+    let words = ["exec", name, "--", "hearth-worker", "trace", "--seconds"];
+    let trace = cluster.kubectl(&[&words[..], &["2"]].concat());
+    let trace: Value = serde_json::from_str(&trace).expect("a trace");
+    let events = trace["traceEvents"].as_array().expect("events");
+    for rank in ["prefill-0", "decode-0"] {
+        let is_its_name = |event: &&Value| {
+            let name = event["args"]["name"].as_str().unwrap_or_default();
+            event["name"] == "process_name" && name.starts_with(rank)
+        };
+        let process = events.iter().find(is_its_name).expect(rank);
+        let recorded = events.iter().filter(|event| event["pid"] == process["pid"]);
+        assert!(
+            recorded.filter(|event| event["ph"] == "X").count() > 0,
+            "{rank}"
+        );
+    }
+    let gateway = &pods(cluster, "demo", "gateway")[0];
+    let name = gateway["metadata"]["name"].as_str().expect("a name");
+    let words = ["exec", name, "--", "hearth-worker", "trace"];
+    let refused = cluster.try_kubectl(&words).expect_err("no worker");
+    assert!(refused.contains("use a Pod of a worker"), "{refused}");
 }
 
 /// The processes of the workers in a Pod, by role.

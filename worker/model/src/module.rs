@@ -1,5 +1,6 @@
 //! Modules: the granularity of residency, topology and schedule. A module is a set of weights with its computation.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use hearth_formats::Checkpoint;
@@ -125,7 +126,8 @@ pub struct ModuleWeights<B: Backend> {
 }
 
 impl<B: Backend> ModuleWeights<B> {
-    /// Loads a module's tensors from a checkpoint onto the backend. On the CPU this borrows the mapped bytes.
+    /// Loads a module's tensors from a checkpoint onto the backend. On the CPU this borrows the mapped bytes. `loaded` has
+    /// the matrices that earlier modules loaded, by name, and gains this module's: tied embeddings are on a device once.
     ///
     /// # Errors
     /// [`ResidencyError::Format`] if a tensor is missing or has another type or shape, [`ResidencyError::Kernel`]
@@ -134,6 +136,7 @@ impl<B: Backend> ModuleWeights<B> {
         spec: &ModuleSpec,
         checkpoint: &Checkpoint,
         backend: &B,
+        loaded: &mut HashMap<String, B::Weight>,
     ) -> Result<Self, ResidencyError> {
         let failed = |source| ResidencyError::Kernel {
             module: spec.id,
@@ -143,8 +146,15 @@ impl<B: Backend> ModuleWeights<B> {
         for TensorSpec { field, name, shape } in &spec.tensors {
             match *shape {
                 TensorShape::Matrix { rows, cols } => {
-                    let host = checkpoint.matrix(name, rows, cols)?;
-                    matrices.push((*field, backend.weight(&host).map_err(failed)?));
+                    let weight = match loaded.get(name) {
+                        Some(weight) => weight.clone(),
+                        None => {
+                            let host = checkpoint.matrix(name, rows, cols)?;
+                            backend.weight(&host).map_err(failed)?
+                        }
+                    };
+                    loaded.insert(name.clone(), weight.clone());
+                    matrices.push((*field, weight));
                 }
                 TensorShape::Vector { len } => {
                     let values = checkpoint.vector(name, len)?;

@@ -31,7 +31,7 @@ use std::time::SystemTime;
 
 use hearth_crds::{
     ComputeProfile, DiskProfile, GpuProfile, IsaProfile, MemoryProfile, NodeProfileStatus,
-    NumaNodeProfile,
+    NumaNodeProfile, READER_VERSION,
 };
 
 pub use error::ProfileError;
@@ -231,6 +231,7 @@ fn facts(
             .collect(),
         links: Vec::new(),
         busy_percent: None,
+        reader_version: Some(READER_VERSION),
         measured_at: rfc3339(options.measured_at.unwrap_or_else(SystemTime::now))?,
     })
 }

@@ -11,14 +11,14 @@ use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use hearth_formats::Checkpoint;
 use hearth_kernels::{Backend, HostMatrix};
 use hearth_model::{
     Guard, ModuleId, ModuleSpec, ModuleWeights, Release, Residency, ResidencyError, ResidencyStats,
-    TensorShape,
+    TensorShape, TensorSpec,
 };
 
 use crate::loader::{Loader, Loading, Shared};
@@ -45,7 +45,7 @@ pub struct DirectExperts<B: Backend> {
 struct Reading<B: Backend> {
     backend: Arc<B>,
     files: Vec<File>,
-    experts: Vec<Expert>,
+    experts: Vec<Expert<B>>,
     index: HashMap<ModuleId, Index>,
     buffers: Arc<Buffers>,
     shared: Shared<State<B>>,
@@ -53,12 +53,13 @@ struct Reading<B: Backend> {
     released_bytes: AtomicU64,
 }
 
-/// An expert in its files.
-struct Expert {
+/// An expert in its files. Vectors, which are small, stay in memory.
+struct Expert<B: Backend> {
     id: ModuleId,
     bytes: u64,
     pieces: Vec<Piece>,
     matrices: Vec<Matrix>,
+    vectors: Vec<(&'static str, B::Vector)>,
 }
 
 /// One read of an expert.
@@ -112,11 +113,6 @@ impl<B: Backend> DirectExperts<B> {
         backend: Arc<B>,
         budget_bytes: u64,
     ) -> Result<Self, ResidencyError> {
-        let sizes: Vec<(Kind, u64)> = modules
-            .iter()
-            .map(|spec| (kind(spec.id), spec.stored_bytes(checkpoint)))
-            .collect();
-        check_budget(modules, &sizes, budget_bytes)?;
         let files = checkpoint.files().iter().map(|file| {
             open_directly(&file.path).map_err(|source| ResidencyError::System {
                 what: format!("read {} past the page cache", file.path.display()),
@@ -125,9 +121,20 @@ impl<B: Backend> DirectExperts<B> {
             })
         });
         let files = files.collect::<Result<Vec<File>, _>>()?;
-        let experts = modules.iter().map(|spec| Expert::new(spec, checkpoint));
-        let experts = experts.collect::<Result<Vec<Expert>, _>>()?;
-        let buffer_bytes = experts.iter().map(Expert::buffer_bytes).max().unwrap_or(0);
+        let experts = modules
+            .iter()
+            .map(|spec| Expert::new(spec, checkpoint, &*backend));
+        let experts = experts.collect::<Result<Vec<Expert<B>>, _>>()?;
+        let buffer_bytes = experts.iter().map(Expert::buffer_bytes).max();
+        let buffer_bytes = buffer_bytes.unwrap_or(0) + ALIGN_BYTES;
+        // Each takes a whole buffer, scales apart.
+        let sizes: Vec<(Kind, u64)> = modules
+            .iter()
+            .map(|spec| (kind(spec.id), buffer_bytes as u64))
+            .collect();
+        check_budget(modules, &sizes, budget_bytes)?;
+        let most = budget_bytes / (buffer_bytes as u64).max(1);
+        let total_bytes = experts.iter().map(|expert| expert.bytes).sum();
         let index: HashMap<ModuleId, Index> = modules.iter().map(|spec| spec.id).zip(0..).collect();
         let state = State {
             window: Window::new(&sizes, budget_bytes, 0),
@@ -139,17 +146,14 @@ impl<B: Backend> DirectExperts<B> {
             files,
             experts,
             index: index.clone(),
-            buffers: Arc::new(Buffers {
-                buffer_bytes,
-                free: Mutex::new(Vec::new()),
-            }),
+            buffers: Arc::new(Buffers::new(buffer_bytes, most as usize)),
             shared: Shared::new(state),
             loaded_bytes: AtomicU64::new(0),
             released_bytes: AtomicU64::new(0),
         };
         Ok(Self {
             index,
-            total_bytes: sizes.iter().map(|(_, bytes)| bytes).sum(),
+            total_bytes,
             loader: Loader::start_threads(reading, READERS)?,
             acquired: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
@@ -167,7 +171,7 @@ impl<B: Backend> DirectExperts<B> {
 pub fn reads_directly(checkpoint: &Checkpoint) -> bool {
     let can = |path: &Path| {
         let file = open_directly(path)?;
-        let mut buffer = Buffer::new(ALIGN_BYTES);
+        let mut buffer = Buffer::new(2 * ALIGN_BYTES)?;
         file.read_at(buffer.bytes_mut(), 0)
     };
     let mut files = checkpoint.files().iter();
@@ -188,15 +192,17 @@ impl<B: Backend> Residency<B> for DirectExperts<B> {
         let reading = &*self.loader;
         let mut state = reading.shared.lock();
         let actions = state.window.acquire(index);
+        // What is in use cannot be let go.
+        reading.buffers.have(state.window.held_bytes());
         reading.carry_out(&mut state, &actions);
         let weights = loop {
             match &mut state.places[index] {
                 Place::Loaded(weights) => break Arc::clone(weights),
-                // A read that failed is tried again by the next pass.
                 Place::Absent => reading.want(&mut state, index),
                 Place::Failed(_) => {
                     let failed = std::mem::replace(&mut state.places[index], Place::Absent);
                     let actions = state.window.release(index);
+                    state.window.forget(index);
                     reading.carry_out(&mut state, &actions);
                     if let Place::Failed(error) = failed {
                         return Err(error);
@@ -223,15 +229,22 @@ impl<B: Backend> Residency<B> for DirectExperts<B> {
         self.loader.carry_out(&mut state, &actions);
     }
 
+    /// Those that have been read: they are computed while the others are read. Where not all fit the budget at once, those
+    /// before them have left room for more.
     fn group(&self, upcoming: &[ModuleId]) -> usize {
-        let state = self.loader.shared.lock();
-        state.window.group(&self.indices(upcoming))
+        let upcoming = self.indices(upcoming);
+        let mut state = self.loader.shared.lock();
+        let actions = state.window.announce(&upcoming);
+        self.loader.carry_out(&mut state, &actions);
+        let is_loaded = |index: &&Index| matches!(state.places[**index], Place::Loaded(_));
+        let loaded = upcoming.iter().take_while(is_loaded).count();
+        loaded.min(state.window.group(&upcoming)).max(1)
     }
 
     fn stats(&self) -> ResidencyStats {
         ResidencyStats {
             total_bytes: self.total_bytes,
-            resident_bytes: self.loader.shared.lock().window.resident_bytes(),
+            resident_bytes: self.loader.buffers.bytes(),
             acquired: self.acquired.load(Ordering::Relaxed),
             read_bytes: self.read_bytes.load(Ordering::Relaxed),
             prefetched_bytes: self.loader.loaded_bytes.load(Ordering::Relaxed),
@@ -262,7 +275,12 @@ impl<B: Backend> Loading for Reading<B> {
         state.places[index] = match loaded {
             _ if !is_wanted => Place::Absent,
             Ok(weights) => Place::Loaded(Arc::new(weights)),
-            Err(error) => Place::Failed(error),
+            Err(error) if state.window.is_held(index) => Place::Failed(error),
+            // Nobody waits for it, and the next who does tries again.
+            Err(_) => {
+                state.window.forget(index);
+                Place::Absent
+            }
         };
     }
 }
@@ -315,8 +333,16 @@ impl<B: Backend> Reading<B> {
     }
 
     /// Reads an expert into a buffer.
-    fn read(&self, expert: &Expert) -> Result<ModuleWeights<B>, ResidencyError> {
-        let mut buffer = self.buffers.take();
+    fn read(&self, expert: &Expert<B>) -> Result<ModuleWeights<B>, ResidencyError> {
+        let buffer = self.buffers.take();
+        let mut buffer = buffer.map_err(|source| ResidencyError::System {
+            what: format!(
+                "allocate {} bytes for {}",
+                self.buffers.buffer_bytes, expert.id
+            ),
+            source,
+            remedy: "use a smaller --residency-budget (in a plan: plan again).",
+        })?;
         for piece in &expert.pieces {
             let room = &mut buffer.bytes_mut()[piece.at..piece.at + piece.len];
             read_piece(&self.files[piece.file], piece, room).map_err(|source| {
@@ -342,38 +368,50 @@ impl<B: Backend> Reading<B> {
         let matrices = matrices
             .collect::<Result<Vec<_>, _>>()
             .map_err(|source| ResidencyError::Kernel { module, source })?;
-        Ok(ModuleWeights::new(
-            module,
-            matrices,
-            Vec::new(),
-            expert.bytes,
-        ))
+        let vectors = expert.vectors.clone();
+        Ok(ModuleWeights::new(module, matrices, vectors, expert.bytes))
     }
 }
 
 /// Reads whole blocks until the file has given all that is needed.
 fn read_piece(file: &File, piece: &Piece, room: &mut [u8]) -> io::Result<()> {
+    // Whole blocks, but for the last read.
     let mut read = 0;
-    while read < piece.needed {
+    loop {
         match file.read_at(&mut room[read..], piece.offset + read as u64) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(bytes) => read += bytes,
+            Ok(bytes) if read + bytes >= piece.needed => return Ok(()),
+            Ok(bytes) if bytes < ALIGN_BYTES => return Err(io::ErrorKind::UnexpectedEof.into()),
+            // What a file system gave of a block beyond whole ones cannot be continued from.
+            Ok(bytes) => read += bytes / ALIGN_BYTES * ALIGN_BYTES,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
     }
-    Ok(())
 }
 
-impl Expert {
-    fn new(spec: &ModuleSpec, checkpoint: &Checkpoint) -> Result<Self, ResidencyError> {
-        let mut found = Vec::new();
-        for tensor in &spec.tensors {
-            if let TensorShape::Matrix { rows, cols } = tensor.shape {
-                let mapped = checkpoint.matrix(&tensor.name, rows, cols)?;
-                // The first part is the matrix itself; its scales were read with it.
-                for info in checkpoint.parts(&tensor.name)?.into_iter().take(1) {
-                    found.push((info.file, info.offset, tensor.field, mapped.clone()));
+impl<B: Backend> Expert<B> {
+    fn new(
+        spec: &ModuleSpec,
+        checkpoint: &Checkpoint,
+        backend: &B,
+    ) -> Result<Self, ResidencyError> {
+        let (mut found, mut vectors) = (Vec::new(), Vec::new());
+        for TensorSpec { field, name, shape } in &spec.tensors {
+            match *shape {
+                TensorShape::Matrix { rows, cols } => {
+                    let mapped = checkpoint.matrix(name, rows, cols)?;
+                    // The first part is the matrix itself; its scales were read with it.
+                    for info in checkpoint.parts(name)?.into_iter().take(1) {
+                        found.push((info.file, info.offset, *field, mapped.clone()));
+                    }
+                }
+                TensorShape::Vector { len } => {
+                    let vector = backend.vector(&checkpoint.vector(name, len)?);
+                    let vector = vector.map_err(|source| ResidencyError::Kernel {
+                        module: spec.id,
+                        source,
+                    })?;
+                    vectors.push((*field, vector));
                 }
             }
         }
@@ -408,6 +446,7 @@ impl Expert {
             bytes: spec.stored_bytes(checkpoint),
             pieces,
             matrices,
+            vectors,
         })
     }
 
@@ -419,17 +458,72 @@ impl Expert {
 /// Buffers of one size that are used again.
 struct Buffers {
     buffer_bytes: usize,
-    free: Mutex<Vec<Buffer>>,
+    state: Mutex<BuffersState>,
+    given_back: Condvar,
+}
+
+struct BuffersState {
+    free: Vec<Buffer>,
+    made: usize,
+    /// No more than so many are made.
+    most: usize,
 }
 
 impl Buffers {
-    fn take(&self) -> Buffer {
-        let free = self.lock().pop();
-        free.unwrap_or_else(|| Buffer::new(self.buffer_bytes))
+    fn new(buffer_bytes: usize, most: usize) -> Self {
+        let state = BuffersState {
+            free: Vec::new(),
+            made: 0,
+            most,
+        };
+        Self {
+            buffer_bytes,
+            state: Mutex::new(state),
+            given_back: Condvar::new(),
+        }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Buffer>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    /// A buffer; waits until one is given back if there are as many as there may be. The window has let another expert go
+    /// for the one that this is for, whose buffer is on its way: under a read that nobody wants any more, or a guard that is
+    /// being dropped.
+    fn take(&self) -> io::Result<Buffer> {
+        let mut state = self.lock();
+        loop {
+            if let Some(buffer) = state.free.pop() {
+                return Ok(buffer);
+            }
+            if state.made < state.most {
+                let buffer = Buffer::new(self.buffer_bytes)?;
+                state.made += 1;
+                return Ok(buffer);
+            }
+            let woken = self.given_back.wait(state);
+            state = woken.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn give_back(&self, buffer: Buffer) {
+        self.lock().free.push(buffer);
+        self.given_back.notify_one();
+    }
+
+    /// Allows buffers for so many bytes of experts, and more than before if need be.
+    fn have(&self, bytes: u64) {
+        let count = bytes / self.buffer_bytes.max(1) as u64;
+        let mut state = self.lock();
+        if count as usize > state.most {
+            state.most = count as usize;
+            self.given_back.notify_all();
+        }
+    }
+
+    /// Bytes of all of them.
+    fn bytes(&self) -> u64 {
+        (self.lock().made * self.buffer_bytes) as u64
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BuffersState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -442,10 +536,15 @@ struct Buffer {
 }
 
 impl Buffer {
-    fn new(len: usize) -> Self {
-        let memory = vec![0; len + ALIGN_BYTES];
+    /// Of so many bytes, of which the last [`ALIGN_BYTES`] or fewer cannot be used.
+    fn new(bytes: usize) -> io::Result<Self> {
+        let mut memory = Vec::new();
+        let reserved = memory.try_reserve_exact(bytes);
+        reserved.map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
+        memory.resize(bytes, 0);
         let first = memory.as_ptr().align_offset(ALIGN_BYTES);
-        Self { memory, first, len }
+        let len = bytes.saturating_sub(ALIGN_BYTES);
+        Ok(Self { memory, first, len })
     }
 
     fn bytes(&self) -> &[u8] {
@@ -471,6 +570,6 @@ impl AsRef<[u8]> for Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        self.home.lock().push(std::mem::take(&mut self.buffer));
+        self.home.give_back(std::mem::take(&mut self.buffer));
     }
 }

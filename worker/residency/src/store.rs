@@ -26,9 +26,15 @@ impl<B: Backend> Store<B> {
     ) -> Result<Self, ResidencyError> {
         let mut modules = HashMap::new();
         let mut total_bytes = 0;
+        let mut matrices = HashMap::new();
         for spec in specs {
-            let weights = ModuleWeights::load(spec, checkpoint, backend)?;
-            total_bytes += weights.bytes();
+            let tied = spec.tensors.iter();
+            let tied = tied.filter(|tensor| matrices.contains_key(&tensor.name));
+            let tied_bytes: u64 = tied
+                .filter_map(|tensor| checkpoint.stored_bytes(&tensor.name).ok())
+                .sum();
+            let weights = ModuleWeights::load(spec, checkpoint, backend, &mut matrices)?;
+            total_bytes += weights.bytes().saturating_sub(tied_bytes);
             loaded(weights.bytes());
             modules.insert(spec.id, Arc::new(weights));
         }

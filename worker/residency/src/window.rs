@@ -7,9 +7,14 @@
 //!
 //! Over a cycle, the module that has just run is the one needed last, so it is released first; least recently used
 //! would be the worst choice. Routed experts are requested once the router has chosen them; within a layer, the ones
-//! chosen least often are released first.
+//! chosen least often are released first. Where nothing but experts passes through the window, those chosen least often
+//! go first whatever their layer: each layer chooses as many, so a layer's share of the window follows how unequal its
+//! choices are.
 
 use std::cmp::Reverse;
+
+/// Uses of a module, on average, after which all counts are halved.
+const AGEING_USES: usize = 16;
 
 /// Index of a module in the order of execution.
 pub(crate) type Index = usize;
@@ -62,6 +67,10 @@ pub(crate) struct Window {
     lookahead: usize,
     resident_bytes: u64,
     held_bytes: u64,
+    /// Experts that were chosen last.
+    announced: Vec<Index>,
+    /// Acquisitions since the counts of uses were halved.
+    counted: usize,
     /// The module that ran last.
     current: Index,
     /// Layer whose router has chosen: its other experts are at least a whole cycle away.
@@ -94,6 +103,8 @@ impl Window {
             lookahead,
             resident_bytes: 0,
             held_bytes: 0,
+            announced: Vec::new(),
+            counted: 0,
             current: 0,
             decided_layer: None,
         }
@@ -113,6 +124,9 @@ impl Window {
         let entry = &mut self.entries[index];
         entry.held += 1;
         entry.uses += 1;
+        self.counted += 1;
+        self.age();
+        let entry = &self.entries[index];
         if entry.kind == Kind::Sparse {
             self.current = index;
             return actions;
@@ -126,6 +140,16 @@ impl Window {
         }
         self.look_ahead(&mut actions);
         actions
+    }
+
+    /// Halves the counts of uses now and then: what was chosen long ago says less.
+    fn age(&mut self) {
+        if self.counted >= AGEING_USES * self.entries.len() {
+            self.counted /= 2;
+            for entry in &mut self.entries {
+                entry.uses /= 2;
+            }
+        }
     }
 
     /// Records that a guard was dropped.
@@ -144,12 +168,37 @@ impl Window {
         actions
     }
 
-    /// Records that a router has chosen these experts.
+    /// Records that a module could not be loaded: it is not in memory.
+    pub(crate) fn forget(&mut self, index: Index) {
+        let entry = &mut self.entries[index];
+        entry.announced = false;
+        if std::mem::take(&mut entry.resident) {
+            self.resident_bytes -= entry.bytes;
+        }
+    }
+
+    /// Bytes of the modules that have guards.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.held_bytes
+    }
+
+    /// Whether there are guards of a module.
+    pub(crate) fn is_held(&self, index: Index) -> bool {
+        self.entries[index].held > 0
+    }
+
+    /// Records that a router has chosen these experts. Those of an earlier choice that have not run since then will not.
     pub(crate) fn announce(&mut self, chosen: &[Index]) -> Vec<Action> {
         let mut actions = Vec::new();
+        for index in std::mem::take(&mut self.announced) {
+            let entry = &mut self.entries[index];
+            entry.announced &= entry.held > 0;
+        }
+        self.announced.extend(chosen);
         for &index in chosen {
-            self.entries[index].announced = true;
-            if let Kind::Expert { layer } = self.entries[index].kind {
+            let entry = &mut self.entries[index];
+            entry.announced = true;
+            if let Kind::Expert { layer } = entry.kind {
                 self.decided_layer = Some(layer);
             }
         }
@@ -236,11 +285,14 @@ impl Window {
     }
 
     /// Steps until a module's next use: 1 for a chosen expert, more than a cycle for experts that the router did not
-    /// choose.
+    /// choose. Among experts alone all others are equally far: how often they are chosen decides.
     fn distance(&self, index: Index) -> usize {
         let entry = &self.entries[index];
         if entry.announced {
             return 1;
+        }
+        if self.always.is_empty() {
+            return 2;
         }
         let cycle = self.entries.len();
         let ahead = (entry.place + cycle - self.current - 1) % cycle + 1;
@@ -375,6 +427,86 @@ mod tests {
         assert_eq!(window.announce(&[3]), vec![]);
         run(&mut window, 3);
         assert_eq!(window.announce(&[6]), vec![Release(5), Prefetch(6)]);
+    }
+
+    #[test]
+    fn experts_that_were_chosen_and_did_not_run_give_way() {
+        let mut window = sparse(30);
+        assert_eq!(window.announce(&[3, 4, 5]).len(), 3);
+        run(&mut window, 3);
+        // The step ended there. What it had chosen besides must not keep the next one from its experts.
+        assert_eq!(window.announce(&[3, 6]), vec![Release(5), Prefetch(6)]);
+        window.forget(6);
+        assert_eq!(window.resident_bytes(), 20);
+        assert_eq!(window.announce(&[6]), vec![Prefetch(6)], "asked for again");
+    }
+
+    /// Share of the choices of some steps that were in memory, by layer. Choices follow Zipf's law, by another order of the
+    /// experts in each layer.
+    fn hits_by_layer(window: &mut Window, (layers, experts): (usize, usize)) -> Vec<f64> {
+        const CHOSEN: usize = 4;
+        let mut state = 1u64;
+        let mut random = || {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (state >> 33) as usize
+        };
+        let weights: Vec<usize> = (1..=experts).map(|rank| 1_000_000 / rank).collect();
+        let all: usize = weights.iter().sum();
+        let mut hits = vec![0.0; layers];
+        for step in 0..400 {
+            for (layer, hits) in hits.iter_mut().enumerate() {
+                let mut chosen: Vec<Index> = Vec::new();
+                while chosen.len() < CHOSEN {
+                    let mut left = random() % all;
+                    let rank = weights.iter().position(|weight| {
+                        let is_it = left < *weight;
+                        left = left.saturating_sub(*weight);
+                        is_it
+                    });
+                    let expert = (rank.unwrap() * 5 + layer * 7) % experts;
+                    let index = layer * experts + expert;
+                    if !chosen.contains(&index) {
+                        chosen.push(index);
+                    }
+                }
+                chosen.sort_unstable();
+                let there = chosen
+                    .iter()
+                    .filter(|i| window.entries[**i].resident)
+                    .count();
+                if step >= 100 {
+                    *hits += there as f64 / CHOSEN as f64 / 300.0;
+                }
+                window.announce(&chosen);
+                for index in chosen {
+                    run(window, index);
+                }
+            }
+        }
+        hits
+    }
+
+    #[test]
+    fn experts_that_are_chosen_most_stay_in_every_layer_also_after_a_prompt() {
+        let (layers, experts) = (12, 32);
+        let kinds =
+            (0..layers as u32).flat_map(|layer| vec![(Kind::Expert { layer }, 10); experts]);
+        let kinds: Vec<(Kind, u64)> = kinds.collect();
+        let mut window = Window::new(&kinds, (layers * experts * 10 / 2) as u64, 0);
+        // A prompt chooses all of them.
+        for layer in 0..layers {
+            let chosen: Vec<Index> = (layer * experts..(layer + 1) * experts).collect();
+            window.announce(&chosen);
+            for index in chosen {
+                run(&mut window, index);
+            }
+        }
+        let hits = hits_by_layer(&mut window, (layers, experts));
+        let least = hits.iter().copied().fold(1.0, f64::min);
+        let mean = hits.iter().sum::<f64>() / layers as f64;
+        assert!(least > 0.9 * mean && mean > 0.7, "{hits:?}");
     }
 
     #[test]

@@ -16,6 +16,7 @@ use hearth_model::{Batch, Model, ModuleId, ModuleSpec, Observer, Residency, Tens
 use hearth_residency::{
     LoadProgress, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent, Resident, ResidentOptions,
 };
+use hearth_virtual::{VirtualBackend, VirtualOptions};
 
 fn backend() -> Arc<CpuBackend> {
     let options = CpuOptions {
@@ -379,6 +380,30 @@ fn loading_reports_its_progress_and_touches_every_page() {
     })
     .unwrap();
     assert_eq!(untouched.unwrap().bytes_done, checkpoint.total_bytes());
+}
+
+#[test]
+fn a_tied_embedding_is_on_a_device_once() {
+    let golden = golden("qwen3");
+    let config = ModelConfig::read(&golden).unwrap();
+    assert!(config.tie_word_embeddings);
+    let checkpoint = Checkpoint::open(&golden).unwrap();
+    let mut specs = modules(&config).unwrap();
+    let used = |specs: &[ModuleSpec]| {
+        let options = VirtualOptions::exact(1 << 30, CpuOptions::default());
+        let device = Arc::new(VirtualBackend::new(options).unwrap());
+        let policy = Resident::open(&checkpoint, specs.to_vec(), Arc::clone(&device)).unwrap();
+        let used_bytes = device.device_memory().unwrap().used_bytes;
+        (used_bytes, policy.stats().total_bytes)
+    };
+    let (with_head, total_bytes) = used(&specs);
+    let head = specs.pop().unwrap();
+    assert_eq!(head.id, ModuleId::Head);
+    let (without, total_without) = used(&specs);
+    let table = head.tensors.iter().find(|t| t.field == "head").unwrap();
+    let table_bytes = checkpoint.stored_bytes(&table.name).unwrap();
+    assert!(with_head - without < table_bytes);
+    assert!(total_bytes - total_without < table_bytes);
 }
 
 #[test]

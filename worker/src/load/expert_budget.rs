@@ -20,7 +20,8 @@ pub(crate) struct ExpertBudget {
 }
 
 impl Files<'_> {
-    /// Reads experts once they are chosen, by the page cache or past it: whichever is faster where it is not told.
+    /// Reads experts once they are chosen. Where it is not told how: past the page cache if that could not keep the others
+    /// either, and if the file system can.
     pub(super) fn within(
         &self,
         host: &Arc<CpuBackend>,

@@ -87,7 +87,7 @@ impl v1::control_server::Control for ControlService {
     ) -> Result<Response<Self::TraceStream>, Status> {
         let mut asked = request.into_inner();
         let first = asked.message().await?.unwrap_or_default();
-        let recording = self.worker.traces.begin(first.seconds)?;
+        let (recording, turn) = self.worker.traces.begin(first.seconds)?;
         let time = Duration::from_secs(first.seconds.into());
         let worker = Arc::clone(&self.worker);
         // Dropping the stream ends the recording.
@@ -97,11 +97,17 @@ impl v1::control_server::Control for ControlService {
                 () = ended(&mut asked) => {}
                 () = drained(&worker) => {}
             }
-            let (pieces, dropped) = worker.traces.end(recording);
+            // It may wait for a pass of the device.
+            let ending = tokio::task::spawn_blocking(move || worker.traces.end(recording));
+            let Ok((pieces, dropped)) = ending.await else {
+                yield Err(Status::internal("the trace cannot be ended"));
+                return;
+            };
             for events_json in pieces {
                 yield Ok(v1::TraceResponse { events_json, dropped: 0 });
             }
             yield Ok(v1::TraceResponse { events_json: Vec::new(), dropped });
+            drop(turn);
         };
         Ok(Response::new(Box::pin(stream)))
     }

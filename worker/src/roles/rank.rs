@@ -18,6 +18,7 @@ use hearth_residency::{Placing, RingLength, RingSlots};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
 use hearth_virtual::VirtualOptions;
+use tokio_util::sync::CancellationToken;
 
 use super::binding::Binding;
 use super::control::ControlService;
@@ -53,6 +54,8 @@ const STACK_BYTES: usize = 32 << 20;
 const HEALTH_PERIOD: Duration = Duration::from_millis(50);
 /// Time that an engine may be unhealthy before the worker ends.
 const FAULT_PATIENCE: Duration = Duration::from_secs(10);
+/// Least time that callers have, once all is computed, to read the rest of it.
+const LEAST_UNREAD_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Arguments of `prefill` and `decode`.
 #[derive(Args)]
@@ -133,6 +136,8 @@ async fn serve(
     let grace = Duration::from_secs(u64::from(args.process.grace));
     let engine = worker.engine.clone();
     let ending = health.clone();
+    let drained = CancellationToken::new();
+    let has_drained = drained.clone().drop_guard();
     let shutdown = async move {
         signals::termination().await;
         send_report(&WorkerReport::Draining);
@@ -140,6 +145,7 @@ async fn serve(
         if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
         }
+        drop(has_drained);
     };
     let options = ServerOptions {
         tls,
@@ -147,10 +153,21 @@ async fn serve(
     };
     tokio::select! {
         served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
+        () = unread(&drained, grace) => Ok(()),
         never = stay_alive() => match never {},
         never = report_streams(&worker.engine) => match never {},
         fault = lasting_fault(&worker.engine, &health) => Err(fault),
     }
+}
+
+/// Returns when callers that do not read to the end what was said to them have had the time that is left of `grace`.
+async fn unread(drained: &CancellationToken, grace: Duration) {
+    signals::termination().await;
+    let told = tokio::time::Instant::now();
+    drained.cancelled().await;
+    let patience = LEAST_UNREAD_PATIENCE.max(grace.saturating_sub(told.elapsed()));
+    tokio::time::sleep(patience).await;
+    tracing::warn!("callers have not read their answers to the end; the worker ends without them");
 }
 
 fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {

@@ -77,6 +77,11 @@ fn chosen<'p>(plan: &'p InferencePlanSpec, names: &[String]) -> anyhow::Result<V
         let ranks = plan.ranks.iter();
         ranks.filter(|rank| rank.role != PlanRole::Gateway)
     };
+    if workers().next().is_none() {
+        bail!(
+            "the plan has no worker, which is how a gateway's Pod has it: there is nothing to record\n  use a Pod of a worker: kubectl get pods -l hearth.dev/role=decode"
+        );
+    }
     if names.is_empty() {
         return Ok(workers().collect());
     }
@@ -127,9 +132,18 @@ async fn record(
     };
     let mut trace = TraceWriter::new(to).with_context(cannot)?;
     let mut dropped = 0;
+    let mut cut_short = Vec::new();
     for (rank, mut recording) in ranks.iter().zip(recordings) {
-        let cut_short = || format!("{} ended before its trace was complete", rank.name);
-        while let Some(part) = recording.message().await.with_context(cut_short)? {
+        loop {
+            let part = match recording.message().await {
+                Ok(Some(part)) => part,
+                Ok(None) => break,
+                // What the others recorded is written all the same.
+                Err(status) => {
+                    cut_short.push(format!("{}: {}", rank.name, status.message()));
+                    break;
+                }
+            };
             dropped += part.dropped;
             if !part.events_json.is_empty() {
                 trace.events(&part.events_json).with_context(cannot)?;
@@ -144,6 +158,12 @@ async fn record(
         say(format_args!(
             "more happened than a worker keeps: the first {dropped} events are not in it; record fewer seconds"
         ));
+    }
+    if !cut_short.is_empty() {
+        bail!(
+            "the trace is written, but not all of it: workers ended before theirs was complete; {}\n  their logs tell why; record again",
+            cut_short.join("; ")
+        );
     }
     Ok(())
 }

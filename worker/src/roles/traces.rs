@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use hearth_kernels::trace::{Recording, Trace};
 use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::Status;
 
 use crate::trace_file::{self, TracedProcess};
@@ -19,6 +20,8 @@ pub(super) struct Traces {
     trace: Arc<Trace>,
     /// Its name, with its device.
     process: String,
+    /// One at a time, until its events are sent: they take memory.
+    turn: Arc<Semaphore>,
     /// When the recording that was begun last ends at the latest.
     until: Mutex<Instant>,
 }
@@ -28,25 +31,28 @@ impl Traces {
         Self {
             trace,
             process,
+            turn: Arc::new(Semaphore::new(1)),
             until: Mutex::new(Instant::now()),
         }
     }
 
-    /// Begins a recording that its caller ends after `seconds` seconds, or before.
+    /// Begins a recording that its caller ends after `seconds` seconds, or before. Its turn is over when the caller drops it,
+    /// once its events are sent.
     ///
     /// # Errors
     /// A time out of range, or a recording that runs.
-    pub(super) fn begin(&self, seconds: u32) -> Result<Recording, Status> {
+    pub(super) fn begin(&self, seconds: u32) -> Result<(Recording, OwnedSemaphorePermit), Status> {
         if !(1..=MAX_SECONDS).contains(&seconds) {
             return Err(Status::invalid_argument(format!(
                 "a trace of {seconds} seconds was asked for\n  ask for 1 to {MAX_SECONDS}"
             )));
         }
         let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.trace.begin(KEPT_EVENTS) {
-            Some(recording) => {
+        let turn = Arc::clone(&self.turn).try_acquire_owned().ok();
+        match turn.and_then(|turn| Some((self.trace.begin(KEPT_EVENTS)?, turn))) {
+            Some(begun) => {
                 *until = Instant::now() + Duration::from_secs(seconds.into());
-                Ok(recording)
+                Ok(begun)
             }
             None => {
                 let left = until.saturating_duration_since(Instant::now());

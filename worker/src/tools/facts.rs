@@ -116,11 +116,20 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
     let modules = Model::<CpuBackend>::modules(config)?;
     let mut bytes = ModuleBytes::default();
     let mut layer_bytes: BTreeMap<u32, u64> = BTreeMap::new();
+    let (mut largest_dense_module_bytes, mut largest_expert_bytes) = (0, 0);
     let mut parameters = Parameters::default();
     let mut stored: BTreeMap<&'static str, u64> = BTreeMap::new();
     for module in &modules {
         let size = module_bytes(module, checkpoint, &mut stored)?;
         *class(&mut bytes, module.id) += size;
+        let largest_bytes = match module.id {
+            ModuleId::Attention(_) | ModuleId::DenseFfn(_) | ModuleId::SharedExpert(_) => {
+                &mut largest_dense_module_bytes
+            }
+            ModuleId::Expert(..) => &mut largest_expert_bytes,
+            ModuleId::Embedding | ModuleId::Router(_) | ModuleId::Head => &mut 0,
+        };
+        *largest_bytes = size.max(*largest_bytes);
         if let Some(layer) = layer(module.id) {
             *layer_bytes.entry(layer).or_default() += size;
         }
@@ -136,6 +145,7 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
     if config.tie_word_embeddings {
         // One table serves both; the head reads all of it at every step.
         bytes.embedding = 0;
+        parameters.all -= std::mem::take(&mut parameters.embedding);
     }
     let (heads, kv) = kv_shape(&config.attention);
     Ok(ModelFacts {
@@ -155,6 +165,8 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
         kv,
         bytes,
         largest_layer_bytes: layer_bytes.values().copied().max().unwrap_or_default(),
+        largest_dense_module_bytes,
+        largest_expert_bytes,
     })
 }
 

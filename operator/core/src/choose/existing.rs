@@ -96,6 +96,8 @@ fn work(plan: &InferencePlanSpec) -> InferencePlanSpec {
     };
     for rank in &mut plan.ranks {
         rank.predicted = None;
+        // It says what `gpu_memory_bytes` is for.
+        rank.device_memory = None;
     }
     plan
 }

@@ -4,7 +4,8 @@ mod experts;
 mod gpus;
 
 use hearth_crds::{
-    NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode, format_bytes,
+    NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode,
+    STREAMED_DENSE_VERSION, format_bytes,
 };
 
 use crate::cpus::{CpuLack, core_count, format_cpu_list};
@@ -77,9 +78,16 @@ fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
     }
 }
 
-/// Warns of nodes that were busy while they were measured.
+/// Warns of nodes that were busy while they were measured, and of those whose workers are of an earlier version.
 fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
+    let is_moe = draft.demand.facts.experts > 0;
     for node in draft.nodes {
+        if is_moe && !node.gpus.is_empty() && node.reads_up_to() < STREAMED_DENSE_VERSION {
+            why.push(format!(
+                "warning: the workers' image, as the agent of {} has it, is of an earlier version: dense modules that stream, and experts that exceed memory beside a GPU, are not planned",
+                node.node
+            ));
+        }
         if let Some(percent) = node.busy_percent {
             why.push(format!(
                 "warning: other programs had {percent} % of the CPUs of {} while it was measured: predictions for it are too slow",

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use hearth_crds::{
     ComputeCapability, ComputeProfile, CpuProfile, DiskProfile, GpuProfile,
     InferenceDeploymentSpec, IsaProfile, MemoryProfile, NodeProfileStatus, NumaNodeProfile,
+    READER_VERSION,
 };
 use hearth_crds::{KvShape, ModelFacts, ModuleBytes};
 use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanInput};
@@ -86,6 +87,7 @@ impl Machine {
             links: Vec::new(),
             measured_at: "2026-11-20T12:00:00Z".into(),
             busy_percent: None,
+            reader_version: Some(READER_VERSION),
         }
     }
 }
@@ -185,6 +187,8 @@ pub fn demo_model() -> ModelFacts {
             head: MIB / 2,
         },
         largest_layer_bytes: MIB,
+        largest_dense_module_bytes: 0,
+        largest_expert_bytes: 0,
     }
 }
 
@@ -219,6 +223,8 @@ pub fn qwen3_30b() -> ModelFacts {
             head: 594 * MIB,
         },
         largest_layer_bytes: 600 * MIB,
+        largest_dense_module_bytes: 0,
+        largest_expert_bytes: 0,
     }
 }
 
@@ -255,6 +261,8 @@ pub fn deepseek_v3() -> ModelFacts {
             head: 1853 * MB,
         },
         largest_layer_bytes: (187 + 44 + 4 + 256 * 44) * MB,
+        largest_dense_module_bytes: 0,
+        largest_expert_bytes: 0,
     }
 }
 
@@ -289,6 +297,8 @@ pub fn dense_1_7b() -> ModelFacts {
             head: 594 * MIB,
         },
         largest_layer_bytes: 100 * MIB,
+        largest_dense_module_bytes: 0,
+        largest_expert_bytes: 0,
     }
 }
 

@@ -270,12 +270,12 @@ impl Job {
     ) -> Result<Vec<f32>, ModelError> {
         let started = Instant::now();
         let rows = self.rows();
-        residency.announce(self.chosen.ids());
         let mut check = || match self.is_given_up.load(Ordering::Relaxed) {
             true => Err(ModelError::GivenUp),
             false => Ok(()),
         };
         check()?;
+        residency.announce(self.chosen.ids());
         let mut x = host.upload(rows, self.hidden, &self.x)?;
         if let Some(inputs) = &self.inputs {
             x = host.rows(&x, inputs)?;

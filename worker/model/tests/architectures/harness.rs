@@ -107,8 +107,10 @@ pub(crate) struct AtHand {
 impl AtHand {
     /// Creates a policy that holds at most `group` experts at once.
     pub(crate) fn new(golden: &Golden, backend: &CpuBackend, group: usize) -> Self {
+        let mut matrices = HashMap::new();
         let load = |spec: &_| {
-            let weights = ModuleWeights::load(spec, &golden.checkpoint, backend).unwrap();
+            let weights =
+                ModuleWeights::load(spec, &golden.checkpoint, backend, &mut matrices).unwrap();
             (weights.id(), Arc::new(weights))
         };
         Self {

@@ -1,6 +1,6 @@
 //! A forward pass's calls to the residency policy and its observer, and the inputs that it rejects.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use hearth_formats::Checkpoint;
 use hearth_kernels::{CpuBackend, CpuKv, CpuTensor, Isa, KvDType, Span};
@@ -101,7 +101,12 @@ fn a_missing_tensor_is_named() {
     let load = |config, checkpoint: &Checkpoint, id| {
         let specs = modules(config).unwrap();
         let spec = specs.iter().find(|s| s.id == id).unwrap();
-        let loaded = ModuleWeights::<CpuBackend>::load(spec, checkpoint, runner.model.backend());
+        let loaded = ModuleWeights::<CpuBackend>::load(
+            spec,
+            checkpoint,
+            runner.model.backend(),
+            &mut HashMap::new(),
+        );
         loaded.err().unwrap().to_string()
     };
     let message = load(&other.config, &golden.checkpoint, ModuleId::Attention(0));

@@ -30,13 +30,17 @@ passes_s() { # WAY TOKENS: of one token each, from files that are not in the pag
     local begin=$EPOCHREALTIME
     bash -c 'echo $$ >"$1/cgroup.procs"; shift; exec "$@"' bash "$group" "$bin/hearth-worker" logits --tokens "$2" --chunk 1 \
         --out "$work/logits" --model "$work/model" --device virtual:memory=512Mi --residency host-experts \
-        --residency-budget $((budget_mib << 20)) --expert-reads "$1" >/dev/null 2>&1
+        --residency-budget $((budget_mib << 20)) --expert-reads "$1" >"$work/log" 2>&1 || {
+        tail -n 3 "$work/log" >&2
+        echo "$1 failed: LIMIT_MIB holds the budget, the device's 512 MiB and the process" >&2
+        return 1
+    }
     awk -v a="$begin" -v b="$EPOCHREALTIME" 'BEGIN { print b - a }'
 }
 step_ms() { # WAY: of the tokens after the first
     local first all
-    first=$(passes_s "$1" 5)
-    all=$(passes_s "$1" "$ids")
+    first=$(passes_s "$1" 5) || return 1
+    all=$(passes_s "$1" "$ids") || return 1
     awk -v first="$first" -v all="$all" 'BEGIN { print (all - first) / 127 * 1e3 }'
 }
 

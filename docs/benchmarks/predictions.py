@@ -31,6 +31,10 @@ def streamed():
         yield dict(copy=copy, compute="2TFLOPS", ring=16, tokens=2048)
     yield dict(copy="4GB/s", compute="4TFLOPS", launch="50us", ring=64, tokens=1024)
     yield dict(copy="4GB/s", compute="4TFLOPS", read="20GB/s", ring=64, tokens=1024)
+    # Dense modules with them.
+    for compute in ("0.5TFLOPS", "1.25TFLOPS", "4TFLOPS"):
+        for ring in (64, 8):
+            yield dict(copy="1GB/s", compute=compute, ring=ring, tokens=2048, streams_dense=True)
 
 
 def chunked():
@@ -74,6 +78,7 @@ def options(cell):
         words += ["--dual-batch"]
     if "ring" in cell:
         words += ["--residency", "stream-loading", "--ring-slots", str(cell["ring"])]
+        words += ["--stream-dense"] if cell.get("streams_dense") else []
     if "tokens" in cell:
         return words + ["--prefill", str(cell["tokens"]), "--chunk", str(cell.get("chunk", cell["tokens"])), "--decode", "1"]
     steps = 120 if cell.get("cache") else 10
@@ -99,8 +104,12 @@ def main():
     parser.add_argument("--out", default="operator/planner/tests/measured.json")
     parser.add_argument("--stretch", type=float, default=10, help="of prompts; of steps four times that, with a cache ten times: threads of the host wait for each other there")
     parser.add_argument("--tries", type=int, default=4)
+    parser.add_argument("--more", action="store_true", help="measure only cells that FILE of --out does not have, and add them")
     args = parser.parse_args()
     facts, rates, cells, left_out = {}, {}, [], 0
+    if args.more:
+        kept = json.loads(Path(args.out).read_text())
+        rates, cells = kept["rates"], kept["cells"]
     for model in (SMALL, DEEP):
         path = Path(args.directory) / model
         if not (path / "config.json").exists():
@@ -112,6 +121,10 @@ def main():
         model = cell.setdefault("model", SMALL)
         words = options(cell)
         key = f"{words[1]} {cell.get('host', '')}"
+        names = ("ring", "streams_dense", "tokens", "chunk", "batch", "context", "dual", "cache")
+        of_cell = {"model": model, "rates": key, **{name: cell[name] for name in names if name in cell}}
+        if any({**known, "measured_ms": 0} == {**of_cell, "measured_ms": 0} for known in cells):
+            continue
         stretch = f",stretch={args.stretch * (1 if 'tokens' in cell else 10 if 'cache' in cell else 4)}"
         words[1] += stretch
         if "--host" in words:
@@ -130,9 +143,7 @@ def main():
         if is_void:
             left_out += 1
             continue
-        names = ("ring", "tokens", "chunk", "batch", "context", "dual", "cache")
-        of_cell = {name: cell[name] for name in names if name in cell}
-        cells.append({"model": model, "rates": key, **of_cell, "measured_ms": round(took_ms, 4)})
+        cells.append({**of_cell, "measured_ms": round(took_ms, 4)})
     Path(args.out).write_text(json.dumps({"facts": facts, "rates": rates, "cells": cells}, indent=1) + "\n")
     print(f"{len(cells)} cells in {args.out}, {left_out} left out", file=sys.stderr)
 

@@ -10,10 +10,9 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use bytes::Bytes;
 use hearth_formats::Checkpoint;
 use hearth_kernels::{Backend, HostMatrix};
 use hearth_model::{
@@ -21,14 +20,18 @@ use hearth_model::{
     TensorShape, TensorSpec,
 };
 
+use self::buffers::{ALIGN_BYTES, Buffer, Buffers};
 use crate::loader::{Loader, Loading, Shared};
 use crate::mmap_prefetch::{check_budget, kind};
 use crate::window::{Action, Index, Kind, Window};
 
+mod buffers;
+mod rates;
+
+pub use rates::{ReadRates, read_rates};
+
 /// Reads at a time: one alone leaves the disk idle while it is prepared.
 const READERS: usize = 4;
-/// Alignment of direct reads in files and memory, on all common file systems.
-const ALIGN_BYTES: usize = 4096;
 /// Parts of an expert that are so close in a file are read at once, with what is between them.
 const JOINED_BYTES: u64 = 64 << 10;
 
@@ -202,7 +205,9 @@ impl<B: Backend> Residency<B> for DirectExperts<B> {
                 Place::Failed(_) => {
                     let failed = std::mem::replace(&mut state.places[index], Place::Absent);
                     let actions = state.window.release(index);
-                    state.window.forget(index);
+                    if !state.window.is_held(index) {
+                        state.window.forget(index);
+                    }
                     reading.carry_out(&mut state, &actions);
                     if let Place::Failed(error) = failed {
                         return Err(error);
@@ -254,6 +259,12 @@ impl<B: Backend> Residency<B> for DirectExperts<B> {
     }
 }
 
+impl<B: Backend> Drop for DirectExperts<B> {
+    fn drop(&mut self) {
+        self.loader.buffers.end();
+    }
+}
+
 impl<B: Backend> Loading for Reading<B> {
     type State = State<B>;
     type Task = Index;
@@ -269,12 +280,20 @@ impl<B: Backend> Loading for Reading<B> {
     }
 
     fn load(&self, index: Index) {
-        let loaded = self.read(&self.experts[index]);
+        let loaded = self.buffer(index).and_then(|buffer| match buffer {
+            Some(buffer) => self.read(&self.experts[index], buffer).map(Some),
+            None => Ok(None),
+        });
         let mut state = self.shared.lock();
         let is_wanted = matches!(state.places[index], Place::Reading { is_wanted: true });
         state.places[index] = match loaded {
             _ if !is_wanted => Place::Absent,
-            Ok(weights) => Place::Loaded(Arc::new(weights)),
+            Ok(Some(weights)) => Place::Loaded(Arc::new(weights)),
+            // It was wanted again meanwhile.
+            Ok(None) => {
+                state.wanted.push_front(index);
+                Place::Wanted
+            }
             Err(error) if state.window.is_held(index) => Place::Failed(error),
             // Nobody waits for it, and the next who does tries again.
             Err(_) => {
@@ -332,32 +351,44 @@ impl<B: Backend> Reading<B> {
         }
     }
 
-    /// Reads an expert into a buffer.
-    fn read(&self, expert: &Expert<B>) -> Result<ModuleWeights<B>, ResidencyError> {
+    /// A buffer for an expert; `None` if nobody wants it any more.
+    fn buffer(&self, index: Index) -> Result<Option<Buffer>, ResidencyError> {
         let buffer = self.buffers.take();
-        let mut buffer = buffer.map_err(|source| ResidencyError::System {
-            what: format!(
-                "allocate {} bytes for {}",
-                self.buffers.buffer_bytes, expert.id
-            ),
+        let buffer = buffer.map_err(|source| ResidencyError::System {
+            what: format!("allocate memory for {}", self.experts[index].id),
             source,
             remedy: "use a smaller --residency-budget (in a plan: plan again).",
         })?;
-        for piece in &expert.pieces {
-            let room = &mut buffer.bytes_mut()[piece.at..piece.at + piece.len];
-            read_piece(&self.files[piece.file], piece, room).map_err(|source| {
-                ResidencyError::System {
-                    what: format!("read {} from its file", expert.id),
-                    source,
-                    remedy: "check the disk and the file: it was truncated, or cannot be read.",
-                }
-            })?;
+        let Some(buffer) = buffer else {
+            return Ok(None);
+        };
+        let state = self.shared.lock();
+        let is_wanted = matches!(state.places[index], Place::Reading { is_wanted: true });
+        drop(state);
+        if is_wanted {
+            return Ok(Some(buffer));
         }
-        self.loaded_bytes.fetch_add(expert.bytes, Ordering::Relaxed);
-        let lent = Bytes::from_owner(Lent {
-            buffer,
-            home: Arc::clone(&self.buffers),
+        self.buffers.give_back(buffer);
+        Ok(None)
+    }
+
+    /// Reads an expert into a buffer.
+    fn read(
+        &self,
+        expert: &Expert<B>,
+        mut buffer: Buffer,
+    ) -> Result<ModuleWeights<B>, ResidencyError> {
+        let read = expert.pieces.iter().try_for_each(|piece| {
+            let room = &mut buffer.bytes_mut()[piece.at..piece.at + piece.len];
+            read_piece(&self.files[piece.file], piece, room)
         });
+        let lent = Buffers::lend(&self.buffers, buffer);
+        read.map_err(|source| ResidencyError::System {
+            what: format!("read {} from its file", expert.id),
+            source,
+            remedy: "check the disk and the file: it was truncated, or cannot be read.",
+        })?;
+        self.loaded_bytes.fetch_add(expert.bytes, Ordering::Relaxed);
         let weight = |matrix: &Matrix| {
             let data = lent.slice(matrix.at..matrix.at + matrix.mapped.size_bytes());
             let host = matrix.mapped.with_data(data)?;
@@ -452,124 +483,5 @@ impl<B: Backend> Expert<B> {
 
     fn buffer_bytes(&self) -> usize {
         self.pieces.last().map_or(0, |piece| piece.at + piece.len)
-    }
-}
-
-/// Buffers of one size that are used again.
-struct Buffers {
-    buffer_bytes: usize,
-    state: Mutex<BuffersState>,
-    given_back: Condvar,
-}
-
-struct BuffersState {
-    free: Vec<Buffer>,
-    made: usize,
-    /// No more than so many are made.
-    most: usize,
-}
-
-impl Buffers {
-    fn new(buffer_bytes: usize, most: usize) -> Self {
-        let state = BuffersState {
-            free: Vec::new(),
-            made: 0,
-            most,
-        };
-        Self {
-            buffer_bytes,
-            state: Mutex::new(state),
-            given_back: Condvar::new(),
-        }
-    }
-
-    /// A buffer; waits until one is given back if there are as many as there may be. The window has let another expert go
-    /// for the one that this is for, whose buffer is on its way: under a read that nobody wants any more, or a guard that is
-    /// being dropped.
-    fn take(&self) -> io::Result<Buffer> {
-        let mut state = self.lock();
-        loop {
-            if let Some(buffer) = state.free.pop() {
-                return Ok(buffer);
-            }
-            if state.made < state.most {
-                let buffer = Buffer::new(self.buffer_bytes)?;
-                state.made += 1;
-                return Ok(buffer);
-            }
-            let woken = self.given_back.wait(state);
-            state = woken.unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn give_back(&self, buffer: Buffer) {
-        self.lock().free.push(buffer);
-        self.given_back.notify_one();
-    }
-
-    /// Allows buffers for so many bytes of experts, and more than before if need be.
-    fn have(&self, bytes: u64) {
-        let count = bytes / self.buffer_bytes.max(1) as u64;
-        let mut state = self.lock();
-        if count as usize > state.most {
-            state.most = count as usize;
-            self.given_back.notify_all();
-        }
-    }
-
-    /// Bytes of all of them.
-    fn bytes(&self) -> u64 {
-        (self.lock().made * self.buffer_bytes) as u64
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BuffersState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Memory that direct reads may write to.
-#[derive(Default)]
-struct Buffer {
-    memory: Vec<u8>,
-    first: usize,
-    len: usize,
-}
-
-impl Buffer {
-    /// Of so many bytes, of which the last [`ALIGN_BYTES`] or fewer cannot be used.
-    fn new(bytes: usize) -> io::Result<Self> {
-        let mut memory = Vec::new();
-        let reserved = memory.try_reserve_exact(bytes);
-        reserved.map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
-        memory.resize(bytes, 0);
-        let first = memory.as_ptr().align_offset(ALIGN_BYTES);
-        let len = bytes.saturating_sub(ALIGN_BYTES);
-        Ok(Self { memory, first, len })
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.memory[self.first..self.first + self.len]
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.memory[self.first..self.first + self.len]
-    }
-}
-
-/// A buffer under the weights that are in it; it goes home with the last of them.
-struct Lent {
-    buffer: Buffer,
-    home: Arc<Buffers>,
-}
-
-impl AsRef<[u8]> for Lent {
-    fn as_ref(&self) -> &[u8] {
-        self.buffer.bytes()
-    }
-}
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        self.home.give_back(std::mem::take(&mut self.buffer));
     }
 }

@@ -31,7 +31,7 @@ mod store;
 mod stream_loading;
 mod window;
 
-pub use direct_experts::{DirectExperts, reads_directly};
+pub use direct_experts::{DirectExperts, ReadRates, read_rates, reads_directly};
 pub use holder::{Held, WeightFile};
 pub use hot_experts::HotExperts;
 pub use mmap_prefetch::{Listener, MmapPrefetch, MmapPrefetchOptions, PrefetchEvent};

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, BlockId, CpuBackend, CpuOptions, KvDType, Span};
 use hearth_model::{Batch, Model, ModuleId, ModuleSpec, Residency, ResidencyError, modules};
-use hearth_residency::{DirectExperts, Resident, reads_directly};
+use hearth_residency::{DirectExperts, Resident, read_rates, reads_directly};
 
 const CASES: [&str; 3] = ["deepseek_v3_fp8", "kimi_k2", "qwen3_moe"];
 const STEPS: usize = 12;
@@ -136,6 +136,19 @@ fn experts_read_directly_give_the_same_bits_within_the_budget() {
             );
         }
     }
+}
+
+#[test]
+fn both_ways_of_reading_are_measured() {
+    let Some(files) = Files::of("qwen3_moe") else {
+        return;
+    };
+    let rates = read_rates(&files.checkpoint, &files.experts, &*cpu()).unwrap();
+    assert!(
+        rates.direct_gbps > 0.0 && rates.cached_gbps > 0.0,
+        "{rates:?}"
+    );
+    assert!(rates.direct_gbps.is_finite() && rates.cached_gbps.is_finite());
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use hearth_kernels::CpuBackend;
 use hearth_model::ModuleSpec;
-use hearth_residency::{DirectExperts, reads_directly};
+use hearth_residency::{DirectExperts, ReadRates, read_rates, reads_directly};
 
 use super::files::{Files, Policy};
 use crate::cli::ExpertReadsArg;
@@ -19,9 +19,22 @@ pub(crate) struct ExpertBudget {
     pub(crate) reads: ExpertReadsArg,
 }
 
+/// How much faster direct reads must be: what the page cache keeps beyond the budget need not be read again.
+const LEAST_GAIN: f64 = 1.25;
+
+/// Whether direct reads are faster by enough; tells the rates.
+fn is_faster(rates: ReadRates) -> bool {
+    let ReadRates {
+        direct_gbps,
+        cached_gbps,
+    } = rates;
+    tracing::info!(direct_gbps, cached_gbps, "reads of experts are measured");
+    direct_gbps > LEAST_GAIN * cached_gbps
+}
+
 impl Files<'_> {
     /// Reads experts once they are chosen. Where it is not told how: past the page cache if that could not keep the others
-    /// either, and if the file system can.
+    /// either, and is measured to be faster here.
     pub(super) fn within(
         &self,
         host: &Arc<CpuBackend>,
@@ -40,6 +53,7 @@ impl Files<'_> {
                 let available = hearth_profiler::available_memory_bytes(Path::new("/"));
                 available.is_some_and(|available_bytes| available_bytes < expert_bytes)
                     && reads_directly(&self.checkpoint)
+                    && is_faster(read_rates(&self.checkpoint, &experts, &**host)?)
             }
         };
         tracing::info!(

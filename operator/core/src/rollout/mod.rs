@@ -296,11 +296,18 @@ impl<'a> Sorted<'a> {
                 fresh & need.add(amounts, &want.exclusive_cpus, &want.claimed_gpus)
             });
             let old = self.holders().filter(|pod| node_of(pod) == node);
+            let mut held_gpus = 0;
             let fresh = old.fold(fresh, |fresh, pod| {
                 let amounts = Requests::new(pod.cpu_millis, pod.memory_bytes, pod.gpus);
+                held_gpus += pod.gpus;
                 fresh & need.add(amounts, &pod.exclusive_cpus, &pod.claimed_gpus)
             });
-            fresh && need.is_within(room)
+            // While a device plugin restarts, its kubelet offers none, and Pods keep theirs.
+            let room = Requests {
+                gpus: room.gpus.max(held_gpus),
+                ..*room
+            };
+            fresh && need.is_within(&room)
         })
     }
 

@@ -128,6 +128,20 @@ fn one_gpu_forces_old_down_first() {
     assert_eq!(modes[0], Mode::OldDownFirst);
 }
 
+/// A device plugin that restarts: what has a GPU keeps it, and the rest is replaced beside it.
+#[test]
+fn gpus_that_are_not_offered_for_a_while_end_no_pod_that_has_one() {
+    let (mut old, mut new) = (plan("a", "a"), plan("b", "a"));
+    (old[1].gpus, new[1].gpus) = (1, 1);
+    let mut sim = running(5000, &old);
+    for room in sim.rooms.values_mut() {
+        room.gpus = 0;
+    }
+    let modes = sim.settle(&new, |sim, _| assert!(sim.open_gateways().next().is_some()));
+    assert_eq!(modes[0], Mode::Surge);
+    assert!(sim.serves(&new));
+}
+
 #[test]
 fn the_same_exclusive_cpus_force_old_down_first() {
     let (mut old, mut new) = (plan("a", "a"), plan("b", "b"));

@@ -10,11 +10,12 @@ use hearth_kernels::trace::{Recorded, TraceEvent, TraceLane};
 use serde_json::{Value, json};
 
 /// Lanes from top to bottom.
-const LANES: [(TraceLane, &str); 5] = [
+const LANES: [(TraceLane, &str); 6] = [
     (TraceLane::Host, "host"),
     (TraceLane::Modules, "modules"),
     (TraceLane::Copy, "copy"),
     (TraceLane::Compute, "compute"),
+    (TraceLane::KvExport, "kv export"),
     (TraceLane::HostExperts, "host experts"),
 ];
 
@@ -141,7 +142,11 @@ fn object(process: &TracedProcess, event: &TraceEvent) -> Value {
         TraceLane::Modules => {
             json!({ "ph": "i", "s": "t", "name": event.name, "pid": pid, "tid": tid, "ts": begin_us })
         }
-        TraceLane::Host | TraceLane::Copy | TraceLane::Compute | TraceLane::HostExperts => {
+        TraceLane::Host
+        | TraceLane::Copy
+        | TraceLane::Compute
+        | TraceLane::KvExport
+        | TraceLane::HostExperts => {
             let took_us = event.end_ns.saturating_sub(event.begin_ns) as f64 / 1e3;
             json!({ "ph": "X", "name": event.name, "pid": pid, "tid": tid, "ts": begin_us, "dur": took_us })
         }

@@ -17,6 +17,8 @@ pub enum TraceLane {
     Compute,
     /// Copies to the device.
     Copy,
+    /// Copies of stored KV to the host.
+    KvExport,
     /// What the host waits for: a pass.
     Host,
     /// Routed experts that the host's CPUs compute beside the device.

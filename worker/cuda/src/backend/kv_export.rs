@@ -9,10 +9,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hearth_kernels::KernelError;
+use hearth_kernels::trace::TraceLane;
 
 use crate::driver::sys::{self, CUdeviceptr};
 use crate::driver::{Mark, Marks, Stream, check, fault};
 use crate::memory::{Buffer, Pinned};
+use crate::recorder::Recorder;
 
 /// Gathered bytes on the device that copies may still read, beside the next ones: while some leave, others are gathered.
 const MOST_LEAVING_BYTES: usize = 4 << 20;
@@ -25,6 +27,7 @@ const LEAST_PIECE_BYTES: usize = 64 << 10;
 pub(super) struct KvExport {
     stream: Stream,
     marks: Arc<Marks>,
+    recorder: Arc<Recorder>,
     state: Mutex<State>,
 }
 
@@ -64,10 +67,11 @@ struct Landing {
 }
 
 impl KvExport {
-    pub(super) fn new(stream: Stream, marks: &Arc<Marks>) -> Arc<Self> {
+    pub(super) fn new(stream: Stream, marks: &Arc<Marks>, recorder: &Arc<Recorder>) -> Arc<Self> {
         Arc::new(Self {
             stream,
             marks: Arc::clone(marks),
+            recorder: Arc::clone(recorder),
             state: Mutex::default(),
         })
     }
@@ -166,10 +170,16 @@ impl KvExport {
         from: CUdeviceptr,
         bytes: usize,
     ) -> Result<(), KernelError> {
-        // SAFETY: both ranges are as large, and are used again or freed behind the copy.
-        check("cuMemcpyDtoHAsync", unsafe {
-            sys::cuMemcpyDtoHAsync_v2(host.as_mut_ptr(), from, bytes, self.stream.raw())
-        })
+        let mut copy = || {
+            // SAFETY: both ranges are as large, and are used again or freed behind the copy.
+            check("cuMemcpyDtoHAsync", unsafe {
+                sys::cuMemcpyDtoHAsync_v2(host.as_mut_ptr(), from, bytes, self.stream.raw())
+            })
+        };
+        let lane = (TraceLane::KvExport, &self.stream);
+        let name = || format!("{bytes} bytes").into();
+        let queued = self.recorder.around(lane, name, || copy().map(|()| true));
+        queued.map(|_| ())
     }
 
     /// The smallest unused piece of at least so many bytes, or a new one.

@@ -146,7 +146,7 @@ impl CudaBackend {
             uploader: Uploader::new(Stream::new(&device)?, &files)?,
             loader: Arc::new(Uploader::new(Stream::new(&device)?, &files)?),
             files,
-            kv_export: KvExport::new(Stream::new(&device)?, &marks),
+            kv_export: KvExport::new(Stream::new(&device)?, &marks, &recorder),
             marks,
             recorder,
             device,

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use hearth_kernels::KvDType;
+use hearth_kernels::ops::*;
 use hearth_kernels::trace::{Recorded, Trace, TraceEvent, TraceLane};
+use hearth_kernels::{BlockId, KvDType, KvLayout};
 use hearth_residency::{RingSlots, StreamEvent};
 
 use crate::device::{cpu, gpu, gpu_traced};
@@ -89,6 +90,42 @@ fn assert_modules(recorded: &Recorded, copies: &[&TraceEvent]) {
     }
     assert!(before <= SLOTS, "{before} came before the recording");
     assert!(offs > 20, "{offs} experts were let go");
+}
+
+#[test]
+fn kv_that_leaves_is_seen_beside_what_is_computed() {
+    let trace = Arc::new(Trace::new());
+    let gpu = gpu_traced(&trace);
+    let layout = KvLayout {
+        layers: 2,
+        block_tokens: 16,
+        kv_heads: 2,
+        k_dim: 64,
+        v_dim: 64,
+        value_in_key: false,
+        dtype: KvDType::Bf16,
+    };
+    let blocks = [BlockId(0), BlockId(1)];
+    let mut kv = gpu.kv_alloc(layout, blocks.len()).unwrap();
+    let bytes: Vec<u8> = (0..32 * layout.token_layer_bytes())
+        .map(|n| n as u8)
+        .collect();
+    gpu.kv_write(&mut kv, 1, &blocks, 0, &bytes).unwrap();
+    let recording = trace.begin(usize::MAX).unwrap();
+    let begin = |_| gpu.kv_read_begin(&kv, 1, &blocks, 0, 32).unwrap();
+    for copy in (0..3).map(begin).collect::<Vec<_>>() {
+        gpu.kv_read_wait(&copy).unwrap();
+        assert!(gpu.kv_read_end(copy).unwrap() == bytes);
+    }
+    let recorded = recording.end();
+    let exported = of(&recorded, TraceLane::KvExport);
+    assert_eq!(exported.len(), 3, "{exported:?}");
+    assert_in_turn(&exported);
+    let name = format!("{} bytes", bytes.len());
+    assert!(
+        exported.iter().all(|event| event.name == name),
+        "{exported:?}"
+    );
 }
 
 #[test]

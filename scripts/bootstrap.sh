@@ -112,7 +112,10 @@ if ! is_cargo_usable; then
     [ -z "${cargo_version:-}" ] ||
         say "$(command -v cargo) is $cargo_version, and Hearth needs Rust $oldest_rust or newer"
     say "installing Rust by rustup for $(id -un)"
-    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | RUSTUP_INIT_SKIP_PATH_CHECK=yes sh -s -- -y --profile minimal --default-toolchain none >&2
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | RUSTUP_INIT_SKIP_PATH_CHECK=yes sh -s -- -y --profile minimal --default-toolchain none >&2 || {
+        say "rustup could not be installed: connect to the internet, or install Rust $oldest_rust or newer yourself, and run this again"
+        exit 1
+    }
 fi
 if command -v rustup >/dev/null && ! cargo --version >/dev/null 2>&1; then
     say "installing the toolchain that rust-toolchain.toml names"

@@ -4,7 +4,9 @@
 
 mod support;
 
-use hearth_crds::{InferencePlanSpec, NodeProfileStatus, PlanRank, ResidencyPolicy};
+use hearth_crds::{
+    InferencePlanSpec, NodeProfileStatus, PlanRank, READER_VERSION, ResidencyPolicy,
+};
 use hearth_planner::{PlanError, plan};
 use support::{GIB, laptop, plan_input_here, qwen3_30b};
 
@@ -72,6 +74,21 @@ fn experts_that_exceed_memory_are_read_from_the_disk_within_what_the_node_has() 
     assert_eq!(residency.host_budget_bytes, None);
     assert!(all.predicted.tpot_ms < before_ms);
     assert_eq!(all.min_version, 2);
+}
+
+/// Agents have the workers' image: a plan that it cannot read is not made.
+#[test]
+fn workers_of_an_earlier_version_get_no_budget_for_experts() {
+    let of = |reader_version| {
+        let mut machine = laptop(24 * GIB);
+        machine.disks[0].read_gbps = 7.0;
+        machine.reader_version = reader_version;
+        planned(CHUNKED, machine).unwrap()
+    };
+    let has_budget = |plan: &InferencePlanSpec| plan.ranks.iter().any(PlanRank::has_expert_budget);
+    assert!(has_budget(&of(Some(READER_VERSION))));
+    let old = of(None);
+    assert!(!has_budget(&old) && old.min_version < READER_VERSION);
 }
 
 #[test]

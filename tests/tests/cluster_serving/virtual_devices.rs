@@ -221,8 +221,8 @@ fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
 /// A trace from within the container has what both of its workers compute.
 fn are_traced(cluster: &Cluster, pod: &Value) {
     let name = pod["metadata"]["name"].as_str().expect("a name");
-    let words = ["exec", name, "--", "hearth-worker", "trace", "--seconds"];
-    let trace = cluster.kubectl(&[&words[..], &["2"]].concat());
+    let seconds = "--seconds=2";
+    let trace = cluster.kubectl(&["exec", name, "--", "hearth-worker", "trace", seconds]);
     let trace: Value = serde_json::from_str(&trace).expect("a trace");
     let events = trace["traceEvents"].as_array().expect("events");
     for rank in ["prefill-0", "decode-0"] {

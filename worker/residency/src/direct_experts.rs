@@ -21,6 +21,7 @@ use hearth_model::{
 };
 
 use self::buffers::{ALIGN_BYTES, Buffer, Buffers};
+use crate::host_module::vector;
 use crate::loader::{Loader, Loading, Shared};
 use crate::mmap_prefetch::{check_budget, kind};
 use crate::window::{Action, Index, Kind, Window};
@@ -196,7 +197,7 @@ impl<B: Backend> Residency<B> for DirectExperts<B> {
         let mut state = reading.shared.lock();
         let actions = state.window.acquire(index);
         // What is in use cannot be let go.
-        reading.buffers.have(state.window.held_bytes());
+        reading.buffers.allow(state.window.held_bytes());
         reading.carry_out(&mut state, &actions);
         let weights = loop {
             match &mut state.places[index] {
@@ -437,11 +438,7 @@ impl<B: Backend> Expert<B> {
                     }
                 }
                 TensorShape::Vector { len } => {
-                    let vector = backend.vector(&checkpoint.vector(name, len)?);
-                    let vector = vector.map_err(|source| ResidencyError::Kernel {
-                        module: spec.id,
-                        source,
-                    })?;
+                    let vector = vector((spec.id, name, len), checkpoint, backend)?;
                     vectors.push((*field, vector));
                 }
             }

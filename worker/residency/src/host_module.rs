@@ -25,6 +25,16 @@ pub(crate) struct Streamed<B: Backend + LoadOps> {
     pub(crate) copied: B::Mark,
 }
 
+/// A vector of a module, which stays where the backend computes.
+pub(crate) fn vector<B: Backend>(
+    (module, name, len): (ModuleId, &str, usize),
+    checkpoint: &Checkpoint,
+    backend: &B,
+) -> Result<B::Vector, ResidencyError> {
+    let vector = backend.vector(&checkpoint.vector(name, len)?);
+    vector.map_err(|source| ResidencyError::Kernel { module, source })
+}
+
 impl<B: Backend + LoadOps> HostModule<B> {
     /// Finds the matrices in the mapped files, and copies the vectors to the device.
     pub(crate) fn new(
@@ -40,11 +50,7 @@ impl<B: Backend + LoadOps> HostModule<B> {
                     matrices.push((*field, checkpoint.matrix(name, rows, cols)?));
                 }
                 TensorShape::Vector { len } => {
-                    let vector = backend.vector(&checkpoint.vector(name, len)?);
-                    let vector = vector.map_err(|source| ResidencyError::Kernel {
-                        module: spec.id,
-                        source,
-                    })?;
+                    let vector = vector((spec.id, name, len), checkpoint, backend)?;
                     vectors.push((*field, vector));
                     vector_bytes += checkpoint.stored_bytes(name).unwrap_or(0);
                 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use hearth_kernels::CpuBackend;
-use hearth_model::ModuleSpec;
+use hearth_model::{ModuleSpec, ResidencyError};
 use hearth_residency::{DirectExperts, ReadRates, read_rates, reads_directly};
 
 use super::files::{Files, Policy};
@@ -22,14 +22,21 @@ pub(crate) struct ExpertBudget {
 /// How much faster direct reads must be: what the page cache keeps beyond the budget need not be read again.
 const LEAST_GAIN: f64 = 1.25;
 
-/// Whether direct reads are faster by enough; tells the rates.
-fn is_faster(rates: ReadRates) -> bool {
-    let ReadRates {
-        direct_gbps,
-        cached_gbps,
-    } = rates;
-    tracing::info!(direct_gbps, cached_gbps, "reads of experts are measured");
-    direct_gbps > LEAST_GAIN * cached_gbps
+/// Whether direct reads are faster by enough; tells the rates. What cannot be measured is not.
+fn is_faster(rates: Result<ReadRates, ResidencyError>) -> bool {
+    match rates {
+        Ok(ReadRates {
+            direct_gbps,
+            cached_gbps,
+        }) => {
+            tracing::info!(direct_gbps, cached_gbps, "reads of experts are measured");
+            direct_gbps > LEAST_GAIN * cached_gbps
+        }
+        Err(error) => {
+            tracing::warn!("experts are read through the page cache: {error}");
+            false
+        }
+    }
 }
 
 impl Files<'_> {
@@ -53,7 +60,7 @@ impl Files<'_> {
                 let available = hearth_profiler::available_memory_bytes(Path::new("/"));
                 available.is_some_and(|available_bytes| available_bytes < expert_bytes)
                     && reads_directly(&self.checkpoint)
-                    && is_faster(read_rates(&self.checkpoint, &experts, &**host)?)
+                    && is_faster(read_rates(&self.checkpoint, &experts, &**host))
             }
         };
         tracing::info!(

@@ -236,7 +236,6 @@ impl Files<'_> {
         let (experts, dense) = self.modules.iter().cloned().partition(is_expert);
         let residency = self.keep(&backend, dense, ResidentOptions::default(), &mut *progress)?;
         let cache = cache(&self, &backend)?;
-        let trace = self.trace.clone();
         match host {
             HostOptions::Cpu(options) => {
                 let resident = ResidentOptions {
@@ -248,12 +247,9 @@ impl Files<'_> {
                     Some(budget) => self.within(&host, experts, budget)?,
                     None => self.keep(&host, experts, resident, progress)?,
                 };
-                let loaded = self.model(backend, residency)?;
-                let beside = Arc::clone(&host);
+                let loaded =
+                    self.beside(Arc::clone(&host), experts, cache, (backend, residency))?;
                 Ok(LoadedOn {
-                    model: loaded
-                        .model
-                        .with_host_experts(beside, experts, cache, trace)?,
                     host: Some(host),
                     ..loaded
                 })
@@ -261,17 +257,31 @@ impl Files<'_> {
             HostOptions::Modelled(options) => {
                 let host = Arc::new(VirtualBackend::new(options)?);
                 let experts = self.keep(&host, experts, ResidentOptions::default(), progress)?;
-                let loaded = self.model(backend, residency)?;
-                let beside = Arc::clone(&host);
+                let loaded =
+                    self.beside(Arc::clone(&host), experts, cache, (backend, residency))?;
                 Ok(LoadedOn {
-                    model: loaded
-                        .model
-                        .with_host_experts(beside, experts, cache, trace)?,
                     modelled_host: Some(host),
                     ..loaded
                 })
             }
         }
+    }
+
+    /// The model on a device, beside a host that computes its experts.
+    fn beside<B: Backend, H: Backend>(
+        self,
+        host: Arc<H>,
+        experts: Arc<dyn Residency<H>>,
+        cache: Option<Arc<dyn ExpertCache<B>>>,
+        (backend, residency): (Arc<B>, Arc<dyn Residency<B>>),
+    ) -> anyhow::Result<LoadedOn<B>> {
+        let trace = self.trace.clone();
+        let loaded = self.model(backend, residency)?;
+        let model = loaded.model.with_host_experts(host, experts, cache, trace);
+        Ok(LoadedOn {
+            model: model?,
+            ..loaded
+        })
     }
 
     /// Adds the remedies that a model with experts has to the error that not all of it fits.

@@ -18,7 +18,8 @@ use hearth_residency::{Placing, RingLength, RingSlots};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
 use hearth_virtual::VirtualOptions;
-use tokio_util::sync::CancellationToken;
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep_until};
 
 use super::binding::Binding;
 use super::control::ControlService;
@@ -136,16 +137,16 @@ async fn serve(
     let grace = Duration::from_secs(u64::from(args.process.grace));
     let engine = worker.engine.clone();
     let ending = health.clone();
-    let drained = CancellationToken::new();
-    let has_drained = drained.clone().drop_guard();
+    let (has_drained, drained) = oneshot::channel();
     let shutdown = async move {
         signals::termination().await;
+        let until = Instant::now() + grace;
         send_report(&WorkerReport::Draining);
         ending.end().await;
         if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
         }
-        drop(has_drained);
+        let _ = has_drained.send(until);
     };
     let options = ServerOptions {
         tls,
@@ -153,20 +154,20 @@ async fn serve(
     };
     tokio::select! {
         served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
-        () = unread(&drained, grace) => Ok(()),
+        () = unread(drained) => Ok(()),
         never = stay_alive() => match never {},
         never = report_streams(&worker.engine) => match never {},
         fault = lasting_fault(&worker.engine, &health) => Err(fault),
     }
 }
 
-/// Returns when callers that do not read to the end what was said to them have had the time that is left of `grace`.
-async fn unread(drained: &CancellationToken, grace: Duration) {
-    signals::termination().await;
-    let told = tokio::time::Instant::now();
-    drained.cancelled().await;
-    let patience = LEAST_UNREAD_PATIENCE.max(grace.saturating_sub(told.elapsed()));
-    tokio::time::sleep(patience).await;
+/// Returns when callers that do not read to the end what was said to them have had their time: `drained` tells, once the
+/// engine has nothing left to do, when the grace period ends.
+async fn unread(drained: oneshot::Receiver<Instant>) {
+    let Ok(until) = drained.await else {
+        return std::future::pending().await;
+    };
+    sleep_until(until.max(Instant::now() + LEAST_UNREAD_PATIENCE)).await;
     tracing::warn!("callers have not read their answers to the end; the worker ends without them");
 }
 

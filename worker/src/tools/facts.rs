@@ -122,14 +122,13 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
     for module in &modules {
         let size = module_bytes(module, checkpoint, &mut stored)?;
         *class(&mut bytes, module.id) += size;
-        let largest_bytes = match module.id {
+        match module.id {
             ModuleId::Attention(_) | ModuleId::DenseFfn(_) | ModuleId::SharedExpert(_) => {
-                &mut largest_dense_module_bytes
+                largest_dense_module_bytes = size.max(largest_dense_module_bytes);
             }
-            ModuleId::Expert(..) => &mut largest_expert_bytes,
-            ModuleId::Embedding | ModuleId::Router(_) | ModuleId::Head => &mut 0,
-        };
-        *largest_bytes = size.max(*largest_bytes);
+            ModuleId::Expert(..) => largest_expert_bytes = size.max(largest_expert_bytes),
+            ModuleId::Embedding | ModuleId::Router(_) | ModuleId::Head => {}
+        }
         if let Some(layer) = layer(module.id) {
             *layer_bytes.entry(layer).or_default() += size;
         }

@@ -119,3 +119,21 @@ pub(crate) fn lost_words(observed: &Observed, node: &str) -> String {
         None => format!("node {node} is gone"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use hearth_crds::PlanDeviceMemory;
+
+    use super::work;
+    use crate::testing::samples;
+
+    #[test]
+    fn what_a_share_of_a_gpu_is_for_is_no_other_work() {
+        let old = samples::plan();
+        let mut new = old.clone();
+        new.ranks[1].device_memory = Some(PlanDeviceMemory::default());
+        assert_eq!(work(&old), work(&new));
+        new.ranks[1].gpu_memory_bytes += 1;
+        assert_ne!(work(&old), work(&new));
+    }
+}

@@ -170,16 +170,16 @@ impl KvExport {
         from: CUdeviceptr,
         bytes: usize,
     ) -> Result<(), KernelError> {
-        let mut copy = || {
+        let lane = (TraceLane::KvExport, &self.stream);
+        let name = || format!("{bytes} bytes").into();
+        let queued = self.recorder.around(lane, name, || {
             // SAFETY: both ranges are as large, and are used again or freed behind the copy.
             check("cuMemcpyDtoHAsync", unsafe {
                 sys::cuMemcpyDtoHAsync_v2(host.as_mut_ptr(), from, bytes, self.stream.raw())
-            })
-        };
-        let lane = (TraceLane::KvExport, &self.stream);
-        let name = || format!("{bytes} bytes").into();
-        let queued = self.recorder.around(lane, name, || copy().map(|()| true));
-        queued.map(|_| ())
+            })?;
+            Ok(true)
+        });
+        queued.map(drop)
     }
 
     /// The smallest unused piece of at least so many bytes, or a new one.

@@ -76,7 +76,7 @@ impl Buffers {
     }
 
     /// Allows buffers for so many bytes of experts, and more than before if need be.
-    pub(super) fn have(&self, bytes: u64) {
+    pub(super) fn allow(&self, bytes: u64) {
         let count = bytes / self.buffer_bytes.max(1) as u64;
         let mut state = self.lock();
         if count as usize > state.most {

@@ -14,7 +14,7 @@ use super::buffers::{ALIGN_BYTES, Buffer};
 use super::{Expert, READERS, open_directly, read_piece};
 use crate::pages;
 
-/// Bytes that are read to measure both ways.
+/// Bytes that are read to measure both ways, unless the fewest groups have more.
 const SAMPLE_BYTES: u64 = 256 << 20;
 /// Rounds of a group of experts by each way, at least.
 const LEAST_ROUNDS: u64 = 2;
@@ -28,7 +28,8 @@ pub struct ReadRates {
     pub cached_gbps: f64,
 }
 
-/// Measures both ways on groups of experts by turns, spread over all of them; takes as long as the disk for some 256 MiB. Pages
+/// Measures both ways on groups of experts by turns, spread over all of them; takes as long as the disk for 256 MiB or 16 experts, whichever
+/// is more. Pages
 /// that other processes have mapped stay, and count as those that the page cache keeps.
 ///
 /// # Errors
@@ -41,7 +42,7 @@ pub fn read_rates<B: Backend>(
     let failed = |source| ResidencyError::System {
         what: "measure reads past the page cache".to_owned(),
         source,
-        remedy: "read through the page cache (--expert-reads cached).",
+        remedy: "check the disk and the files.",
     };
     let files = checkpoint.files().iter();
     let files = files.map(|file| open_directly(&file.path));
@@ -80,12 +81,10 @@ fn sample<'m>(checkpoint: &Checkpoint, modules: &'m [ModuleSpec]) -> Vec<Vec<&'m
 }
 
 fn direct<B: Backend>(files: &[File], experts: &[Expert<B>]) -> io::Result<Duration> {
-    let buffers = experts.iter().map(|expert| {
-        let mut buffer = Buffer::new(expert.buffer_bytes() + ALIGN_BYTES)?;
-        // Its pages are there later on, too: it is used again.
-        buffer.bytes_mut().fill(0);
-        Ok(buffer)
-    });
+    // Written once when they are made, as those that are used again.
+    let buffers = experts
+        .iter()
+        .map(|expert| Buffer::new(expert.buffer_bytes() + ALIGN_BYTES));
     let mut buffers = buffers.collect::<io::Result<Vec<Buffer>>>()?;
     let began = Instant::now();
     std::thread::scope(|scope| {

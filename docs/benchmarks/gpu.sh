@@ -18,6 +18,13 @@ nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,power.li
 cargo build --release -q --bin hearth-worker
 worker=${CARGO_TARGET_DIR:-target}/release/hearth-worker
 cargo bench -p hearth-cuda
+nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
+if [ -n "$nvcc" ]; then
+    "$nvcc" -O3 -arch=native worker/cuda/benches/hand_over.cu -lcuda -o "${CARGO_TARGET_DIR:-target}/hand_over"
+    "${CARGO_TARGET_DIR:-target}/hand_over"
+else
+    echo "SKIPPED: no nvcc, so ways to hand rows to the host were not measured (it comes with the CUDA toolkit)" >&2
+fi
 
 failed=0
 models=$(mktemp -d)
@@ -42,7 +49,8 @@ for name in qwen3-moe deepseek-v3; do
 done
 
 # Layers of DeepSeek-V3's shapes, 11 GiB each with their experts: as many as the free memory and the temporary directory hold,
-# whose prompts stream and whose experts the CPUs compute. --rates prints the device's and the link's own.
+# whose prompts stream and whose experts the CPUs compute, beside the rates of device, link and memory.
+"$worker" profile --json
 free_gib() {
     local memory disk
     memory=$(awk '/^MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo)
@@ -62,11 +70,11 @@ if ((with_experts > 0)); then
     }
     for tokens in 2048 8192 32768; do
         for form in absorbed expanded; do
-            experts --residency stream-loading --mla-form "$form" --prefill "$tokens" --chunk "$tokens" --decode 1 --rates
+            experts --residency stream-loading --mla-form "$form" --prefill "$tokens" --chunk "$tokens" --decode 1
         done
     done
     experts --residency stream-loading --stream-dense --mla-form expanded --prefill 8192 --chunk 8192 --decode 1
-    experts --residency host-experts --prefill 512 --decode 64 --batch 1 --rates
+    experts --residency host-experts --prefill 512 --decode 64 --batch 1
     experts --residency host-experts --prefill 512 --decode 64 --batch 4
     experts --residency host-experts --prefill 512 --decode 64 --batch 4 --dual-batch
     experts --residency host-experts --prefill 512 --decode 64 --batch 1 --cache-slots 64

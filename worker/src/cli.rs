@@ -246,7 +246,7 @@ impl GpuArgs {
 /// Where the compiler of kernels lies.
 #[derive(Args, Clone)]
 pub(crate) struct NvrtcArgs {
-    /// Directory with libnvrtc.so.12, if the system does not find it (default: ~/.cache/hearth/nvrtc)
+    /// Directory with libnvrtc.so.12 (or 13, for drivers from 580 on), if the system does not find it (default: ~/.cache/hearth/nvrtc)
     #[arg(long, value_name = "DIR", env = "HEARTH_NVRTC")]
     nvrtc: Option<PathBuf>,
 }

@@ -2,7 +2,8 @@
 //
 // Options: K_DIM, V_DIM (multiples of 16), VALUE_IN_KEY, ATTENTION_TERMS (3: queries and probabilities unrounded;
 // 1: rounded to bf16), and three that change the speed but never a bit:
-//   ROWS            rows of work of a block: 16, 32, 64 or 128; 16 for decode, 64 for prefill
+//   ROWS            rows of work of a block: 16, 32, 64 or 128; 16 for decode, 64 or (one term, 192 / 128 elements at most) 128
+//                   for prefill
 //   BUFFERS         tiles of keys and values in shared memory: 2 loads one while the other is used
 //   QUERIES_SHARED  1: the queries stay in shared memory as f32; 0: they are read from global memory for each tile
 //
@@ -11,6 +12,7 @@
 // row_blocks = ceil(largest tokens * group / ROWS); 128 threads for ROWS = 16, else 256. Shared memory is 1 KiB static and,
 // dynamic, these bytes:
 //   128 * BUFFERS * (K_DIM + 8 + (VALUE_IN_KEY ? 0 : V_DIM + 8)) + 4 * ROWS * (72 + (QUERIES_SHARED ? K_DIM + (K_DIM % 32 ? 24 : 8) : 0))
+// of which the second part is left out where scores stay in registers (IN_REGISTERS of attention.cuh).
 //
 // With splits == 1 a block walks all positions and writes `out` [rows][heads][V_DIM]; `partials` is unused. With more,
 // block z computes only the positions 512 z .. 512 z + 511 into partials [rows][heads][splits][m, l, o of V_DIM], and
@@ -23,6 +25,7 @@ constexpr int STAGE = KEY_TILE * (KEY_PITCH + (VALUE_IN_KEY ? 0 : VALUE_PITCH));
 constexpr int MERGE_THREADS = 128;
 
 static_assert(BUFFERS == 1 || BUFFERS == 2, "one tile or two in shared memory");
+static_assert(!IN_REGISTERS || (BUFFERS == 2 && QUERIES_SHARED == 0), "queries in registers are read once, from global memory");
 
 // The cache of one sequence as one kv head sees it, up to the last position that a row of the block may see.
 struct Cache {
@@ -143,6 +146,16 @@ __device__ __forceinline__ void walk_tiles(
     clear(state);
     float m[2];
     float l[2];
+    unsigned held[QUERY_STEPS][4];
+    if constexpr (IN_REGISTERS) {
+#pragma unroll
+        for (int step = 0; step < QUERY_STEPS; ++step) {
+            unsigned a[TERMS][4];
+            query_fragments(a, queries, step * STEP + 2 * at.quad);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) held[step][i] = a[0][i];
+        }
+    }
     bool looks_up = threadIdx.x < KEY_TILE;
     if (looks_up) offsets[first_tile % 2][threadIdx.x] = record_offset(cache, first_tile * KEY_TILE + threadIdx.x);
     if (BUFFERS == 2) {
@@ -162,9 +175,16 @@ __device__ __forceinline__ void walk_tiles(
         }
         long long ahead = looks_up ? record_offset(cache, (t + BUFFERS) * KEY_TILE + threadIdx.x) : 0;
         const unsigned short* keys = stages + t % BUFFERS * STAGE;
-        score_keys(scores, queries, keys, at);
-        __syncthreads();
-        attend_tile(state, scores, VALUE_IN_KEY ? keys : keys + KEY_TILE * KEY_PITCH, t * KEY_TILE, work.positions, at);
+        const unsigned short* values = VALUE_IN_KEY ? keys : keys + KEY_TILE * KEY_PITCH;
+        if constexpr (IN_REGISTERS) {
+            float own[KEY_TILE / 8][4];
+            score_keys(own, held, keys, at);
+            attend_tile(state, own, values, t * KEY_TILE, work.positions, at);
+        } else {
+            score_keys(scores, queries, keys, at);
+            __syncthreads();
+            attend_tile(state, scores, values, t * KEY_TILE, work.positions, at);
+        }
         if (looks_up) offsets[(t + BUFFERS) % 2][threadIdx.x] = ahead;
 
         if (t + 1 < end_tile && (t + 1) % SPLIT_TILES != 0) continue;

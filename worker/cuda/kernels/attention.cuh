@@ -16,6 +16,10 @@ constexpr int ATTENTION_THREADS = 32 * ROW_WARPS * COLUMN_WARPS;
 constexpr int TERMS = ATTENTION_TERMS;                                 // bf16 terms of an f32: 3 are exact, 1 is rounded
 constexpr int STEP = 16;                                               // k of one mma
 
+// A warp that has all columns of its rows, rounded: queries, scores and probabilities stay in its registers.
+constexpr bool IN_REGISTERS = COLUMN_WARPS == 1 && TERMS == 1;
+constexpr int QUERY_STEPS = IN_REGISTERS ? K_DIM / STEP : 1;
+
 constexpr int WARP_KEYS = KEY_TILE / COLUMN_WARPS;
 constexpr int VALUE_UNITS = V_DIM / 16;                                // units of 16 columns
 constexpr int WARP_UNITS = (VALUE_UNITS + COLUMN_WARPS - 1) / COLUMN_WARPS;
@@ -149,20 +153,62 @@ __device__ __forceinline__ void score_keys(float* scores, const Queries& queries
     }
 }
 
+// Scores of the warp's rows with all keys of the tile, by queries that are fragments already.
+__device__ __forceinline__ void score_keys(
+    float (&scores)[KEY_TILE / 8][4], const unsigned (&queries)[QUERY_STEPS][4], const unsigned short* keys, const Lane& at) {
+#pragma unroll
+    for (int i = 0; i < KEY_TILE / 2; ++i) scores[i / 4][i % 4] = 0.0f;
+    const unsigned short* matrix = keys + (at.lane % 8 + at.lane / 16 * 8) * KEY_PITCH + at.lane / 8 % 2 * 8;
+#pragma unroll
+    for (int step = 0; step < QUERY_STEPS; ++step) {
+#pragma unroll
+        for (int n = 0; n < KEY_TILE / 8; n += 2) {
+            unsigned k[4];
+            ldmatrix_x4(k, matrix + n * 8 * KEY_PITCH + step * STEP);
+            const unsigned first[2] = {k[0], k[1]};
+            const unsigned second[2] = {k[2], k[3]};
+            mma_bf16(scores[n], queries[step], first);
+            mma_bf16(scores[n + 1], queries[step], second);
+        }
+    }
+}
+
+// Row h's scores of this thread: two of each eight.
+struct RowScores {
+    float of[KEY_TILE / 8][2];
+};
+
+__device__ __forceinline__ RowScores row_scores(const float* scores, int h, const Lane& at) {
+    const float* row = scores + (at.row + at.group + 8 * h) * SCORE_PITCH;
+    RowScores s;
+#pragma unroll
+    for (int n = 0; n < KEY_TILE / 8; ++n) {
+        float2 pair = *reinterpret_cast<const float2*>(row + n * 8 + 2 * at.quad);
+        s.of[n][0] = pair.x;
+        s.of[n][1] = pair.y;
+    }
+    return s;
+}
+
+__device__ __forceinline__ RowScores row_scores(const float (&scores)[KEY_TILE / 8][4], int h, const Lane&) {
+    RowScores s;
+#pragma unroll
+    for (int i = 0; i < KEY_TILE / 4; ++i) s.of[i / 2][i % 2] = scores[i / 2][2 * h + i % 2];
+    return s;
+}
+
 // One softmax step of row h over the tile from position `first`: its scores become probabilities relative to the new
 // m, as A fragments; a position after the row's own has probability 0. A tile wholly after it
 // leaves m and l unchanged and gives the factor 1.
 __device__ __forceinline__ float softmax_row(
-    unsigned (&p)[KEY_TILE / STEP][TERMS][4], State& state, int h, const float* scores, int first, int position, const Lane& at) {
-    const float* row = scores + (at.row + at.group + 8 * h) * SCORE_PITCH;
+    unsigned (&p)[KEY_TILE / STEP][TERMS][4], State& state, int h, const RowScores& scores, int first, int position, const Lane& at) {
     float s[KEY_TILE / 8][2];
     float largest = state.m[h];
 #pragma unroll
     for (int n = 0; n < KEY_TILE / 8; ++n) {
         int key = n * 8 + 2 * at.quad;
-        float2 pair = *reinterpret_cast<const float2*>(row + key);
-        s[n][0] = first + key <= position ? pair.x : minus_infinity();
-        s[n][1] = first + key + 1 <= position ? pair.y : minus_infinity();
+        s[n][0] = first + key <= position ? scores.of[n][0] : minus_infinity();
+        s[n][1] = first + key + 1 <= position ? scores.of[n][1] : minus_infinity();
         largest = fmaxf(largest, fmaxf(s[n][0], s[n][1]));
     }
     largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
@@ -191,12 +237,14 @@ __device__ __forceinline__ float softmax_row(
 
 // Softmax of the tile and its values: o = o * factor + Σ p v, the sum starting from zero over ascending keys, each
 // step's terms from the least significant. All warps of the same rows compute the same softmax, which is cheaper than exchanging it.
+// Scores: in shared memory, or this thread's own.
+template <class Scores>
 __device__ __forceinline__ void attend_tile(
-    State& state, const float* scores, const unsigned short* values, int first, const int (&positions)[2], const Lane& at) {
+    State& state, const Scores& scores, const unsigned short* values, int first, const int (&positions)[2], const Lane& at) {
     unsigned p[KEY_TILE / STEP][TERMS][4];
     float factors[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) factors[h] = softmax_row(p, state, h, scores, first, positions[h], at);
+    for (int h = 0; h < 2; ++h) factors[h] = softmax_row(p, state, h, row_scores(scores, h, at), first, positions[h], at);
     const unsigned short* matrix = values + at.lane % 16 * VALUE_PITCH + at.lane / 16 * 8;
 #pragma unroll
     for (int u = 0; u < WARP_UNITS; ++u) {

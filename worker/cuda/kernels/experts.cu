@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_slot_terms(
 
 // h[slot][inter] = silu(gate x) * (up x) with x the row slot_rows[slot] of x_rows; grid (ceil(inter / 64), tiles). With h_terms, h
 // goes there instead, as split.cu writes it for `slots` slots; grid (h_padded / 64, tiles).
-extern "C" __global__ void experts_gate_up_decode(
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) experts_gate_up_decode(
     float* h, unsigned short* h_terms, int slots, int h_padded, const void* terms, const float* scales, int x_rows,
     const Expert* experts, const Tile* tiles, const int* tile_count, const int* slot_rows, int inter, int padded) {
     __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
@@ -72,7 +72,7 @@ extern "C" __global__ void experts_gate_up_decode(
     }
 }
 
-extern "C" __global__ void experts_gate_up_tiled(
+extern "C" __global__ void __launch_bounds__(THREADS, TILED_BLOCKS_PER_SM) experts_gate_up_tiled(
     float* h, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
     const int* slot_rows, int inter, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, shared);
@@ -106,7 +106,7 @@ extern "C" __global__ void experts_gate_up_tiled(
 }
 
 // d[slot][hidden] = down h, the terms of h by slot; grid (ceil(hidden / 128), tiles).
-extern "C" __global__ void experts_down_decode(
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) experts_down_decode(
     float* d, const void* terms, const float* scales, int slots, const Expert* experts, const Tile* tiles, const int* tile_count,
     int hidden, int padded) {
     __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
@@ -120,7 +120,7 @@ extern "C" __global__ void experts_down_decode(
     store_slots(d, total[0][0], tile, output, 0, hidden);
 }
 
-extern "C" __global__ void experts_down_tiled(
+extern "C" __global__ void __launch_bounds__(THREADS, TILED_BLOCKS_PER_SM) experts_down_tiled(
     float* d, const void* terms, const float* scales, int slots, const Expert* experts, const Tile* tiles, const int* tile_count,
     int hidden, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, shared);

@@ -39,7 +39,7 @@ __device__ __forceinline__ JointPart joint_part(const Joint& joint, int column) 
 }
 
 // Grid (columns of blocks of all products, segments or 1), 256 threads.
-extern "C" __global__ void linear_decode(const void* terms, const float* scales, Joint joint, int rows, int padded) {
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) linear_decode(const void* terms, const float* scales, Joint joint, int rows, int padded) {
     __shared__ __align__(128) unsigned char stages[2 * DECODE_STAGE_BYTES];
     JointPart part = joint_part(joint, blockIdx.x);
     float* y = part.y;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_tile(
         store_sums(y, sums[i / 4][i % 4], bias, output + warp_output() + i / 4 * 16, first_row + warp_token() + i % 4 * 8, rows, n);
 }
 
-extern "C" __global__ void linear_tiled(
+extern "C" __global__ void __launch_bounds__(THREADS, TILED_BLOCKS_PER_SM) linear_tiled(
     float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, shared);
     GridPlace place = place_in_groups(GROUP_ROWS);

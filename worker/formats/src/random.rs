@@ -89,19 +89,23 @@ pub fn write_random(
         .collect();
     let mut writer = CheckpointWriter::create(dir, &plans, spec.max_shard_bytes)?;
     let total_bytes = writer.total_bytes();
-    let mut chunk = vec![0; CHUNK_BYTES];
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut buffers = vec![vec![0; CHUNK_BYTES]; threads];
+    let mut chunks = plans.iter().flat_map(|plan| chunks(plan, spec.seed));
     let mut written_bytes = 0;
-    for plan in &plans {
-        let mut random = SplitMix::for_tensor(spec.seed, &plan.name);
-        let fill = Fill::of(plan);
-        let mut left = plan.size_bytes().unwrap_or(0);
-        while left > 0 {
-            let now = left.min(CHUNK_BYTES as u64);
-            let part = chunk.get_mut(..now as usize).unwrap_or_default();
-            fill.fill(part, &tables, &mut random);
-            writer.write(part)?;
-            left -= now;
-            written_bytes += now;
+    loop {
+        let now: Vec<Chunk> = chunks.by_ref().take(threads).collect();
+        if now.is_empty() {
+            break;
+        }
+        std::thread::scope(|scope| {
+            for (chunk, buffer) in now.iter().zip(&mut buffers) {
+                scope.spawn(|| chunk.fill(buffer, &tables));
+            }
+        });
+        for (chunk, buffer) in now.iter().zip(&buffers) {
+            writer.write(buffer.get(..chunk.bytes).unwrap_or_default())?;
+            written_bytes += chunk.bytes as u64;
             progress(written_bytes, total_bytes);
         }
     }
@@ -117,6 +121,35 @@ const CHUNK_BYTES: usize = 1 << 20;
 const WEIGHT_STD: f32 = 0.02;
 /// Standard deviation of the stored E4M3 numbers; the largest of them is 448.
 const FP8_STD: f32 = 64.0;
+
+/// A part of a tensor that one thread fills.
+struct Chunk {
+    fill: Fill,
+    /// As it is where the chunk begins.
+    random: SplitMix,
+    bytes: usize,
+}
+
+impl Chunk {
+    fn fill(&self, buffer: &mut [u8], tables: &Tables) {
+        let part = buffer.get_mut(..self.bytes).unwrap_or_default();
+        self.fill.fill(part, tables, &mut self.random.clone());
+    }
+}
+
+/// The chunks of a tensor, in their order.
+fn chunks(plan: &TensorPlan, seed: u64) -> impl Iterator<Item = Chunk> + use<> {
+    let random = SplitMix::for_tensor(seed, &plan.name);
+    let (fill, bytes) = (Fill::of(plan), plan.size_bytes().unwrap_or(0));
+    (0..bytes.div_ceil(CHUNK_BYTES as u64)).map(move |index| {
+        let first = index * CHUNK_BYTES as u64;
+        Chunk {
+            fill,
+            random: random.after(first / 8),
+            bytes: (bytes - first).min(CHUNK_BYTES as u64) as usize,
+        }
+    })
+}
 
 fn plan((name, shape): &(String, Vec<usize>), fp8: bool) -> Vec<TensorPlan> {
     let dtype = match TensorKind::of(name).dtype(fp8) {
@@ -308,9 +341,17 @@ fn e4m3_to_f32(code: u8) -> f32 {
 }
 
 /// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a counter and a mixing function, which compilers vectorise.
+#[derive(Clone)]
 struct SplitMix(u64);
 
 impl SplitMix {
+    const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
+
+    /// The generator after so many numbers.
+    fn after(&self, numbers: u64) -> Self {
+        Self(self.0.wrapping_add(Self::STEP.wrapping_mul(numbers)))
+    }
+
     fn for_tensor(seed: u64, name: &str) -> Self {
         // FNV-1a over the name.
         let hash = name.bytes().fold(0xCBF2_9CE4_8422_2325, |h: u64, b| {
@@ -320,7 +361,7 @@ impl SplitMix {
     }
 
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        self.0 = self.0.wrapping_add(Self::STEP);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

@@ -155,6 +155,11 @@ pub trait LoadOps: MemoryOps {
     /// Says that nothing that is queued from now on reads the weights in a slot. A device that checks its users refuses later
     /// reads; one that does not has nothing to do before [`LoadOps::reuse`].
     fn vacate(&self, _slot: &Self::Slot) {}
+    /// Does what the first copy of a matrix does beside copying, ahead of it and from any thread: a device that registers pages
+    /// or searches weights needs it once.
+    fn prepare(&self, _matrix: &HostMatrix) -> Result<(), KernelError> {
+        Ok(())
+    }
     /// Queues the copy of a matrix to the byte `at` of a slot.
     fn load(
         &self,

@@ -1,7 +1,9 @@
 //! A fork-join thread pool for operations of a few microseconds.
 //!
 //! Waiting threads spin for a few microseconds and then park, so that the pool keeps its pace beside other
-//! busy processes, where a spinning barrier collapses. No one waits for a thread that has not started: the
+//! busy processes, where a spinning barrier collapses. Where jobs come at short intervals (a layer's experts, between which a
+//! device computes) threads wait through the next one too, and let others run meanwhile: a parked thread is late by tens of
+//! microseconds, in a virtual machine by more than a hundred. No one waits for a thread that has not started: the
 //! caller computes all unclaimed pieces, and a thread that wakes up late finds the work done. This also lets the
 //! CPUs change while jobs run: with fewer CPUs than threads, the last threads stay parked.
 
@@ -18,6 +20,9 @@ use crate::affinity::{self, ThreadId};
 
 /// Time that a thread spins before it parks. A decode step issues operations microseconds apart.
 const SPIN: Duration = Duration::from_micros(12);
+
+/// Longest interval between jobs that threads wait through without parking.
+const MOST_SPIN: Duration = Duration::from_millis(1);
 
 /// A pool of threads, including the calling thread.
 pub struct ThreadPool {
@@ -278,8 +283,8 @@ impl Shared {
     }
 
     fn serve(&self, worker: usize) {
-        let mut seen = 0;
-        while let Some(job) = self.next_job(worker, &mut seen) {
+        let (mut seen, mut patience) = (0, SPIN);
+        while let Some(job) = self.next_job(worker, &mut seen, &mut patience) {
             // SAFETY: `active` was incremented under the lock while the job was in the slot, and its caller
             // does not leave `retire` before `active` is 0 again.
             unsafe { (*job.0).work(worker) };
@@ -292,12 +297,20 @@ impl Shared {
         }
     }
 
-    /// Waits for a job newer than `seen` and enters it; `None` at shutdown.
-    fn next_job(&self, worker: usize, seen: &mut u64) -> Option<JobRef> {
+    /// Waits for a job newer than `seen` and enters it; `None` at shutdown. `patience`: time for which it spins, which follows
+    /// from how long the last job took to come.
+    fn next_job(&self, worker: usize, seen: &mut u64, patience: &mut Duration) -> Option<JobRef> {
         loop {
             let begin = Instant::now();
-            while self.epoch.load(Ordering::Acquire) == *seen && begin.elapsed() < SPIN {
-                pause();
+            loop {
+                let waited = begin.elapsed();
+                if self.epoch.load(Ordering::Acquire) != *seen || waited >= *patience {
+                    break;
+                }
+                match waited < SPIN {
+                    true => pause(),
+                    false => std::thread::yield_now(),
+                }
             }
             let mut slot = lock(&self.slot);
             while self.epoch.load(Ordering::Acquire) == *seen && !slot.shutdown {
@@ -308,6 +321,11 @@ impl Shared {
             if slot.shutdown {
                 return None;
             }
+            let waited = begin.elapsed();
+            *patience = match waited > MOST_SPIN {
+                true => SPIN,
+                false => (2 * waited).clamp(SPIN, MOST_SPIN),
+            };
             *seen = self.epoch.load(Ordering::Acquire);
             if worker >= self.at_work.load(Ordering::Relaxed) {
                 continue;

@@ -146,7 +146,7 @@ impl<B: Backend> Model<B> {
     /// few rows compute those there. `trace` receives what the thread does. On equal arithmetic the bits are the same.
     ///
     /// # Errors
-    /// [`ModelError::Residency`] if no thread can be started; [`ModelError::Kernel`] if it cannot be bound.
+    /// [`ModelError::Residency`] if no thread can be started.
     pub fn with_host_experts<H: Backend>(
         mut self,
         host: Arc<H>,
@@ -165,6 +165,7 @@ impl<B: Backend> Model<B> {
     #[must_use]
     pub fn in_dual_batches(mut self) -> Self {
         self.is_dual_batch = true;
+        self.experts.run_beside();
         self
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hearth_formats::Checkpoint;
 use hearth_kernels::ops::LoadOps;
-use hearth_kernels::{Backend, HostMatrix};
+use hearth_kernels::{Backend, HostMatrix, KernelError};
 use hearth_model::{ModuleId, ModuleSpec, ModuleWeights, ResidencyError, TensorShape, TensorSpec};
 
 /// A module whose matrices are in the host's memory. Vectors, which are small, stay on the device.
@@ -79,6 +79,12 @@ impl<B: Backend + LoadOps> HostModule<B> {
     pub(crate) fn slot_bytes(&self, backend: &B) -> usize {
         let matrices = self.matrices.iter();
         matrices.map(|(_, m)| backend.slot_bytes(m)).sum()
+    }
+
+    /// Does what its first copy would do beside copying.
+    pub(crate) fn prepare(&self, backend: &B) -> Result<(), KernelError> {
+        let mut matrices = self.matrices.iter();
+        matrices.try_for_each(|(_, matrix)| backend.prepare(matrix))
     }
 
     /// Queues its copy into a slot, behind `free`.

@@ -21,6 +21,7 @@ use hearth_model::{
 use crate::heat::{Heat, Warmth};
 use crate::host_module::{HostModule, Streamed};
 use crate::loader::{Loader, Loading, Shared};
+use crate::preparation::Preparation;
 
 /// Steps, of one flight each, after which a use counts half.
 const HALF_LIFE_STEPS: f64 = 128.0;
@@ -33,6 +34,7 @@ pub struct HotExperts<B: Backend + LoadOps> {
     slot_bytes: usize,
     acquired: AtomicU64,
     read_bytes: AtomicU64,
+    preparation: Option<Preparation>,
 }
 
 /// Everything that the loader shares with the thread of the model.
@@ -124,7 +126,22 @@ impl<B: Backend + LoadOps> HotExperts<B> {
             slot_bytes,
             acquired: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
+            preparation: None,
         })
+    }
+
+    /// Lets `threads` threads do ahead what the first copies do beside copying.
+    pub fn prepare(&mut self, threads: usize) {
+        let loading = self.loader.loading();
+        let mut ids: Vec<ModuleId> = loading.experts.keys().copied().collect();
+        ids.sort();
+        let prepare = move |index: usize| {
+            let expert = loading.experts.get(ids.get(index)?)?;
+            expert.prepare(&*loading.backend).ok()?;
+            Some(expert.bytes())
+        };
+        let count = self.loader.experts.len();
+        self.preparation = Some(Preparation::start(count, threads, prepare));
     }
 
     fn kept(&self, id: ModuleId) -> Kept {

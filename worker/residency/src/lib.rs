@@ -25,6 +25,7 @@ mod loader;
 mod meter;
 mod mmap_prefetch;
 mod pages;
+mod preparation;
 mod resident;
 mod ring;
 mod store;

@@ -27,6 +27,7 @@ use hearth_model::{
 use crate::host_module::{HostModule, Streamed};
 use crate::loader::{Loader, Loading, Shared};
 use crate::meter::Meter;
+use crate::preparation::Preparation;
 use crate::ring::Ring;
 use crate::store::Store;
 
@@ -92,6 +93,7 @@ pub struct StreamLoading<B: Backend + LoadOps> {
     lengths: Vec<RingLength>,
     acquired: AtomicU64,
     read_bytes: AtomicU64,
+    preparation: Option<Preparation>,
 }
 
 /// Everything that the loader shares with the thread of the model.
@@ -181,7 +183,22 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
             lengths,
             acquired: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
+            preparation: None,
         })
+    }
+
+    /// Lets `threads` threads do ahead what the first copies do beside copying, in the order of a pass.
+    pub fn prepare(&mut self, threads: usize) {
+        let loading = self.loader.loading();
+        let mut ids: Vec<ModuleId> = loading.modules.keys().copied().collect();
+        ids.sort();
+        let prepare = move |index: usize| {
+            let module = loading.modules.get(ids.get(index)?)?;
+            module.prepare(&*loading.backend).ok()?;
+            Some(module.bytes())
+        };
+        let count = self.loader.modules.len();
+        self.preparation = Some(Preparation::start(count, threads, prepare));
     }
 
     /// Number of slots that the ring has now.

@@ -152,6 +152,14 @@ impl Files<'_> {
         Ok(Arc::new(policy))
     }
 
+    /// Threads that prepare weights for their first copies: half of the CPUs. `None` where memory does not hold all of the
+    /// model: its files would be read for pages that are gone when they are needed.
+    fn preparing_threads(&self) -> Option<usize> {
+        let available_bytes = hearth_profiler::available_memory_bytes(Path::new("/"))?;
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        (self.checkpoint.total_bytes() <= available_bytes).then_some((cpus / 2).max(1))
+    }
+
     /// Lets routed experts pass through a ring of slots.
     pub(super) fn streamed<B: Backend + LoadOps>(
         &self,
@@ -166,7 +174,10 @@ impl Files<'_> {
             listener: self.trace.clone().map(listener),
         };
         let backend = Arc::clone(backend);
-        let policy = StreamLoading::open(&self.checkpoint, &self.modules, backend, options)?;
+        let mut policy = StreamLoading::open(&self.checkpoint, &self.modules, backend, options)?;
+        if let Some(threads) = self.preparing_threads() {
+            policy.prepare(threads);
+        }
         tracing::info!(slots = policy.slots(), "experts are streamed");
         Ok(Arc::new(policy))
     }
@@ -194,7 +205,10 @@ impl Files<'_> {
     /// Slots for the experts that are used most.
     pub(super) fn cached<B: Backend + LoadOps>(&self, backend: &Arc<B>, slots: usize) -> Cache<B> {
         let backend = Arc::clone(backend);
-        let cache = HotExperts::open(&self.checkpoint, &self.modules, backend, slots)?;
+        let mut cache = HotExperts::open(&self.checkpoint, &self.modules, backend, slots)?;
+        if let Some(threads) = self.preparing_threads() {
+            cache.prepare(threads);
+        }
         Ok(Arc::new(cache))
     }
 

@@ -36,6 +36,9 @@ pub(crate) struct BenchArgs {
     /// Prompt tokens
     #[arg(long, default_value = "512", value_parser = clap::value_parser!(u32).range(1..))]
     prefill: u32,
+    /// Times that the first prompt is read, of which the last counts: what a device does once is not in it then
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
+    prompts: u32,
     /// Decode steps
     #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
     decode: u32,
@@ -233,6 +236,10 @@ fn measure<B: Backend>(
         (None, ResidencyArg::StreamLoading) => args.prefill as usize,
         (None, _) => CHUNK_TOKENS,
     };
+    for _ in 1..args.prompts {
+        prefill(&mut session, 0, &prompt(0), chunk)?;
+        session.rewind(0);
+    }
     let started = clock.read();
     let mut last = prefill(&mut session, 0, &prompt(0), chunk)?;
     let (prefill_ms, prefill_lanes) = clock.since(&started, "prefill");

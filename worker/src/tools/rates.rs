@@ -1,10 +1,12 @@
 //! Rates of a device, by timing what it does: copies into slots, reads of weights, products, small operations, and exchanges
 //! with the host.
 
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use hearth_crds::GpuProfile;
 use hearth_kernels::ops::*;
 use hearth_kernels::{DType, HostMatrix, KernelError};
@@ -22,6 +24,25 @@ const PRODUCT_ROWS: usize = 512;
 const SMALL_BYTES: u64 = 64 << 10;
 /// Bytes that reads beside a copy go over: more than caches hold.
 const READ_BYTES: usize = 32 << 20;
+
+/// Bytes as those of a model lie in memory: mapped from a file. Not zeros, which the system would not give memory.
+fn weight_bytes(bytes: usize) -> Bytes {
+    let own = vec![1_u8; bytes];
+    let mapped = || -> std::io::Result<Bytes> {
+        let file = rustix::fs::memfd_create("rates", rustix::fs::MemfdFlags::CLOEXEC)?;
+        let mut file = std::fs::File::from(file);
+        file.write_all(&own)?;
+        // SAFETY: nobody else has this file.
+        Ok(Bytes::from_owner(unsafe { memmap2::Mmap::map(&file) }?))
+    };
+    match mapped() {
+        Ok(mapped) => mapped,
+        Err(error) => {
+            tracing::warn!(%error, "copies are measured from memory of no file");
+            own.into()
+        }
+    }
+}
 
 /// A device under measurement, and how its time is told.
 pub(super) struct Timed<'a, B> {
@@ -123,9 +144,8 @@ impl<B: Backend + LoadOps> Timed<'_, B> {
         // About square, so that a product does as much arithmetic as it can with what it reads and writes.
         let columns = ((bytes / 2).isqrt() / COLUMNS).max(1) * COLUMNS;
         let rows = (bytes / 2 / columns).max(1);
-        // Not zeros, which the system would not give memory.
-        let data = vec![1_u8; rows * columns * 2];
-        let matrix = HostMatrix::new(data.into(), DType::Bf16, rows, columns, None)?;
+        let data = weight_bytes(rows * columns * 2);
+        let matrix = HostMatrix::new(data, DType::Bf16, rows, columns, None)?;
         let size = matrix.size_bytes() as f64;
         let copy_gbps = size / self.copy_seconds(&matrix)? / 1e9;
         let copy_beside_reads_gbps = size / self.beside_reads(&matrix, cpus)? / 1e9;

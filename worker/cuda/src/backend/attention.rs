@@ -115,10 +115,12 @@ impl CudaBackend {
     pub(super) fn attention_variants(&self, layout: &KvLayout) -> Vec<Variant> {
         match flash_dims(layout) {
             None => vec![Variant::plain("attention_any")],
-            Some(dims) => [16, 64]
-                .into_iter()
-                .map(|rows| AttentionShape::new(dims, rows, self.attention_terms()).variant)
-                .collect(),
+            Some(dims) => {
+                let terms = self.attention_terms();
+                [16, AttentionShape::prefill_rows(dims, terms)]
+                    .map(|rows| AttentionShape::new(dims, rows, terms).variant)
+                    .into()
+            }
         }
     }
 
@@ -134,8 +136,12 @@ impl CudaBackend {
         let layout = step.kv.layout;
         let group = step.spec.heads / layout.kv_heads;
         let most_rows = step.spans.iter().map(|s| s.rows).max().unwrap_or(0);
-        let work_rows = if most_rows * group <= 16 { 16 } else { 64 };
-        let shape = AttentionShape::new(dims, work_rows as i64, self.attention_terms());
+        let terms = self.attention_terms();
+        let work_rows = match most_rows * group <= 16 {
+            true => 16,
+            false => AttentionShape::prefill_rows(dims, terms) as usize,
+        };
+        let shape = AttentionShape::new(dims, work_rows as i64, terms);
         let tokens = (work_rows / group).max(1);
         let tiles = self.tiles(step.spans, tokens)?;
         let row_blocks = (tokens * group).div_ceil(work_rows);

@@ -274,6 +274,23 @@ impl ElementwiseOps for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Queues a kernel that fills a tensor with the rows at an address.
+    pub(super) fn put_rows(&self, x: &CudaTensor, from: u64) -> Result<(), KernelError> {
+        if x.elements() == 0 {
+            return Ok(());
+        }
+        let args = Args::new()
+            .with(x.output())
+            .with(from)
+            .with(x.rows as i32)
+            .with(x.cols as i32)
+            .with(x.cols as i32)
+            .with(0_i32);
+        let variant = Variant::plain("rows");
+        let kernel = Kernel::new(&variant, "put_tile");
+        self.launch(kernel, row_grid(x.rows, x.cols), args)
+    }
+
     /// Precision in which a norm's rows are stored for products. In a recorded step a router may read them, which takes
     /// three terms; the first of them serves other products.
     fn norm_activations(&self, rows: usize) -> Activations {

@@ -105,6 +105,13 @@ impl LoadOps for CudaBackend {
         }
     }
 
+    fn prepare(&self, matrix: &HostMatrix) -> Result<(), KernelError> {
+        if matrix.has_nan() {
+            return Err(nan_found(matrix.rows(), matrix.cols()));
+        }
+        self.loader.prepare(matrix.data())
+    }
+
     fn load(
         &self,
         matrix: &HostMatrix,

@@ -92,8 +92,13 @@ impl MemoryOps for CudaBackend {
     fn upload(&self, rows: usize, cols: usize, values: &[f32]) -> Result<CudaTensor, KernelError> {
         checks::upload((rows, cols), values.len())?;
         let tensor = self.tensor(rows, cols)?;
-        let to = close(tensor.output(), size_of_val(values));
-        self.queue.upload(bytes_of(values), to)?;
+        match self.queue.in_place(bytes_of(values))? {
+            Some(from) => self.put_rows(&tensor, from)?,
+            None => {
+                let to = close(tensor.output(), size_of_val(values));
+                self.queue.upload(bytes_of(values), to)?;
+            }
+        }
         Ok(tensor)
     }
 

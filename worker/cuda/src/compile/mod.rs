@@ -36,7 +36,7 @@ pub fn compile_all(
     architecture: &str,
     nvrtc: Option<&Path>,
 ) -> Result<CompileReport, KernelError> {
-    let compiler = nvrtc::Compiler::new(architecture, nvrtc)?;
+    let compiler = nvrtc::Compiler::new(architecture, nvrtc, None)?;
     let cache = Cache::new(vec![directory.to_owned()]);
     let mut report = CompileReport {
         kernels: 0,
@@ -73,7 +73,8 @@ pub fn obstacle(ahead: &[PathBuf], nvrtc: Option<&Path>) -> Option<String> {
         };
         match gpus.first() {
             Some(gpu) if !ahead.iter().any(has_kernels) => {
-                nvrtc::Compiler::new(&gpu.architecture(), nvrtc).map(drop)
+                let driver = crate::driver::version();
+                nvrtc::Compiler::new(&gpu.architecture(), nvrtc, driver).map(drop)
             }
             _ => Ok(()),
         }
@@ -95,5 +96,5 @@ pub fn compile_one(
     variant: &Variant,
     architecture: &str,
 ) -> Result<(Vec<u8>, String), KernelError> {
-    nvrtc::Compiler::new(architecture, None)?.compile_verbose(variant)
+    nvrtc::Compiler::new(architecture, None, None)?.compile_verbose(variant)
 }

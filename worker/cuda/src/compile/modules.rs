@@ -148,9 +148,10 @@ impl Modules {
                 Err(error) => tracing::warn!(%error, key, "a cached kernel is recompiled"),
             }
         }
-        let compiler = self
-            .compiler
-            .get_or_init(|| Compiler::new(&architecture, self.nvrtc.as_deref()));
+        let compiler = self.compiler.get_or_init(|| {
+            let driver = crate::driver::version();
+            Compiler::new(&architecture, self.nvrtc.as_deref(), driver)
+        });
         let cubin = compiler
             .as_ref()
             .map_err(KernelError::clone)?

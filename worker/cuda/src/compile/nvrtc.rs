@@ -3,7 +3,7 @@
 mod sys;
 
 use std::ffi::{CString, c_char};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::ptr;
 
 use hearth_kernels::KernelError;
@@ -13,44 +13,22 @@ use super::Variant;
 use super::sources::{HEADERS, OPTIONS};
 use crate::driver::fault;
 
-/// The library's name.
-const LIBRARY: &str = "libnvrtc.so.12";
+/// Its major versions: what 12 compiles, every driver that Hearth takes accepts; what 13 compiles, drivers from 13.0 on.
+const LIBRARIES: [&str; 2] = ["libnvrtc.so.12", "libnvrtc.so.13"];
 /// The oldest architecture that supports the kernels' instructions.
 const LEAST_ARCHITECTURE: i32 = 80;
 
-/// Whether the system finds the library.
-fn is_present() -> bool {
-    // SAFETY: only loads the library, whose initialisers are NVIDIA's.
-    unsafe { sys::is_culib_present() }
-}
-
-/// Loads the library permanently from a directory, so that it is then found by name;
-/// returns the reason if it exists but cannot be loaded.
-fn load_from(directory: &Path) -> Option<String> {
-    let path = directory.join(LIBRARY);
-    // SAFETY: as above.
-    match unsafe { libloading::Library::new(&path) } {
-        Ok(library) => {
-            std::mem::forget(library);
-            None
-        }
-        Err(error) => path.exists().then(|| error.to_string()),
-    }
-}
-
-/// Refuses other major versions: the driver may reject their cubins.
-fn check_version() -> Result<(), KernelError> {
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is loaded, the out-pointers valid.
-    check("nvrtcVersion", unsafe {
-        sys::nvrtcVersion(&raw mut major, &raw mut minor)
-    })?;
-    if major == 12 {
-        return Ok(());
-    }
-    Err(fault(format!(
-        "the NVRTC that is found first is {major}.{minor}, and 12 is needed\n  name the directory of libnvrtc.so.12 with --nvrtc and take the other out of LD_LIBRARY_PATH"
-    )))
+/// Where the library is looked for: in a named directory, which takes precedence, then where the system looks. A name
+/// without a version is not: it may be of any.
+fn candidates(directory: Option<&Path>, driver: Option<i32>) -> Vec<PathBuf> {
+    let count = if driver >= Some(13_000) { 2 } else { 1 };
+    let named = |directory: Option<&Path>| {
+        let in_it = |name: &&str| directory.map_or_else(|| name.into(), |at| at.join(name));
+        LIBRARIES[..count].iter().map(in_it).collect::<Vec<_>>()
+    };
+    let mut all = directory.map_or_else(Vec::new, |directory| named(Some(directory)));
+    all.extend(named(None));
+    all
 }
 
 /// NVRTC, found and able to compile for an architecture.
@@ -59,18 +37,22 @@ pub(super) struct Compiler {
 }
 
 impl Compiler {
+    /// A compiler whose kernels drivers from `driver` on take; `None`: the oldest that Hearth does. `directory` may have
+    /// the library.
+    ///
     /// # Errors
     /// [`KernelError::Device`] when the library is missing or does not know the architecture.
-    pub(super) fn new(architecture: &str, directory: Option<&Path>) -> Result<Self, KernelError> {
-        // A named directory takes precedence over the system's library.
-        let refused = directory.and_then(load_from);
-        if !is_present() {
-            let refused = refused.map_or_else(String::new, |why| format!("; {why}"));
-            return Err(fault(format!(
-                "kernels must be compiled, and NVRTC is missing: libnvrtc.so.12 cannot be loaded{refused}\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, its lib directory named with --nvrtc or HEARTH_NVRTC), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`"
-            )));
-        }
-        check_version()?;
+    pub(super) fn new(
+        architecture: &str,
+        directory: Option<&Path>,
+        driver: Option<i32>,
+    ) -> Result<Self, KernelError> {
+        sys::load(&candidates(directory, driver)).map_err(|refusals| {
+            fault(format!(
+                "kernels must be compiled, and NVRTC is missing: libnvrtc.so.12 cannot be loaded; {}\n  install it (Debian: libnvrtc12; PyPI: nvidia-cuda-nvrtc-cu12, its lib directory named with --nvrtc or HEARTH_NVRTC), or use an image whose kernels were compiled ahead with `hearth-worker cuda-compile`",
+                refusals.join("; ")
+            ))
+        })?;
         let known = supported()?;
         let number: String = architecture.chars().filter(char::is_ascii_digit).collect();
         if !architecture.starts_with("sm_") || !known.iter().any(|k| k.to_string() == number) {

@@ -237,7 +237,8 @@ pub fn all_variants() -> Vec<Variant> {
     }
     for dims in ATTENTION_DIMS {
         for terms in [3, 1] {
-            out.extend([16, 64].map(|rows| AttentionShape::new(dims, rows, terms).variant));
+            let rows = [16, AttentionShape::prefill_rows(dims, terms)];
+            out.extend(rows.map(|rows| AttentionShape::new(dims, rows, terms).variant));
         }
     }
     out
@@ -285,7 +286,10 @@ impl AttentionShape {
         let fitting = choices.into_iter().find(|&(buffers, queries)| {
             attention_bytes((k, v, in_key), rows, buffers, queries) <= SHARED_BYTES
         });
-        let (buffers, queries) = fitting.unwrap_or((1, 0));
+        let (buffers, queries) = match rows == ROWS_IN_REGISTERS {
+            true => (2, 0),
+            false => fitting.unwrap_or((1, 0)),
+        };
         let defines = [
             ("K_DIM", k),
             ("V_DIM", v),
@@ -301,6 +305,14 @@ impl AttentionShape {
         }
     }
 
+    /// Rows of work of a block that reads a prompt: more where a warp has registers for its queries and scores.
+    pub(crate) fn prefill_rows((k, v, in_key): (i64, i64, bool), terms: i64) -> i64 {
+        match terms == 1 && k <= 192 && v <= 128 && !in_key {
+            true => ROWS_IN_REGISTERS,
+            false => 64,
+        }
+    }
+
     /// Whether heads of these dimensions fit into shared memory.
     pub(crate) fn fits(k: usize, v: usize, in_key: bool) -> bool {
         k <= 1024
@@ -309,10 +321,17 @@ impl AttentionShape {
     }
 }
 
+/// Rows of work of a block whose warps have queries and scores in registers, with one term.
+const ROWS_IN_REGISTERS: i64 = 128;
+
 fn attention_bytes((k, v, in_key): (i64, i64, bool), rows: i64, buffers: i64, queries: i64) -> i64 {
     let values = if in_key { 0 } else { v + 8 };
     let query_pitch = k + if k % 32 == 0 { 8 } else { 24 };
-    128 * buffers * (k + 8 + values) + 4 * rows * (72 + queries * query_pitch)
+    let tiles = 128 * buffers * (k + 8 + values);
+    match rows == ROWS_IN_REGISTERS {
+        true => tiles,
+        false => tiles + 4 * rows * (72 + queries * query_pitch),
+    }
 }
 
 #[cfg(test)]

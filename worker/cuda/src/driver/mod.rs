@@ -35,6 +35,15 @@ pub(crate) fn init() -> Result<(), KernelError> {
     })
 }
 
+/// The CUDA version of the driver, such as 12080, once it is initialised.
+pub(crate) fn version() -> Option<i32> {
+    let mut version = 0;
+    init().ok()?;
+    // SAFETY: the driver is loaded, the out-pointer valid.
+    let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+    (asked == CUresult::CUDA_SUCCESS).then_some(version)
+}
+
 /// Why there is no driver to work with.
 #[derive(Clone)]
 enum Obstacle {

@@ -8,6 +8,7 @@ use std::ffi::c_void;
 use std::fs;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hearth_kernels::KernelError;
@@ -40,6 +41,9 @@ struct State {
     registers: bool,
     /// In the order of their registration.
     pieces: Vec<Piece>,
+    /// Bytes registered so far, and the time that took.
+    registered_bytes: usize,
+    registering: Duration,
 }
 
 struct Piece {
@@ -54,8 +58,6 @@ pub(super) struct Readable<'a> {
     _state: MutexGuard<'a, State>,
     /// Where pieces end, counted from the first byte; the last one is the end of the bytes. No copy may cross one.
     pub(super) ends: Vec<usize>,
-    /// Bytes of the pieces that were registered for this.
-    pub(super) new_bytes: usize,
 }
 
 impl RegisteredFiles {
@@ -71,6 +73,8 @@ impl RegisteredFiles {
             state: Mutex::new(State {
                 registers,
                 pieces: Vec::new(),
+                registered_bytes: 0,
+                registering: Duration::ZERO,
             }),
         }
     }
@@ -90,7 +94,6 @@ impl RegisteredFiles {
         let mut state = self.state();
         let mut mapping = None;
         let mut ends = Vec::new();
-        let mut new_bytes = 0;
         let mut at = wanted.start;
         while at < wanted.end {
             if let Some(piece) = state.pieces.iter_mut().find(|p| p.range.contains(&at)) {
@@ -113,7 +116,6 @@ impl RegisteredFiles {
             };
             state.make_room(&wanted);
             let piece = piece_at(mapping, at);
-            new_bytes += piece.len();
             if !state.register(piece, reads, host)? {
                 return Ok(None);
             }
@@ -121,8 +123,16 @@ impl RegisteredFiles {
         Ok(Some(Readable {
             _state: state,
             ends,
-            new_bytes,
         }))
+    }
+
+    /// Rate at which pages were registered so far, GB/s; 0 if none were.
+    pub(super) fn register_gbps(&self) -> f64 {
+        let state = self.state();
+        match state.registering {
+            Duration::ZERO => 0.0,
+            took => state.registered_bytes as f64 / took.as_secs_f64() / 1e9,
+        }
     }
 
     /// Releases the pages of weights that are copied once: loading is over, or pauses. No copy of them may be in flight.
@@ -180,12 +190,15 @@ impl State {
         file: &Bytes,
     ) -> Result<bool, KernelError> {
         let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        let began = Instant::now();
         // SAFETY: the range lies in the mapping of a file, which the piece keeps until it is unregistered: files are
         // mapped whole, and bytes of one keep all of its mapping.
         let result =
             unsafe { sys::cuMemHostRegister_v2(range.start as *mut c_void, range.len(), flags) };
         match result {
             CUresult::CUDA_SUCCESS => {
+                self.registered_bytes += range.len();
+                self.registering += began.elapsed();
                 self.pieces.push(Piece {
                     range,
                     reads,

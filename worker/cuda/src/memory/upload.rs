@@ -119,6 +119,15 @@ impl Uploader {
         self.stream.synchronize()
     }
 
+    /// Registers the pages of bytes that will be copied again and again, where that is the way.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the device is lost.
+    pub(crate) fn prepare(&self, host: &Bytes) -> Result<(), KernelError> {
+        self.stream.device().bind()?;
+        self.files.readable(host, Reads::Often).map(drop)
+    }
+
     /// Queues the copy of `rows × row_bytes` bytes that will be copied again, and of zeros to the rest of each pitch. Shared
     /// bytes must not change; the caller's own may once this has returned.
     ///

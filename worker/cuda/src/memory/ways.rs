@@ -17,7 +17,7 @@ const RING_GAIN: f64 = 1.25;
 /// and again.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CopyWays {
-    /// Registration of a piece of the file, once.
+    /// Registration of the pieces of files so far, each once.
     pub register_gbps: f64,
     /// Copies from registered pages.
     pub registered_gbps: f64,
@@ -42,12 +42,9 @@ impl Uploader {
         host: &Bytes,
         to: Pitched,
     ) -> Result<Option<CopyWays>, KernelError> {
-        let began = Instant::now();
-        let registered_bytes = match self.files().readable(host, Reads::Often)? {
-            Some(readable) => readable.new_bytes,
-            None => return Ok(None),
-        };
-        let register = began.elapsed();
+        if self.files().readable(host, Reads::Often)?.is_none() {
+            return Ok(None);
+        }
         // What was queued before is not a part of the copies.
         self.stream().synchronize()?;
         let gbps = |bytes: usize, took: Duration| bytes as f64 / took.as_secs_f64() / 1e9;
@@ -64,7 +61,7 @@ impl Uploader {
         let staged_gbps = best(&|| self.stage(host, to))?;
         let registered_gbps = best(&|| self.copy_registered(host, to).map(drop))?;
         let ways = CopyWays {
-            register_gbps: gbps(registered_bytes, register),
+            register_gbps: self.files().register_gbps(),
             registered_gbps,
             staged_gbps,
         };

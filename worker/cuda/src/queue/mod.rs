@@ -8,6 +8,7 @@
 
 mod args;
 mod graphs;
+mod in_place;
 mod landing;
 mod staging;
 
@@ -28,6 +29,7 @@ pub(crate) use args::{Args, Argument};
 pub(crate) use landing::Landing;
 
 use graphs::Graphs;
+use in_place::InPlace;
 use landing::Landings;
 use staging::Staging;
 
@@ -98,6 +100,8 @@ struct State {
     landings: Arc<Landings>,
     /// Pinned host memory that activations are copied from.
     uploads: Option<Ring>,
+    /// The same for those of small steps, which are read in it.
+    in_place: InPlace,
 }
 
 impl Queue {
@@ -118,6 +122,7 @@ impl Queue {
                 landing: None,
                 landings: Landings::new(stream.device()),
                 uploads: None,
+                in_place: InPlace::default(),
             }),
             stream,
         })
@@ -189,7 +194,9 @@ impl Queue {
     /// Launches the waiting commands, and waits until they are done.
     pub(crate) fn synchronize(&self) -> Result<(), KernelError> {
         self.flush()?;
-        self.stream.synchronize()
+        self.stream.synchronize()?;
+        self.state()?.in_place.clear();
+        Ok(())
     }
 
     /// Copies device bytes to the host after all queued work, and passes them to `take`.
@@ -251,8 +258,19 @@ impl Queue {
         let mut state = self.state()?;
         self.launch_waiting(&mut state)?;
         self.stream.synchronize()?;
+        state.in_place.clear();
         let landing = state.landing(&self.stream, bytes)?;
         Ok(take(&landing.bytes()[..bytes]))
+    }
+
+    /// Puts host bytes of a small step where a kernel that is queued next reads them: an address in pinned memory. `None` if
+    /// the step is not recorded, or there is no room.
+    pub(crate) fn in_place(&self, bytes: &[u8]) -> Result<Option<CUdeviceptr>, KernelError> {
+        let mut state = self.state()?;
+        match state.recording {
+            true => state.in_place.put(self.stream.device(), bytes),
+            false => Ok(None),
+        }
     }
 
     /// Queues the copy of host bytes to the device behind all queued work, and waits for none of it; the bytes may change

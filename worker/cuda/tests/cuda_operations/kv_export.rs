@@ -92,12 +92,14 @@ fn copies_are_begun_and_dropped_without_a_wait_and_the_last_one_tells_of_all() {
     let last = begin(&gpu, &kv);
     assert_eq!(gpu.waits(), before);
     gpu.kv_read_wait(&last).unwrap();
-    assert_eq!(gpu.waits(), before + 1);
+    let waited = gpu.waits();
+    // Hardware may have copied all of it by now.
+    assert!(waited == before + 1 || is_hardware() && waited == before);
     for copy in copies {
         gpu.kv_read_wait(&copy).unwrap();
         assert!(gpu.kv_read_end(copy).unwrap() == want);
     }
-    assert_eq!(gpu.waits(), before + 1, "what has landed is not waited for");
+    assert_eq!(gpu.waits(), waited, "what has landed is not waited for");
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! Experts on another backend than the rest of the model: the host's CPUs, beside a device (OSDI '26, section 3.3).
 //!
-//! The device runs attention, dense blocks, routers, shared experts and the head. A thread owns the host's backend: it
-//! takes the normalised rows and the router's choice, and returns the sum of the experts' outputs, while the device goes
-//! on with the shared experts or with another flight.
+//! The device runs attention, dense blocks, routers, shared experts and the head. The host takes the normalised rows and the
+//! router's choice, and returns the sum of the experts' outputs, while the device goes on with the shared experts. The
+//! thread of the model computes it where it would only wait; with two flights a thread of its own does, while the device
+//! goes on with the other one.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
@@ -38,7 +39,7 @@ impl<B: Backend> HostExperts<B> {
     /// does.
     ///
     /// # Errors
-    /// [`ResidencyError::System`] if no thread can be started; [`ModelError::Kernel`] if it cannot be bound.
+    /// [`ResidencyError::System`] if no thread can be started.
     pub(crate) fn start<H: Backend>(
         device: Arc<B>,
         host: Arc<H>,
@@ -89,6 +90,10 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
         true
     }
 
+    fn run_beside(&mut self) {
+        self.host.is_beside = true;
+    }
+
     fn numerics(&self, of_device: &str) -> Option<String> {
         let of_host = &self.host.numerics;
         (of_host != of_device).then(|| match self.cache {
@@ -106,8 +111,11 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
     }
 }
 
-/// The thread that computes.
+/// What computes.
 pub(super) struct Host {
+    run: Arc<Run>,
+    /// Whether the thread computes, instead of the one that waits.
+    is_beside: bool,
     /// `None` once the thread is to end.
     jobs: Mutex<Option<Sender<Job>>>,
     thread: Option<JoinHandle<()>>,
@@ -117,28 +125,53 @@ pub(super) struct Host {
 }
 
 /// A layer's experts for some rows.
-struct Job {
+pub(super) struct Work {
     chosen: ChosenExperts,
     /// Rows of `x` that the experts read; `None`: all, in order.
     inputs: Option<Vec<u32>>,
     /// Normalised rows `[rows, hidden]`.
     x: Vec<f32>,
     hidden: usize,
+}
+
+/// Computes a job on the calling thread.
+type Run = dyn Fn(&Work, Check<'_>) -> Result<Vec<f32>, ModelError> + Send + Sync;
+
+/// Work for the thread.
+struct Job {
+    work: Work,
     is_given_up: Arc<AtomicBool>,
     reply: SyncSender<Result<Vec<f32>, ModelError>>,
 }
 
-/// The output of a job.
-pub(super) struct HostOutput {
+/// The output of some work.
+pub(super) enum HostOutput {
+    /// The one who waits computes it.
+    Here { work: Work, run: Arc<Run> },
+    /// The thread does.
+    Beside(Awaited),
+}
+
+/// Output of the thread; dropped, nobody wants it any more.
+pub(super) struct Awaited {
     output: Receiver<Result<Vec<f32>, ModelError>>,
     is_given_up: Arc<AtomicBool>,
 }
 
 impl HostOutput {
+    /// Whether the one who waits computes it.
+    pub(super) fn is_here(&self) -> bool {
+        matches!(self, Self::Here { .. })
+    }
+
     /// Waits for the output `[rows, hidden]`; `check` is called meanwhile, and its error ends the wait.
     pub(super) fn wait(&self, check: Check<'_>) -> Result<Vec<f32>, ModelError> {
+        let awaited = match self {
+            Self::Here { work, run } => return run(work, check),
+            Self::Beside(awaited) => awaited,
+        };
         loop {
-            match self.output.recv_timeout(CHECK_PERIOD) {
+            match awaited.output.recv_timeout(CHECK_PERIOD) {
                 Ok(output) => return output,
                 Err(RecvTimeoutError::Timeout) => check()?,
                 Err(RecvTimeoutError::Disconnected) => return Err(ModelError::ExpertsEnded),
@@ -147,7 +180,7 @@ impl HostOutput {
     }
 }
 
-impl Drop for HostOutput {
+impl Drop for Awaited {
     fn drop(&mut self) {
         // Of no effect on a job that is done.
         self.is_given_up.store(true, Ordering::Relaxed);
@@ -161,22 +194,19 @@ impl Host {
         trace: Option<Arc<Trace>>,
     ) -> Result<Self, ModelError> {
         let (jobs, inbox) = channel::<Job>();
-        let (bound, is_bound) = sync_channel(1);
         let numerics = host.numerics();
         let expert_us = Arc::new(AtomicU64::new(0));
-        let measured = Arc::clone(&expert_us);
+        let run = running(host, residency, trace, Arc::clone(&expert_us));
+        let of_thread = Arc::clone(&run);
         let thread = std::thread::Builder::new()
             .name("experts".to_owned())
             .spawn(move || {
-                // Nobody waits for a thread whose start was given up.
-                let _ = bound.send(host.bind_thread());
-                drop(bound);
                 while let Ok(job) = inbox.recv() {
-                    let began = Instant::now();
-                    let output = job.run(&*host, &*residency, &measured);
-                    if let Some(trace) = trace.as_ref().filter(|trace| trace.is_on()) {
-                        job.record(trace, began);
-                    }
+                    let mut check = || match job.is_given_up.load(Ordering::Relaxed) {
+                        true => Err(ModelError::GivenUp),
+                        false => Ok(()),
+                    };
+                    let output = check().and_then(|()| of_thread(&job.work, &mut check));
                     // Nobody waits for a pass that was given up.
                     let _ = job.reply.send(output);
                 }
@@ -186,11 +216,9 @@ impl Host {
                 source,
                 remedy: "raise the limit of processes (ulimit -u, or the Pod's pids limit)",
             })?;
-        match is_bound.recv() {
-            Ok(result) => result?,
-            Err(_) => return Err(ModelError::ExpertsEnded),
-        }
         Ok(Self {
+            run,
+            is_beside: false,
             jobs: Mutex::new(Some(jobs)),
             thread: Some(thread),
             numerics,
@@ -211,23 +239,30 @@ impl Host {
         x: Vec<f32>,
         hidden: usize,
     ) -> Result<HostOutput, ModelError> {
-        let (reply, output) = sync_channel(1);
-        let is_given_up = Arc::new(AtomicBool::new(false));
-        let job = Job {
+        let work = Work {
             chosen,
             inputs,
             x,
             hidden,
+        };
+        if !self.is_beside {
+            let run = Arc::clone(&self.run);
+            return Ok(HostOutput::Here { work, run });
+        }
+        let (reply, output) = sync_channel(1);
+        let is_given_up = Arc::new(AtomicBool::new(false));
+        let job = Job {
+            work,
             is_given_up: Arc::clone(&is_given_up),
             reply,
         };
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         let is_sent = jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
         match is_sent {
-            true => Ok(HostOutput {
+            true => Ok(HostOutput::Beside(Awaited {
                 output,
                 is_given_up,
-            }),
+            })),
             false => Err(ModelError::ExpertsEnded),
         }
     }
@@ -244,7 +279,32 @@ impl Drop for Host {
     }
 }
 
-impl Job {
+/// Lets `host`, whose weights `residency` provides, compute on whatever thread calls; `trace` receives what it does, and
+/// `expert_us` how long an expert takes.
+fn running<H: Backend>(
+    host: Arc<H>,
+    residency: Arc<dyn Residency<H>>,
+    trace: Option<Arc<Trace>>,
+    expert_us: Arc<AtomicU64>,
+) -> Arc<Run> {
+    let owner = Mutex::new(None);
+    Arc::new(move |work: &Work, check: Check<'_>| {
+        let this = Some(std::thread::current().id());
+        let mut owner = owner.lock().unwrap_or_else(PoisonError::into_inner);
+        if *owner != this {
+            host.bind_thread()?;
+            *owner = this;
+        }
+        let began = Instant::now();
+        let output = work.run(&*host, &*residency, &expert_us, check);
+        if let Some(trace) = trace.as_ref().filter(|trace| trace.is_on()) {
+            work.record(trace, began);
+        }
+        output
+    })
+}
+
+impl Work {
     /// Records that it ran from `began` until now.
     fn record(&self, trace: &Trace, began: Instant) {
         let (layer, rows) = (self.chosen.layer(), self.rows());
@@ -267,20 +327,16 @@ impl Job {
         host: &H,
         residency: &dyn Residency<H>,
         expert_us: &AtomicU64,
+        check: Check<'_>,
     ) -> Result<Vec<f32>, ModelError> {
         let started = Instant::now();
         let rows = self.rows();
-        let mut check = || match self.is_given_up.load(Ordering::Relaxed) {
-            true => Err(ModelError::GivenUp),
-            false => Ok(()),
-        };
-        check()?;
         residency.announce(self.chosen.ids());
         let mut x = host.upload(rows, self.hidden, &self.x)?;
         if let Some(inputs) = &self.inputs {
             x = host.rows(&x, inputs)?;
         }
-        let total = self.chosen.run(host, residency, &x, &mut check)?;
+        let total = self.chosen.run(host, residency, &x, check)?;
         let output: Result<Vec<f32>, KernelError> = host.download(&total);
         if rows > hot::CACHED_STEP_ROWS {
             return Ok(output?);

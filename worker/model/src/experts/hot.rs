@@ -104,19 +104,25 @@ impl<B: Backend> Split<B> {
     /// Waits for the host, and adds the outputs of both sides `[rows, hidden]`.
     pub(super) fn finish(self, x: &B::Tensor, check: Check<'_>) -> Result<B::Tensor, ModelError> {
         let (device, hidden) = (&*self.device, self.device.shape(x).1);
+        // What was queued since runs meanwhile, and so do copies: this thread computes before it waits for them.
+        device.submit()?;
+        let here = self.host_output.as_ref().filter(|output| output.is_here());
+        let computed = here.map(|output| output.wait(check)).transpose()?;
         let loads = &self.on_device.loads;
         let loaded = match loads.is_empty() {
             true => None,
             false => Some(self.products(loads, x, check)?),
         };
-        let from_host = match &self.host_output {
-            None => None,
-            Some(output) => {
-                // What was queued since runs meanwhile.
+        let values = match (computed, &self.host_output) {
+            (None, Some(output)) => {
                 device.submit()?;
-                Some(device.upload(self.on_host.choices(), hidden, &output.wait(check)?)?)
+                Some(output.wait(check)?)
             }
+            (computed, _) => computed,
         };
+        let rows = self.on_host.choices();
+        let from_host = values.map(|values| device.upload(rows, hidden, &values));
+        let from_host = from_host.transpose()?;
         let choices = self.routing.experts.len();
         let mut products = device.zeros(choices, hidden)?;
         let (mut rows, mut first) = (vec![0; choices], 0);

@@ -44,6 +44,9 @@ pub(crate) trait Experts<B: Backend>: Send + Sync {
         false
     }
 
+    /// Lets them run beside another flight from now on, even where that takes longer for one alone.
+    fn run_beside(&mut self) {}
+
     /// Numerics of the backend that runs them if they differ from the device's.
     fn numerics(&self, _of_device: &str) -> Option<String> {
         None

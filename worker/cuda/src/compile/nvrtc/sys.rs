@@ -2,8 +2,12 @@
 #![allow(non_snake_case, non_camel_case_types)] // the library's own names
 
 use std::ffi::{c_char, c_int, c_uint};
+use std::path::PathBuf;
+use std::sync::OnceLock;
 
-pub(super) use cudarc::nvrtc::sys::{culib, is_culib_present, nvrtcProgram};
+use libloading::Library;
+
+pub(super) use cudarc::nvrtc::sys::nvrtcProgram;
 
 use crate::driver::functions;
 
@@ -19,7 +23,38 @@ impl nvrtcResult {
     const MISSING: Self = Self(11);
 }
 
-functions! { culib, nvrtcResult;
+/// The library, once it is loaded; it stays so.
+static LIBRARY: OnceLock<Library> = OnceLock::new();
+
+/// Loads the first of these that can be loaded, unless one is already.
+///
+/// # Errors
+/// Why each of them cannot.
+pub(super) fn load(candidates: &[PathBuf]) -> Result<(), Vec<String>> {
+    let mut refusals = Vec::new();
+    for candidate in candidates {
+        if LIBRARY.get().is_some() {
+            return Ok(());
+        }
+        // SAFETY: only loads the library, whose initialisers are NVIDIA's.
+        match unsafe { Library::new(candidate) } {
+            // Another thread may have been faster, with the same list.
+            Ok(library) => drop(LIBRARY.set(library)),
+            Err(error) => refusals.push(error.to_string()),
+        }
+    }
+    LIBRARY.get().map(drop).ok_or(refusals)
+}
+
+/// The library.
+///
+/// # Panics
+/// If it is not loaded.
+fn library() -> &'static Library {
+    LIBRARY.get().expect("NVRTC is called before it is loaded")
+}
+
+functions! { library, nvrtcResult;
     fn nvrtcCompileProgram(program: nvrtcProgram, count: c_int, options: *const *const c_char);
     fn nvrtcCreateProgram(
         program: *mut nvrtcProgram, source: *const c_char, name: *const c_char, headers: c_int, texts: *const *const c_char,
@@ -32,5 +67,4 @@ functions! { culib, nvrtcResult;
     fn nvrtcGetProgramLog(program: nvrtcProgram, log: *mut c_char);
     fn nvrtcGetProgramLogSize(program: nvrtcProgram, bytes: *mut usize);
     fn nvrtcGetSupportedArchs(architectures: *mut c_int);
-    fn nvrtcVersion(major: *mut c_int, minor: *mut c_int);
 }

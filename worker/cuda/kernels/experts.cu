@@ -72,36 +72,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) expe
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TILED_BLOCKS_PER_SM) experts_gate_up_tiled(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_gate_up_tiled(
     float* h, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
     const int* slot_rows, int inter, int padded) {
-    HEARTH_DYNAMIC_SHARED(unsigned char, shared);
+    HEARTH_DYNAMIC_SHARED(unsigned char, given);
+    unsigned char* shared = stage_memory(given);
     GridPlace place = place_in_groups(GROUP_ROWS);
     if (place.row >= *tile_count) return;
     Tile tile = tiles[place.row];
     Tokens x = tile_tokens(terms, scales, slot_rows, tile, x_rows, padded);
     int first = place.column * HALF_OUTPUTS;
     Half halves[2] = {{experts[tile.expert].gate, first}, {experts[tile.expert].up, first}};
-    float total[2][4][4];
+    float total[WARP_M][WARP_N][4];
     tiled_products(total, halves, inter, x, shared);
 
     // The gate's sums pass through the first stage, each to the lane that has the up's sum for the same column and
     // slot: the warp with the same outputs of the other half.
     bool gate = warp_output() < HALF_OUTPUTS;
-    int pair = threadIdx.x / 128 * 2 + warp_output() % HALF_OUTPUTS / 32;
-    float* gates = reinterpret_cast<float*>(shared) + pair * (32 * 32) + (threadIdx.x & 31);
+    float* gates = reinterpret_cast<float*>(shared) + warp_pair() * (32 * 32) + (threadIdx.x & 31);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 32; ++i)
-        if (gate) gates[i * 32] = total[i / 16][i / 4 % 4][i % 4];
+        if (gate) gates[i * 32] = total[i / (WARP_N * 4)][i / 4 % WARP_N][i % 4];
     __syncthreads();
     if (gate) return;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-        float (&sum)[4] = total[n / 4][n % 4];
+        float (&sum)[4] = total[n / WARP_N][n % WARP_N];
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[i] = silu_times(gates[(n * 4 + i) * 32], sum[i]);
-        store_slots(h, sum, tile, first + warp_output() % HALF_OUTPUTS + n / 4 * 16, warp_token() + n % 4 * 8, inter);
+        store_slots(h, sum, tile, first + warp_output() % HALF_OUTPUTS + n / WARP_N * 16, warp_token() + n % WARP_N * 8, inter);
     }
 }
 
@@ -120,10 +120,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) expe
     store_slots(d, total[0][0], tile, output, 0, hidden);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TILED_BLOCKS_PER_SM) experts_down_tiled(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_down_tiled(
     float* d, const void* terms, const float* scales, int slots, const Expert* experts, const Tile* tiles, const int* tile_count,
     int hidden, int padded) {
-    HEARTH_DYNAMIC_SHARED(unsigned char, shared);
+    HEARTH_DYNAMIC_SHARED(unsigned char, given);
+    unsigned char* shared = stage_memory(given);
     GridPlace place = place_in_groups(GROUP_ROWS);
     if (place.row >= *tile_count) return;
     Tile tile = tiles[place.row];
@@ -131,9 +132,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILED_BLOCKS_PER_SM) exper
     int output = place.column * TILE_OUTPUTS;
     Weight w = experts[tile.expert].down;
     Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};
-    float total[2][4][4];
+    float total[WARP_M][WARP_N][4];
     tiled_products(total, halves, hidden, x, shared);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        store_slots(d, total[i / 4][i % 4], tile, output + warp_output() + i / 4 * 16, warp_token() + i % 4 * 8, hidden);
+    for (int i = 0; i < WARP_M * WARP_N; ++i) {
+        int m = i / WARP_N, slot = i % WARP_N;
+        store_slots(d, total[m][slot], tile, output + warp_output() + m * 16, warp_token() + slot * 8, hidden);
+    }
 }

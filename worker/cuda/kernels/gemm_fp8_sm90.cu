@@ -20,20 +20,10 @@ constexpr int STAGE_BYTES = 2 * MATRIX_BYTES;           // tokens, then weights
 constexpr int STAGES = 6;
 constexpr int SUMS = TILE / 2;                          // of a lane
 constexpr int GROUP_ROWS = 8;                           // of place_in_groups
-constexpr int PATTERN_BYTES = 1024;                     // one repetition of the 128-byte swizzle
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + PATTERN_BYTES;
 constexpr int COPY_ROWS = THREADS / 8;                  // rows that all threads copy at once, eight chunks of 16 bytes each
 constexpr int COPIES = TILE / COPY_ROWS;
 static_assert(SHARED_BYTES <= 227 * 1024, "a block of compute capability 9.0 has no more");
-
-// The descriptor of a K-major matrix whose rows are 128 bytes (PTX ISA 9.7.15.5.1.2, Shared Memory Matrix Layout:
-// Strides, and Matrix Descriptor Format). In units of 16 bytes: bits 0..13 are the start; 16..29 the leading dimension
-// offset, which this layout does not use; 32..45 the stride from eight rows to the next, 1024 bytes; 49..51 base
-// offset 0, as patterns begin at multiples of 1024 bytes; 62..63 = 1, the 128-byte swizzle. The next 32 columns begin
-// 32 bytes further, since the swizzle applies to address bits.
-__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned shared) {
-    return (unsigned long long)(shared >> 4 & 0x3fffu) | 1ull << 16 | (unsigned long long)(PATTERN_BYTES >> 4) << 32 | 1ull << 62;
-}
 
 // The 128-byte swizzle permutes the 16-byte chunks of a row by the row's index modulo eight: address bits 4..6 ^= bits 7..9.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * BLOCK + (chunk ^ (row & 7)) * 16; }

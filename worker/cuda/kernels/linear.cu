@@ -60,15 +60,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) line
 
 // Stores a thread's sums of a tile.
 __device__ __forceinline__ void store_tile(
-    float* y, const float (&sums)[2][4][4], const float* bias, int output, int first_row, int rows, int n) {
+    float* y, const float (&sums)[WARP_M][WARP_N][4], const float* bias, int output, int first_row, int rows, int n) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        store_sums(y, sums[i / 4][i % 4], bias, output + warp_output() + i / 4 * 16, first_row + warp_token() + i % 4 * 8, rows, n);
+    for (int i = 0; i < WARP_M * WARP_N; ++i) {
+        int m = i / WARP_N, token = i % WARP_N;
+        store_sums(y, sums[m][token], bias, output + warp_output() + m * 16, first_row + warp_token() + token * 8, rows, n);
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TILED_BLOCKS_PER_SM) linear_tiled(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_tiled(
     float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
-    HEARTH_DYNAMIC_SHARED(unsigned char, shared);
+    HEARTH_DYNAMIC_SHARED(unsigned char, given);
+    unsigned char* shared = stage_memory(given);
     GridPlace place = place_in_groups(GROUP_ROWS);
     int first_row = place.row * TILE_TOKENS, output = place.column * TILE_OUTPUTS;
     int count = min(rows - first_row, TILE_TOKENS);
@@ -76,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILED_BLOCKS_PER_SM) linea
     Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};
     int blocks = padded / BLOCK, segments = (blocks + BLOCKS_OF_SEGMENT - 1) / BLOCKS_OF_SEGMENT;
     int each = (segments + gridDim.z - 1) / gridDim.z, first = blockIdx.z * each;
-    float total[2][4][4];
+    float total[WARP_M][WARP_N][4];
     auto keep_apart = [&](int segment) {
         if (blockIdx.z == 0) return;
         store_tile(y + (long long)(segment - each + 1) * rows * n, total, nullptr, output, first_row, rows, n);

@@ -1,6 +1,7 @@
 // Products of weights with activations for linear.cu and experts.cu. The kernel for few tokens (`decode_products`) and
 // the one for many (`tiled_products`) differ in how bytes are moved; both compute an output with `multiply_unit`,
-// `fold_block` and `fold_segment`, so their bits are the same.
+// `fold_block` and `fold_segment`, so their bits are the same. wgmma (matmul_sm90.cuh) multiplies the same sets of 16 columns in
+// the same order, and adds a set as mma does.
 //
 // A unit is the 64 bytes of a weight's row that the four lanes of a quad read as 16 bytes each. The columns of a unit
 // are mapped to the k positions of the mma so that each lane multiplies what it read: lane `quad` holds consecutive
@@ -9,6 +10,14 @@
 #pragma once
 
 #include "terms.cuh"
+
+// 1: products of many tokens go by wgmma, which only sm_90a has: for bf16 activations, and weights of one term.
+#ifndef BY_WGMMA
+#define BY_WGMMA 0
+#endif
+#if BY_WGMMA
+#include "wgmma.cuh"
+#endif
 
 constexpr bool E4M3_MMA = ACTIVATIONS == ACTIVATIONS_FP8;
 constexpr int WEIGHT_BYTES = WEIGHT_TYPE == WEIGHTS_F32 ? 4 : WEIGHT_TYPE == WEIGHTS_FP8 ? 1 : 2;
@@ -374,15 +383,11 @@ __device__ __forceinline__ void decode_products(
 
 // ---- Many tokens: weights and activations pass through shared memory, each warp 32 outputs by 32 tokens.
 
-#ifndef TILED_BLOCKS
-#define TILED_BLOCKS 1
-#endif
-constexpr int TILED_BLOCKS_PER_SM = TILED_BLOCKS;
 constexpr int TILE_OUTPUTS = 128;
 constexpr int TILE_TOKENS = 64;
 constexpr int HALF_OUTPUTS = TILE_OUTPUTS / 2;
 constexpr int GROUP_ROWS = TERMS == 1 ? 8 : 4;                                     // of place_in_groups: tokens in three terms are larger
-constexpr int STAGE_COLS = E4M3_MMA ? 128 : WEIGHT_TYPE == WEIGHTS_F32 ? 32 : 64;
+constexpr int STAGE_COLS = E4M3_MMA || (BY_WGMMA && WEIGHT_BYTES == 1) ? 128 : WEIGHT_TYPE == WEIGHTS_F32 ? 32 : 64;
 constexpr int STAGE_UNITS = STAGE_COLS / UNIT;
 constexpr int WEIGHT_CHUNKS = STAGE_COLS * WEIGHT_BYTES / 16;                      // of a row of a stage
 constexpr int TERM_CHUNKS = STAGE_COLS * TERM_BYTES / 16;
@@ -390,7 +395,7 @@ constexpr int WEIGHT_STAGE_BYTES = TILE_OUTPUTS * WEIGHT_CHUNKS * 16;
 constexpr int STAGE_BYTES = WEIGHT_STAGE_BYTES + TERMS * TILE_TOKENS * TERM_CHUNKS * 16;
 constexpr int TILED_SHARED_BYTES = 96 * 1024;                                      // 8.9 and 12.0 have 99 KiB per block
 constexpr int MOST_STAGES = TILED_SHARED_BYTES / STAGE_BYTES;
-constexpr int STAGES = MOST_STAGES < 4 ? MOST_STAGES : 4;
+constexpr int STAGES = BY_WGMMA ? 192 * 1024 / STAGE_BYTES : MOST_STAGES < 4 ? MOST_STAGES : 4;
 static_assert(STAGES >= 2, "a stage is filled while another is read");
 
 // 64 consecutive outputs of one weight. A tile has two: an expert's gate and up, or neighbours of one weight.
@@ -398,6 +403,14 @@ struct Half {
     Weight w;
     int first;
 };
+
+// Sums of a warp: WARP_M x 16 outputs by WARP_N x 8 tokens.
+constexpr int WARP_M = BY_WGMMA ? 1 : 2;
+constexpr int WARP_N = BY_WGMMA ? 8 : 4;
+
+#if BY_WGMMA
+#include "matmul_sm90.cuh"
+#else
 
 // Source of a thread's copies into each stage: one 16-byte column of chunks of the weights' rows, and one of the tokens'.
 struct TileCopy {
@@ -466,6 +479,10 @@ __device__ __forceinline__ void tile_stage(unsigned char* shared, const TileCopy
 // the first four warps do all the work, one per scheduler.
 __device__ __forceinline__ int warp_output() { return threadIdx.x / 32 % 4 * 32; }
 __device__ __forceinline__ int warp_token() { return threadIdx.x / 128 * 32; }
+// The same number for the two warps that have the same outputs of both halves, for the same tokens.
+__device__ __forceinline__ int warp_pair() { return threadIdx.x / 128 * 2 + warp_output() % HALF_OUTPUTS / 32; }
+// Where stages begin in the memory that a block was given.
+__device__ __forceinline__ unsigned char* stage_memory(unsigned char* given) { return given; }
 
 // dot += a warp's products of one stage; `tokens` of its 32 exist.
 __device__ __forceinline__ void multiply_stage(float (&dot)[2][4][4], const unsigned char* weights, int tokens) {
@@ -530,3 +547,4 @@ __device__ __forceinline__ void tiled_products(
     float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, unsigned char* shared) {
     tiled_products(total, halves, n, x, 0, x.padded / BLOCK, shared, [](int) {});
 }
+#endif

@@ -41,6 +41,12 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
                  : "memory");
 }
 
+// The same for 4 bytes.
+__device__ __forceinline__ void cp_async_4(void* shared, const void* global, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 4 : 0)
+                 : "memory");
+}
+
 // Closes the group of copies that this thread has started since the last group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

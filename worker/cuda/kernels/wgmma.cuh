@@ -30,6 +30,21 @@ __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], unsigned long l
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
+// d (64 outputs x 64 tokens) = or += a (64 x 16) * b (16 x 64), both bf16: a in registers, laid out as for mma_bf16 with the
+// warp's 16 rows, b in shared memory. d[j][i] is row 16 * warp + lane / 4 + i / 2 * 8, column 8 j + lane % 4 * 2 + i % 2.
+__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[8][4], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 // Makes earlier writes to registers and shared memory visible to the wgmma that follow (PTX ISA 9.7.15.7.1).
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -39,7 +54,23 @@ __device__ __forceinline__ void keep_in_order(float (&d)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+__device__ __forceinline__ void keep_in_order(float (&d)[8][4]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+}
 // wgmma reads shared memory through the async proxy: this makes this thread's copies visible there.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #endif
+
+// One repetition of the 128-byte swizzle, at multiples of which matrices begin.
+constexpr int PATTERN_BYTES = 1024;
+
+// The descriptor of a K-major matrix whose rows are 128 bytes (PTX ISA 9.7.15.5.1.2, Shared Memory Matrix Layout:
+// Strides, and Matrix Descriptor Format). In units of 16 bytes: bits 0..13 are the start; 16..29 the leading dimension
+// offset, which this layout does not use; 32..45 the stride from eight rows to the next, 1024 bytes; 49..51 base
+// offset 0, as patterns begin at multiples of 1024 bytes; 62..63 = 1, the 128-byte swizzle. The next 32 bytes of columns begin
+// 32 bytes further, since the swizzle applies to address bits.
+__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned shared) {
+    return (unsigned long long)(shared >> 4 & 0x3fffu) | 1ull << 16 | (unsigned long long)(PATTERN_BYTES >> 4) << 32 | 1ull << 62;
+}

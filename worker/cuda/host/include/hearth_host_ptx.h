@@ -8,7 +8,8 @@
 #define mma_e4m3(...) hearth_host::multiply<hearth_host_mma_e4m3>(HEARTH_HOST_SITE, __VA_ARGS__)
 #define ldmatrix_x4(...) hearth_host::load_matrices(HEARTH_HOST_SITE, 0, __VA_ARGS__)
 #define ldmatrix_x4_trans(...) hearth_host::load_matrices(HEARTH_HOST_SITE, 1, __VA_ARGS__)
-#define cp_async_16(...) hearth_host_cp_async_16(HEARTH_HOST_SITE, __VA_ARGS__)
+#define cp_async_16(...) hearth_host_cp_async(HEARTH_HOST_SITE, 16, __VA_ARGS__)
+#define cp_async_4(...) hearth_host_cp_async(HEARTH_HOST_SITE, 4, __VA_ARGS__)
 
 namespace hearth_host {
 

@@ -33,9 +33,9 @@ void check_shared_access(const Access& access);
 void check_global_access(const Access& access);
 
 // Records that a cp.async has landed: the bytes count as written by this thread.
-void mark_landed(const Fiber& fiber, const void* shared);
+void mark_landed(const Fiber& fiber, const void* shared, unsigned bytes);
 // Records that the launch ended without waiting for it.
-void mark_abandoned(const void* shared);
+void mark_abandoned(const void* shared, unsigned bytes);
 
 // The rest of a check, if the quick one has not passed. `offset` is in `space`.
 void check_slowly(Space& space, bool is_shared, size_t offset, unsigned bytes, const Access& access);

@@ -9,19 +9,19 @@ namespace hearth {
 namespace {
 
 void check_source(const Fiber& fiber, const AsyncCopy& copy) {
-    if (copy.valid) check_global_access({Use::READ, copy.global, 16, 16, fiber, {nullptr, &copy.site}});
+    if (copy.valid) check_global_access({Use::READ, copy.global, copy.bytes, copy.bytes, fiber, {nullptr, &copy.site}});
 }
 
 // The source is checked again: another thread may have written to it in the meantime.
 void land(Fiber& fiber, const AsyncCopy& copy) {
     if (config().checks) {
         check_source(fiber, copy);
-        mark_landed(fiber, copy.shared);
+        mark_landed(fiber, copy.shared, copy.bytes);
     }
     if (copy.valid) {
-        memcpy(copy.shared, copy.global, 16);
+        memcpy(copy.shared, copy.global, copy.bytes);
     } else {
-        memset(copy.shared, 0, 16);
+        memset(copy.shared, 0, copy.bytes);
     }
     fiber.copies_unfenced = true;
 }
@@ -30,7 +30,7 @@ void land(Fiber& fiber, const AsyncCopy& copy) {
 
 void abandon_copies(Fiber& fiber) {
     if (config().checks) {
-        for (const AsyncCopy& copy : fiber.copies) mark_abandoned(copy.shared);
+        for (const AsyncCopy& copy : fiber.copies) mark_abandoned(copy.shared, copy.bytes);
     }
     fiber.copies.clear();
     fiber.group_ends.clear();
@@ -40,12 +40,12 @@ void abandon_copies(Fiber& fiber) {
 
 using namespace hearth;
 
-void hearth_host_cp_async_16(HearthHostSite site, void* shared, const void* global, int valid) {
+void hearth_host_cp_async(HearthHostSite site, int bytes, void* shared, const void* global, int valid) {
     Fiber& self = *running_fiber;
-    AsyncCopy copy = {static_cast<char*>(shared), static_cast<const char*>(global), valid != 0, site};
+    AsyncCopy copy = {static_cast<char*>(shared), static_cast<const char*>(global), (unsigned)bytes, valid != 0, site};
     if (config().checks) {
         check_source(self, copy);
-        check_shared_access({Use::ASYNC_WRITE, copy.shared, 16, 16, self, {nullptr, &copy.site}});
+        check_shared_access({Use::ASYNC_WRITE, copy.shared, copy.bytes, copy.bytes, self, {nullptr, &copy.site}});
     }
     self.copies.push_back(copy);
 }

@@ -21,8 +21,10 @@ enum class WarpOperation : uint8_t { SYNC, SHUFFLE, BALLOT, MATCH, MMA_BF16, MMA
 // A lane's part of a wgmma that has not been waited for.
 struct Product {
     float* d;
-    unsigned long long a;                // descriptors
+    unsigned long long a;                // descriptors; a is in registers if the elements are bf16
     unsigned long long b;
+    bool is_bf16;
+    unsigned registers[4];
     bool accumulate;
     bool is_first;                       // of those in flight with these accumulators
     HearthHostSite site;
@@ -45,6 +47,7 @@ struct Operand {
 struct AsyncCopy {
     char* shared;
     const char* global;
+    unsigned bytes;
     bool valid;
     HearthHostSite site;
 };

@@ -83,16 +83,16 @@ void check_slowly(Space& space, bool is_shared, size_t offset, unsigned bytes, c
     if (access.use == Use::WRITE || access.use == Use::ATOMIC) space.shadow->set_written(offset, bytes);
 }
 
-void mark_landed(const Fiber& fiber, const void* shared) {
+void mark_landed(const Fiber& fiber, const void* shared, unsigned bytes) {
     Space& space = shared_memory.dynamic().contains(shared) ? shared_memory.dynamic() : shared_memory.arrays();
     size_t offset = space.offset(shared);
-    for (unsigned i = 0; i < 16; i++) *space.shadow->writes(offset + i) = fiber.label;
-    space.shadow->set_written(offset, 16);
+    for (unsigned i = 0; i < bytes; i++) *space.shadow->writes(offset + i) = fiber.label;
+    space.shadow->set_written(offset, bytes);
 }
 
-void mark_abandoned(const void* shared) {
+void mark_abandoned(const void* shared, unsigned bytes) {
     Space& space = shared_memory.dynamic().contains(shared) ? shared_memory.dynamic() : shared_memory.arrays();
-    for (unsigned i = 0; i < 16; i++) *space.shadow->writes(space.offset(shared) + i) = 0;
+    for (unsigned i = 0; i < bytes; i++) *space.shadow->writes(space.offset(shared) + i) = 0;
 }
 
 }  // namespace hearth

@@ -13,7 +13,10 @@
 namespace hearth {
 namespace {
 
-constexpr int WARP_ROWS = 16, OUTPUTS = 128, DEPTH = 32, SUMS = 64;
+// Rows of a warp, and the larger of both shapes: 128 columns of 32 e4m3, or 64 of 16 bf16.
+constexpr int WARP_ROWS = 16, OUTPUTS = 128, DEPTH = 32;
+// Bytes of a row of an operand.
+constexpr unsigned ROW_BYTES = 32;
 constexpr unsigned WARPGROUP = 128;
 // Shared addresses start after the part that the driver reserves, aligned no further than the kernels' declaration requires.
 constexpr unsigned SHARED_START = 1024 + 128;
@@ -44,11 +47,25 @@ const unsigned char* operand(const Matrix& from, unsigned row, unsigned byte, co
     return reinterpret_cast<const unsigned char*>(address);
 }
 
-void read(float (*to)[DEPTH], const Matrix& from, unsigned first, unsigned rows, const Fiber& fiber, const HearthHostSite& site) {
+int depth(const Product& product) { return product.is_bf16 ? 16 : 32; }
+int outputs(const Product& product) { return product.is_bf16 ? 64 : 128; }
+int sums(const Product& product) { return outputs(product) / 2; }
+
+float bf16_value(unsigned bits) {
+    unsigned word = bits << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+void read(float (*to)[DEPTH], const Matrix& from, unsigned first, unsigned rows, bool is_bf16, const Fiber& fiber, const HearthHostSite& site) {
     for (unsigned row = 0; row < rows; row++) {
-        for (unsigned byte = 0; byte < DEPTH; byte += 16) {
+        for (unsigned byte = 0; byte < ROW_BYTES; byte += 16) {
             const unsigned char* codes = operand(from, first + row, byte, fiber, site);
-            for (int i = 0; i < 16; i++) to[row][byte + i] = e4m3_values[codes[i]];
+            for (int i = 0; i < 16; i++) {
+                if (!is_bf16) to[row][byte + i] = e4m3_values[codes[i]];
+                else if (i % 2 == 0) to[row][(byte + i) / 2] = bf16_value(codes[i] | codes[i + 1] << 8);
+            }
         }
     }
 }
@@ -58,24 +75,36 @@ struct Operands {
     float b[OUTPUTS][DEPTH];
 };
 
+// Lane `lane`'s part of a: registers as those of mma.
+void take_registers(Operands& to, unsigned lane, const Product& product) {
+    for (int i = 0; i < 4; i++) {
+        float* at = &to.a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8];
+        at[0] = bf16_value(product.registers[i] & 0xffffu);
+        at[1] = bf16_value(product.registers[i] >> 16);
+    }
+}
+
 void read(Executor& e, Operands& to, const Product& product, const Fiber& fiber) {
     unsigned first = fiber.thread % WARPGROUP / 32 * WARP_ROWS;
-    read(to.a, matrix(e, product.a, fiber), first, WARP_ROWS, fiber, product.site);
-    read(to.b, matrix(e, product.b, fiber), 0, OUTPUTS, fiber, product.site);
+    if (!product.is_bf16) read(to.a, matrix(e, product.a, fiber), first, WARP_ROWS, false, fiber, product.site);
+    read(to.b, matrix(e, product.b, fiber), 0, outputs(product), product.is_bf16, fiber, product.site);
 }
 
 // Each sum is over ascending k, with one rounding per step.
 void multiply(Executor& e, unsigned warp, size_t index) {
     static Operands operands;
-    read(e, operands, e.lane(warp, 0).products[index], e.lane(warp, 0));
+    const Product& first = e.lane(warp, 0).products[index];
+    read(e, operands, first, e.lane(warp, 0));
+    if (first.is_bf16)
+        for (unsigned lane = 0; lane < 32; lane++) take_registers(operands, lane, e.lane(warp, lane).products[index]);
     for (unsigned lane = 0; lane < 32; lane++) {
         Product& product = e.lane(warp, lane).products[index];
-        if (product.is_first) memcpy(product.d, product.before, sizeof product.before);
-        for (int i = 0; i < SUMS; i++) {
+        if (product.is_first) memcpy(product.d, product.before, sums(product) * sizeof(float));
+        for (int i = 0; i < sums(product); i++) {
             const float* a = operands.a[lane / 4 + i / 2 % 2 * 8];
             const float* b = operands.b[i / 4 * 8 + lane % 4 * 2 + i % 2];
             float sum = product.accumulate ? product.d[i] : 0.0f;
-            for (int k = 0; k < DEPTH; k++) sum += a[k] * b[k];
+            for (int k = 0; k < depth(product); k++) sum += a[k] * b[k];
             product.d[i] = sum;
         }
     }
@@ -111,8 +140,8 @@ void start_product(Executor& e, unsigned warp) {
         product.is_first = true;
         for (const Product& other : fiber.products) product.is_first &= other.d != product.d;
         if (product.is_first) {
-            memcpy(product.before, product.d, sizeof product.before);
-            for (int i = 0; i < SUMS; i++) product.d[i] = NAN;
+            memcpy(product.before, product.d, sums(product) * sizeof(float));
+            for (int i = 0; i < sums(product); i++) product.d[i] = NAN;
         }
         fiber.products.push_back(product);
     }
@@ -147,7 +176,12 @@ void abandon_products(Fiber& fiber) {
 using namespace hearth;
 
 void hearth_host_wgmma(HearthHostSite site, float* d, unsigned long long a, unsigned long long b, int accumulate) {
-    running_fiber->operand.product = {d, a, b, accumulate != 0, false, site, {}};
+    running_fiber->operand.product = {d, a, b, false, {}, accumulate != 0, false, site, {}};
+    executor().wait_warp(site, WarpOperation::WGMMA, 0xffffffffu);
+}
+
+void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate) {
+    running_fiber->operand.product = {d, 0, b, true, {a[0], a[1], a[2], a[3]}, accumulate != 0, false, site, {}};
     executor().wait_warp(site, WarpOperation::WGMMA, 0xffffffffu);
 }
 

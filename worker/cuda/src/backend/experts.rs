@@ -534,8 +534,11 @@ impl CudaBackend {
         grid: [usize; 3],
         args: Args,
     ) -> Result<(), KernelError> {
-        let variant = self.matrix_variant("experts", dtype);
-        let kernel = Kernel::new(&variant, if is_decode { decode } else { tiled });
+        let (variant, name) = match is_decode {
+            true => (self.matrix_variant("experts", dtype), decode),
+            false => (self.tiled_variant("experts", dtype), tiled),
+        };
+        let kernel = Kernel::new(&variant, name);
         self.launch(kernel, grid, args)
     }
 

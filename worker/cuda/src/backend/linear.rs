@@ -11,7 +11,7 @@ use super::{
     Activations, CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel, activations_number,
     terms_variant,
 };
-use crate::compile::Variant;
+use crate::compile::{BY_WGMMA, Variant};
 use crate::queue::Args;
 
 /// Maximum rows of the decode kernel.
@@ -43,6 +43,11 @@ impl Product<'_> {
     /// Its variant of `linear`.
     fn variant(&self) -> Variant {
         matrix_variant("linear", self.weight.dtype, self.activations)
+    }
+
+    /// The same by wgmma.
+    fn wgmma_variant(&self) -> Variant {
+        wgmma_variant("linear", self.weight.dtype, self.activations)
     }
 
     /// Address of the bias, or zero.
@@ -280,10 +285,24 @@ impl CudaBackend {
         self.launch(kernel, [blocks, splits, 1], args)
     }
 
-    /// Runs the `mma.sync` kernel for any number of rows; where its blocks would leave half of the device idle, each sum
-    /// is cut over several of them.
+    /// Computes a product of any number of rows.
     pub(super) fn tiled(&self, product: &Product<'_>) -> Result<CudaTensor, KernelError> {
-        let variant = product.variant();
+        let is_bf16 = product.activations == Activations::Bf16;
+        let by_wgmma = is_bf16 && self.multiplies_by_wgmma(product.weight.dtype);
+        self.tiled_by(product, by_wgmma)
+    }
+
+    /// The same by wgmma or by `mma.sync`; where its blocks would leave half of the device idle, each sum is cut over several
+    /// of them.
+    pub(super) fn tiled_by(
+        &self,
+        product: &Product<'_>,
+        by_wgmma: bool,
+    ) -> Result<CudaTensor, KernelError> {
+        let variant = match by_wgmma {
+            true => product.wgmma_variant(),
+            false => product.variant(),
+        };
         let kernel = Kernel::new(&variant, "linear_tiled");
         let columns = product.weight.rows.div_ceil(TILE_OUTPUTS);
         let rows = product.rows.div_ceil(TILE_ROWS);
@@ -383,6 +402,15 @@ impl CudaBackend {
         matrix_variant(file, dtype, self.activations_for(dtype))
     }
 
+    /// The variant of a kernel for products of many rows.
+    pub(super) fn tiled_variant(&self, file: &'static str, dtype: DType) -> Variant {
+        let activations = self.activations_for(dtype);
+        match activations == Activations::Bf16 && self.multiplies_by_wgmma(dtype) {
+            true => wgmma_variant(file, dtype, activations),
+            false => matrix_variant(file, dtype, activations),
+        }
+    }
+
     /// Runs one of the per-head up-projections: out of the latents, `v` outputs per head, or into them, `rank`.
     fn per_head(
         &self,
@@ -474,6 +502,10 @@ fn matrix_variant(file: &'static str, dtype: DType, activations: Activations) ->
             ("ACTIVATIONS", activations_number(activations)),
         ],
     )
+}
+
+fn wgmma_variant(file: &'static str, dtype: DType, activations: Activations) -> Variant {
+    matrix_variant(file, dtype, activations).and(BY_WGMMA)
 }
 
 #[cfg(test)]

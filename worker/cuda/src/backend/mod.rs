@@ -96,6 +96,8 @@ pub struct CudaBackend {
     activations: Activations,
     /// Whether FP8 products use wgmma, once that has been tried.
     wgmma: OnceLock<bool>,
+    /// Whether bf16 products of many rows use it.
+    wgmma_bf16: OnceLock<bool>,
 }
 
 impl CudaBackend {
@@ -152,6 +154,7 @@ impl CudaBackend {
             device,
             activations,
             wgmma: OnceLock::new(),
+            wgmma_bf16: OnceLock::new(),
         })
     }
 

@@ -1,8 +1,9 @@
-//! FP8 products with Hopper's wgmma.
+//! Products with Hopper's wgmma.
 //!
-//! wgmma adds inside the tensor core what `mma.sync` adds outside, so their bits differ: a GPU uses one of them for
-//! every number of rows, for prompt and decode alike. wgmma is used if it is shown to compute the product on the GPU
-//! at hand: one product is tried in all variants when the first weight is used.
+//! For FP8 activations wgmma adds inside the tensor core what `mma.sync` adds outside, so their bits differ: a GPU uses one of
+//! them for every number of rows, for prompt and decode alike. For bf16 their bits are the same, and many rows go by wgmma.
+//! Either is used if it is shown to compute the product, or those bits, on the GPU at hand: one product is tried in all
+//! variants when the first weight is used.
 
 use hearth_kernels::ops::MemoryOps;
 use hearth_kernels::{BlockScales, DType, HostMatrix, KernelError, SCALE_BLOCK};
@@ -42,6 +43,58 @@ impl CudaBackend {
         })
     }
 
+    /// Whether products of many rows of bf16 with weights of a type use wgmma.
+    pub fn multiplies_by_wgmma(&self, dtype: DType) -> bool {
+        let is_possible = self.activations == Activations::Bf16
+            && self.device.info.architecture() == "sm_90a"
+            && TERMED.contains(&dtype);
+        is_possible
+            && *self.wgmma_bf16.get_or_init(|| match self.try_bf16_wgmma() {
+                Ok(true) => true,
+                Ok(false) => {
+                    tracing::warn!(
+                        "wgmma does not give the bits of mma.sync on this GPU: it is not used"
+                    );
+                    false
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "wgmma could not be tried: it is not used");
+                    false
+                }
+            })
+    }
+
+    /// Computes products with `mma.sync` and with wgmma; returns whether their bits are the same.
+    fn try_bf16_wgmma(&self) -> Result<bool, KernelError> {
+        for dtype in TERMED {
+            let trial = Trial::new(dtype);
+            let weight = self.weight(&trial.weight()?)?;
+            let (rows, cols, inner) = TRIAL;
+            let x = self.upload(rows, inner, &trial.values)?;
+            let terms = self.terms(&x, Activations::Bf16)?;
+            let product = Product {
+                rows,
+                terms: &terms,
+                activations: Activations::Bf16,
+                weight: &weight.0,
+                bias: None,
+            };
+            // Elements that a variant does not write stay NaN.
+            let nan = vec![f32::NAN; rows * cols];
+            let bits = |by_wgmma| -> Result<Vec<u32>, KernelError> {
+                drop(self.upload(rows, cols, &nan)?);
+                let y = self.download(&self.tiled_by(&product, by_wgmma)?)?;
+                Ok(y.into_iter().map(f32::to_bits).collect())
+            };
+            let want = bits(false)?;
+            let is_finite = want.iter().all(|bits| f32::from_bits(*bits).is_finite());
+            if !is_finite || bits(true)? != want {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Computes the product with wgmma; if the blocks would leave half the device
     /// idle, each sum is cut into its segments.
     pub(super) fn by_wgmma(&self, product: &Product<'_>) -> Result<CudaTensor, KernelError> {
@@ -65,29 +118,9 @@ impl CudaBackend {
     /// relative to the largest result.
     fn try_wgmma(&self) -> Result<f32, KernelError> {
         let (rows, cols, inner) = TRIAL;
-        // Codes of every sign and magnitude except NaN; activations of many magnitudes.
-        let mut state = 1_u32;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            state >> 8
-        };
-        let codes: Vec<u8> = (0..cols * inner)
-            .map(|_| {
-                let code = next() as u8;
-                if code & 0x7f == 0x7f { code ^ 1 } else { code }
-            })
-            .collect();
-        let values: Vec<f32> = (0..rows * inner)
-            .map(|_| (next() as f32 / 8_388_608.0 - 1.0) * (next() % 64) as f32)
-            .collect();
-        let blocks_per_row = inner.div_ceil(SCALE_BLOCK);
-        let scales = BlockScales {
-            values: vec![0.25; cols.div_ceil(SCALE_BLOCK) * blocks_per_row].into(),
-            blocks_per_row,
-        };
-        let host = HostMatrix::new(codes.into(), DType::F8E4m3, cols, inner, Some(scales))?;
-        let weight = self.weight(&host)?;
-        let x = self.upload(rows, inner, &values)?;
+        let trial = Trial::new(DType::F8E4m3);
+        let weight = self.weight(&trial.weight()?)?;
+        let x = self.upload(rows, inner, &trial.values)?;
         let terms = self.terms(&x, Activations::Fp8)?;
         // Elements that a variant does not write stay NaN.
         let nan = vec![f32::NAN; rows * cols];
@@ -103,7 +136,7 @@ impl CudaBackend {
             drop(self.upload(rows, cols, &nan)?);
             self.download(&way(&product)?)
         };
-        let want = values(&|p| self.tiled(p))?;
+        let want = values(&|p| self.tiled_by(p, false))?;
         let whole = values(&|p| self.wgmma_in(p, 1))?;
         let in_segments = values(&|p| self.wgmma_in(p, p.segments()))?;
         let largest = want.iter().map(|v| v.abs()).fold(0.0, f32::max);
@@ -116,6 +149,54 @@ impl CudaBackend {
             difference = pairs.map(|(a, b)| (a - b).abs()).fold(difference, f32::max);
         }
         Ok(difference / largest)
+    }
+}
+
+/// Types of weights that are one bf16 each.
+const TERMED: [DType; 2] = [DType::F8E4m3, DType::Bf16];
+
+/// What a trial multiplies.
+struct Trial {
+    dtype: DType,
+    /// Bytes of the weight: of every sign and magnitude except NaN.
+    codes: Vec<u8>,
+    /// Activations of many magnitudes.
+    values: Vec<f32>,
+}
+
+impl Trial {
+    fn new(dtype: DType) -> Self {
+        let (rows, cols, inner) = TRIAL;
+        let mut state = 1_u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            state >> 8
+        };
+        // The upper byte of a bf16, which has most of the exponent, stays in the middle.
+        let code = |at: usize, drawn: u8| match dtype {
+            DType::Bf16 if at % 2 == 1 => drawn & 0x83 | 0x3c,
+            DType::Bf16 => drawn,
+            _ if drawn & 0x7f == 0x7f => drawn ^ 1,
+            _ => drawn,
+        };
+        let codes = (0..cols * dtype.row_bytes(inner)).map(|at| code(at, next() as u8));
+        Self {
+            dtype,
+            codes: codes.collect(),
+            values: (0..rows * inner)
+                .map(|_| (next() as f32 / 8_388_608.0 - 1.0) * (next() % 64) as f32)
+                .collect(),
+        }
+    }
+
+    fn weight(&self) -> Result<HostMatrix, KernelError> {
+        let (_, cols, inner) = TRIAL;
+        let blocks_per_row = inner.div_ceil(SCALE_BLOCK);
+        let scales = self.dtype.format().scales_apart.then(|| BlockScales {
+            values: vec![0.25; cols.div_ceil(SCALE_BLOCK) * blocks_per_row].into(),
+            blocks_per_row,
+        });
+        HostMatrix::new(self.codes.clone().into(), self.dtype, cols, inner, scales)
     }
 }
 

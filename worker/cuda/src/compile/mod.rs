@@ -11,6 +11,7 @@ use hearth_kernels::KernelError;
 
 pub(crate) use modules::{Function, Modules};
 pub(crate) use sources::AttentionShape;
+pub(crate) use sources::BY_WGMMA;
 pub use sources::{SOURCES, Variant, all_variants};
 
 use cache::Cache;

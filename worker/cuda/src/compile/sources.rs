@@ -52,6 +52,10 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
     ("common.cuh", include_str!("../../kernels/common.cuh")),
     ("kv.cuh", include_str!("../../kernels/kv.cuh")),
     ("matmul.cuh", include_str!("../../kernels/matmul.cuh")),
+    (
+        "matmul_sm90.cuh",
+        include_str!("../../kernels/matmul_sm90.cuh"),
+    ),
     ("moe_sort.cuh", include_str!("../../kernels/moe_sort.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
     ("norm_row.cuh", include_str!("../../kernels/norm_row.cuh")),
@@ -79,6 +83,11 @@ const WEIGHT_TYPES: std::ops::Range<i64> = 0..4;
 const FP8_WEIGHT: i64 = 3;
 /// `ACTIVATIONS` of FP8.
 const FP8_ACTIVATIONS: i64 = 2;
+/// Products of many rows by wgmma.
+pub(crate) const BY_WGMMA: (&str, i64) = ("BY_WGMMA", 1);
+/// `WEIGHT_TYPE`s and `ACTIVATIONS` of which there are such variants.
+const WGMMA_WEIGHTS: [i64; 2] = [2, FP8_WEIGHT];
+const BF16_ACTIVATIONS: i64 = 1;
 /// `(K_DIM, V_DIM, VALUE_IN_KEY)` of published models: GQA with heads of 64, 96, 128, 256; MLA absorbed and expanded.
 const ATTENTION_DIMS: [(i64, i64, bool); 6] = [
     (64, 64, false),
@@ -115,6 +124,12 @@ impl Variant {
         }
     }
 
+    /// The same with one more option.
+    pub(crate) fn and(mut self, define: (&'static str, i64)) -> Self {
+        self.defines.push(define);
+        self
+    }
+
     /// The source's text; empty for an unknown name.
     pub(super) fn source(&self) -> &'static str {
         let found = SOURCES.iter().find(|(name, _)| *name == self.file);
@@ -130,7 +145,7 @@ impl Variant {
     /// Whether the architecture has the instructions that this variant uses: FP8 tensor cores start with
     /// sm_89, and only sm_90a has wgmma.
     pub fn runs_on(&self, architecture: &str) -> bool {
-        if self.file == "gemm_fp8_sm90" {
+        if self.file == "gemm_fp8_sm90" || self.defines.contains(&BY_WGMMA) {
             return architecture == "sm_90a";
         }
         let fp8 = self.defines.contains(&("ACTIVATIONS", FP8_ACTIVATIONS));
@@ -158,6 +173,11 @@ impl Variant {
                 let dims = (value("K_DIM"), value("V_DIM"), value("VALUE_IN_KEY") == 1);
                 let [rows, buffers, queries] = ["ROWS", "BUFFERS", "QUERIES_SHARED"].map(value);
                 attention_bytes(dims, rows, buffers, queries)
+            }
+            "linear_tiled" | "experts_gate_up_tiled" | "experts_down_tiled"
+                if self.defines.contains(&BY_WGMMA) =>
+            {
+                WGMMA_TILED_BYTES
             }
             "linear_tiled" | "experts_gate_up_tiled" | "experts_down_tiled" => {
                 tiled_bytes(value("WEIGHT_TYPE"), value("ACTIVATIONS"))
@@ -220,6 +240,10 @@ pub fn all_variants() -> Vec<Variant> {
             }
             let defines = [("WEIGHT_TYPE", weight), ("ACTIVATIONS", activations)];
             out.extend(["linear", "experts"].map(|file| Variant::with(file, &defines)));
+            if activations == BF16_ACTIVATIONS && WGMMA_WEIGHTS.contains(&weight) {
+                let by_wgmma = |file| Variant::with(file, &defines).and(BY_WGMMA);
+                out.extend(["linear", "experts"].map(by_wgmma));
+            }
             if activations != FP8_ACTIVATIONS {
                 out.push(Variant::with("mla", &defines));
             }
@@ -250,6 +274,8 @@ const SHARED_BYTES: i64 = 97 << 10;
 /// Dynamic shared memory of `gemm_fp8_sm90`: six stages of two tiles of 128 × 128, aligned to 1 KiB.
 const WGMMA_BYTES: i64 = 6 * 2 * 128 * 128 + 1024;
 
+/// The same of the tiled kernels by wgmma: 192 KiB of stages, aligned to 1 KiB.
+const WGMMA_TILED_BYTES: i64 = (192 << 10) + 1024;
 /// Dynamic shared memory of the tiled kernels: `STAGES * STAGE_BYTES` of matmul.cuh.
 fn tiled_bytes(weight_type: i64, activations: i64) -> i64 {
     let weight_bytes = match weight_type {

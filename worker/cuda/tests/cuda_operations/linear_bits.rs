@@ -124,6 +124,10 @@ fn products_by_wgmma_are_tested_where_it_is() {
             numerics.ends_with("wgmma"),
             "wgmma failed its trial: {numerics}"
         );
+        for dtype in [DType::F8E4m3, DType::Bf16] {
+            let is_used = gpu(Activations::Bf16).multiplies_by_wgmma(dtype);
+            assert!(is_used, "{dtype:?}: wgmma failed its trial");
+        }
         return;
     }
     skipped(&format!(
@@ -132,7 +136,7 @@ fn products_by_wgmma_are_tested_where_it_is() {
     if !is_hardware() && std::env::var_os(OTHER_GPU).is_none() {
         // The model of another GPU, in its own process.
         let output = Command::new(std::env::current_exe().unwrap())
-            .arg("linear")
+            .args(["linear", "experts_agree", "experts_give"])
             .env("HEARTH_HOST_MODEL_CAPABILITY", "9.0")
             .env(OTHER_GPU, "1")
             .output()

@@ -286,8 +286,8 @@ __device__ __forceinline__ void fold_segment(float (&total)[M][N][4], float (&se
 // ---- Few tokens: weights are loaded from memory straight into registers, each warp computes 16 outputs.
 
 constexpr int DECODE_TOKENS = 8;
-// Blocks of a multiprocessor, which registers must suffice for: reading at full rate takes as many warps as there can be.
-constexpr int DECODE_BLOCKS_PER_SM = TERMS == 1 && !E4M3_MMA ? 3 : 2;
+// Blocks of a multiprocessor, which registers must suffice for: FP8 takes more instructions for a byte, and so more warps.
+constexpr int DECODE_BLOCKS_PER_SM = WEIGHT_TYPE == WEIGHTS_FP8 && TERMS == 1 && !E4M3_MMA ? 3 : 2;
 constexpr int RING = 4;                                                            // units in flight: 128 bytes a lane
 constexpr int DECODE_BLOCKS = UNITS < RING ? RING / UNITS : 1;                     // blocks of one stage of activations
 constexpr int DECODE_CHUNKS = DECODE_BLOCKS * BLOCK * TERM_BYTES / 16;             // of one row

@@ -58,6 +58,8 @@ impl Preparation {
 
 impl Work {
     fn run(&self) {
+        // Whatever else computes goes first. Where it cannot be asked for, it does not.
+        let _ = rustix::process::nice(19);
         while !self.has_ended.load(Ordering::Relaxed) {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= self.count {

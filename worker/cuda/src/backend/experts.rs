@@ -316,6 +316,7 @@ impl CudaBackend {
             destination.first = tokens.start;
             destination.tokens = tokens.len();
             let order = HostOrder::new(&listed, tokens);
+            self.queue.forget_host_data()?;
             let slots = Slots {
                 rows: self.host(&order.rows)?,
                 positions: self.host(&order.positions)?,

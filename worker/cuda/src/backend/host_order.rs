@@ -95,8 +95,9 @@ impl HostOrder {
     }
 
     fn tiled(calls: &[ListedCall<'_>], tokens: Range<usize>, tile_rows: usize) -> Self {
-        let mut of_token: Vec<Vec<(i32, f32, i32)>> = vec![Vec::new(); tokens.len()];
         let (mut rows, mut tiles) = (Vec::new(), Vec::new());
+        let mut counts = vec![0_usize; tokens.len()];
+        let place = |row: u32| row as usize - tokens.start;
         for (index, call) in calls.iter().enumerate() {
             for first in (0..call.rows.len()).step_by(tile_rows) {
                 tiles.push(TileArg {
@@ -106,22 +107,26 @@ impl HostOrder {
                     reserved: 0,
                 });
             }
-            for (&row, &weight) in call.rows.iter().zip(call.weights) {
-                let row = row as usize - tokens.start;
-                of_token[row].push((rows.len() as i32, weight, call.expert as i32));
-                rows.push(row as i32);
+            for &row in call.rows {
+                counts[place(row)] += 1;
+                rows.push(place(row) as i32);
             }
         }
-        let per_token = of_token.iter().map(Vec::len).max().unwrap_or(0);
-        let (mut positions, mut weights, mut chosen) = (Vec::new(), Vec::new(), Vec::new());
-        for mut token in of_token {
-            // Fillers follow the token's slots, and have its last expert so that experts ascend.
-            let last = token.last().map_or(0, |slot| slot.2);
-            token.resize(per_token, (-1, 0.0, last));
-            for (position, weight, expert) in token {
-                positions.push(position);
-                weights.push(weight);
-                chosen.push(expert);
+        let per_token = counts.iter().copied().max().unwrap_or(0);
+        let slots = per_token * tokens.len();
+        let (mut positions, mut weights) = (vec![-1; slots], vec![0.0; slots]);
+        let mut chosen = vec![0; slots];
+        counts.fill(0);
+        let mut position = 0;
+        for call in calls {
+            for (&row, &weight) in call.rows.iter().zip(call.weights) {
+                let (first, count) = (place(row) * per_token, &mut counts[place(row)]);
+                positions[first + *count] = position;
+                weights[first + *count] = weight;
+                // Fillers follow the token's slots, and have its last expert so that experts ascend.
+                chosen[first + *count..first + per_token].fill(call.expert as i32);
+                *count += 1;
+                position += 1;
             }
         }
         Self {

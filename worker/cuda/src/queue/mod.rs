@@ -174,6 +174,18 @@ impl Queue {
             .ok_or_else(|| fault("the staging buffer did not grow"))
     }
 
+    /// Forgets what [`Self::host_data`] has put, if that is much: nobody must have an address of it. Waits for what reads it.
+    pub(crate) fn forget_host_data(&self) -> Result<(), KernelError> {
+        let mut state = self.state()?;
+        if state.staging.is_full() {
+            self.launch_waiting(&mut state)?;
+            self.stream.synchronize()?;
+            state.staging.forget();
+            state.in_place.clear();
+        }
+        Ok(())
+    }
+
     /// Launches the waiting commands.
     pub(crate) fn flush(&self) -> Result<(), KernelError> {
         self.launch_waiting(&mut *self.state()?)

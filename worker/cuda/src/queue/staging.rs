@@ -20,6 +20,10 @@ const TURNS: usize = 3;
 const FIRST_BYTES: usize = 1 << 20;
 /// Alignment of a piece: some are tables of structs with pointers.
 const ALIGN_BYTES: usize = 16;
+/// Larger pieces are of one operation: they are not looked for among those that are there.
+const MOST_KNOWN_BYTES: usize = 64 << 10;
+/// Bytes of a step from which on they are no longer kept: the tables of a long prompt's experts take as much in a layer.
+const MOST_KEPT_BYTES: usize = 32 << 20;
 
 pub(super) struct Staging {
     memory: Arc<Memory>,
@@ -84,9 +88,23 @@ impl Staging {
         Ok(())
     }
 
+    /// Whether so much was appended that it is to be forgotten.
+    pub(super) fn is_full(&self) -> bool {
+        self.filled > MOST_KEPT_BYTES
+    }
+
+    /// Forgets all pieces: nobody has an address of one, and everything that reads one is done.
+    pub(super) fn forget(&mut self) {
+        (self.filled, self.sent) = (0, 0);
+        self.known.clear();
+        self.outgrown.clear();
+    }
+
     /// Appends a piece; `None` if it does not fit.
     pub(super) fn put(&mut self, bytes: &[u8]) -> Option<CUdeviceptr> {
-        if let Some(address) = self.known.get(bytes) {
+        if bytes.len() <= MOST_KNOWN_BYTES
+            && let Some(address) = self.known.get(bytes)
+        {
             return Some(*address);
         }
         let end = self.filled + bytes.len();
@@ -96,7 +114,9 @@ impl Staging {
         let address = self.device.address() + self.filled as u64;
         let host = self.turns[self.turn].host.bytes_mut();
         host[self.filled..end].copy_from_slice(bytes);
-        self.known.insert(bytes.to_vec(), address);
+        if bytes.len() <= MOST_KNOWN_BYTES {
+            self.known.insert(bytes.to_vec(), address);
+        }
         self.filled = end.next_multiple_of(ALIGN_BYTES);
         Some(address)
     }

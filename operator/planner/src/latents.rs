@@ -75,7 +75,9 @@ impl Latents {
         let most = (room / self.head_bytes(tokens).max(1)).clamp(1, self.heads);
         let at_once = (1..=most).rev().find(|n| self.heads.is_multiple_of(*n));
         let at_once = at_once.unwrap_or(1);
-        let tile = (EXPANSION_BYTES / (4 * self.in_tile(at_once))).clamp(1, MOST_TILE);
+        let taken = EXPANSION_BYTES.max(at_once * self.head_bytes(tokens));
+        let in_tile = EXPANSION_BYTES + (idle * tokens).saturating_sub(taken);
+        let tile = (in_tile / (4 * self.in_tile(at_once))).clamp(1, MOST_TILE);
         let copies = u64::from(at_once.next_power_of_two().ilog2());
         let of_tile = TILE_OPERATIONS + copies + ROWS_OPERATIONS;
         (self.heads / at_once * tokens.div_ceil(tile) * of_tile) as f64
@@ -131,7 +133,7 @@ mod tests {
     fn operations_grow_with_groups_and_tiles() {
         // All heads at once, in 2 tiles of 188 positions: 16 operations a tile, and 7 copies of the rotary part.
         assert_eq!(deepseek_v3().operations(300), 2.0 * 23.0);
-        // What its experts will take has room for all heads of a long prompt, too.
-        assert_eq!(deepseek_v3().operations(32_768), 175.0 * 23.0);
+        // What its experts will take has room for all heads of a long prompt, too, and for large tiles.
+        assert_eq!(deepseek_v3().operations(32_768), 16.0 * 23.0);
     }
 }

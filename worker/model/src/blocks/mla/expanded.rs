@@ -192,14 +192,18 @@ impl Mla {
             rank,
         } = self.heads;
         let head_bytes = self.expanded_layout(latents, 1).block_bytes() * blocks;
-        let heads_bytes = room.least_bytes.max(room.row_bytes.saturating_mul(rows));
+        let idle_bytes = room.row_bytes.saturating_mul(rows);
+        let heads_bytes = room.least_bytes.max(idle_bytes);
         let most = (heads_bytes / head_bytes.max(1)).clamp(1, heads);
         let divisor = (1..=most).rev().find(|n| heads.is_multiple_of(*n));
         let at_once = divisor.unwrap_or(1);
+        // What the heads leave of the rows' bytes makes tiles larger: each reads all keys before it.
+        let taken_bytes = room.least_bytes.max(at_once * head_bytes);
+        let left_bytes = idle_bytes.saturating_sub(taken_bytes);
+        let tile_bytes = room.least_bytes.saturating_add(left_bytes);
         // What an operation reads, and what it writes.
         let of_heads = 2 * at_once * (nope + self.rope_dim + v);
-        let tile =
-            |elements: usize| (room.least_bytes / (4 * elements)).clamp(1, EXPANSION_TILE_ROWS);
+        let tile = |elements: usize| (tile_bytes / (4 * elements)).clamp(1, EXPANSION_TILE_ROWS);
         Cut {
             heads: at_once,
             positions: tile(of_heads + 2 * (rank + self.rope_dim)),
@@ -292,7 +296,8 @@ mod tests {
         assert_eq!(mla.cut(&layout, (1000, 1), of(0, 0)), least);
         // What a long prompt's experts take is room for many heads, and for none more where few rows follow a cached part.
         let idle = of(room, mla.idle_row_bytes());
-        assert_eq!(mla.cut(&layout, blocks(32_768), idle).heads, 128);
+        let long = mla.cut(&layout, blocks(32_768), idle);
+        assert_eq!((long.heads, long.rows), (128, EXPANSION_TILE_ROWS));
         assert_eq!(
             mla.cut(&layout, (layout.blocks_for(32_768), 10), idle)
                 .heads,

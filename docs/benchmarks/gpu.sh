@@ -70,14 +70,28 @@ if ((with_experts > 0)); then
     }
     for tokens in 2048 8192 32768; do
         for form in absorbed expanded; do
-            experts --residency stream-loading --mla-form "$form" --prefill "$tokens" --chunk "$tokens" --decode 1
+            experts --residency stream-loading --mla-form "$form" --prefill "$tokens" --chunk "$tokens" --decode 1 --prompts 2
         done
     done
-    experts --residency stream-loading --stream-dense --mla-form expanded --prefill 8192 --chunk 8192 --decode 1
-    experts --residency host-experts --prefill 512 --decode 64 --batch 1
+    experts --residency stream-loading --stream-dense --mla-form expanded --prefill 8192 --chunk 8192 --decode 1 --prompts 2
+    experts --residency host-experts --prefill 64 --decode 300 --batch 1
     experts --residency host-experts --prefill 512 --decode 64 --batch 4
     experts --residency host-experts --prefill 512 --decode 64 --batch 4 --dual-batch
-    experts --residency host-experts --prefill 512 --decode 64 --batch 1 --cache-slots 64
+    experts --residency host-experts --prefill 64 --decode 300 --batch 1 --cache-slots 192
+    # Steps of one stream, before and while prompts stream beside it.
+    "$worker" bench --device cuda --model "$model" --residency host-experts --prefill 128 --decode 900 --json >"$models/beside.json" &
+    beside=$!
+    sleep 8
+    experts --residency stream-loading --mla-form expanded --prefill 8192 --chunk 8192 --decode 1 --prompts 4
+    wait "$beside" || failed=1
+    echo "ms a step, medians of 100 in turn:"
+    python3 -c 'import json, statistics, sys
+steps = json.load(open(sys.argv[1]))["decode_steps_ms"]
+print([round(statistics.median(steps[i : i + 100]), 2) for i in range(0, len(steps), 100)])' "$models/beside.json" || failed=1
+    for ((threads = 1; threads <= $(nproc); threads *= 2)); do
+        echo "== CPU alone, $threads threads"
+        "$worker" bench --device cpu --threads $threads --model "$model" --prefill 4 --decode 6
+    done
 else
     echo "SKIPPED: neither memory nor the temporary directory has room for a layer of DeepSeek-V3's experts" >&2
 fi

@@ -1,4 +1,4 @@
-// What it costs to hand a layer's rows to the host and to take its result back, by four ways, beside the same kernels in one graph
+// What it costs to hand a layer's rows to the host and to take its result back, in seven ways, beside the same kernels in one graph
 // without the host:
 //
 //     nvcc -O3 -arch=native worker/cuda/benches/hand_over.cu -lcuda -o hand_over && ./hand_over

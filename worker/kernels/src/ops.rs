@@ -155,10 +155,10 @@ pub trait LoadOps: MemoryOps {
     /// Says that nothing that is queued from now on reads the weights in a slot. A device that checks its users refuses later
     /// reads; one that does not has nothing to do before [`LoadOps::reuse`].
     fn vacate(&self, _slot: &Self::Slot) {}
-    /// Does what the first copy of a matrix does beside copying, ahead of it and from any thread: a device that registers pages
-    /// or searches weights needs it once.
-    fn prepare(&self, _matrix: &HostMatrix) -> Result<(), KernelError> {
-        Ok(())
+    /// Does what the first copy of a matrix does beside copying, ahead of it and from any thread; returns whether there is
+    /// anything of that kind on this device, which registers pages or searches weights.
+    fn prepare(&self, _matrix: &HostMatrix) -> Result<bool, KernelError> {
+        Ok(false)
     }
     /// Queues the copy of a matrix to the byte `at` of a slot.
     fn load(

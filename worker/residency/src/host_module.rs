@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hearth_formats::Checkpoint;
 use hearth_kernels::ops::LoadOps;
-use hearth_kernels::{Backend, HostMatrix, KernelError};
+use hearth_kernels::{Backend, HostMatrix};
 use hearth_model::{ModuleId, ModuleSpec, ModuleWeights, ResidencyError, TensorShape, TensorSpec};
 
 /// A module whose matrices are in the host's memory. Vectors, which are small, stay on the device.
@@ -81,10 +81,16 @@ impl<B: Backend + LoadOps> HostModule<B> {
         matrices.map(|(_, m)| backend.slot_bytes(m)).sum()
     }
 
-    /// Does what its first copy would do beside copying.
-    pub(crate) fn prepare(&self, backend: &B) -> Result<(), KernelError> {
-        let mut matrices = self.matrices.iter();
-        matrices.try_for_each(|(_, matrix)| backend.prepare(matrix))
+    /// Does what its first copy would do beside copying, and returns its bytes; `None` if that is nothing, or fails: whoever
+    /// copies it says why.
+    pub(crate) fn prepare(&self, backend: &B) -> Option<u64> {
+        for (_, matrix) in &self.matrices {
+            backend
+                .prepare(matrix)
+                .ok()
+                .filter(|is_needed| *is_needed)?;
+        }
+        Some(self.bytes())
     }
 
     /// Queues its copy into a slot, behind `free`.

@@ -137,8 +137,7 @@ impl<B: Backend + LoadOps> HotExperts<B> {
         ids.sort();
         let prepare = move |index: usize| {
             let expert = loading.experts.get(ids.get(index)?)?;
-            expert.prepare(&*loading.backend).ok()?;
-            Some(expert.bytes())
+            expert.prepare(&*loading.backend)
         };
         let count = self.loader.experts.len();
         self.preparation = Some(Preparation::start(count, threads, prepare));

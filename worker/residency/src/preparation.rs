@@ -67,7 +67,6 @@ impl Work {
             }
             match (self.prepare)(index) {
                 Some(bytes) => drop(self.bytes.fetch_add(bytes, Ordering::Relaxed)),
-                // Whoever copies it says why.
                 None => self.has_ended.store(true, Ordering::Relaxed),
             }
         }

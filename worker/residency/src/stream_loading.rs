@@ -194,8 +194,7 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
         ids.sort();
         let prepare = move |index: usize| {
             let module = loading.modules.get(ids.get(index)?)?;
-            module.prepare(&*loading.backend).ok()?;
-            Some(module.bytes())
+            module.prepare(&*loading.backend)
         };
         let count = self.loader.modules.len();
         self.preparation = Some(Preparation::start(count, threads, prepare));

@@ -142,7 +142,7 @@ impl CudaBackend {
         let marks = Marks::new(&device);
         let recorder = Recorder::new(trace.unwrap_or_default(), &marks);
         Ok(Self {
-            queue: Queue::new(stream, &memory, &recorder)?,
+            queue: Queue::new(stream, &memory, &modules, &recorder)?,
             memory,
             modules,
             uploader: Uploader::new(Stream::new(&device)?, &files)?,

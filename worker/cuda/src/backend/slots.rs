@@ -105,11 +105,11 @@ impl LoadOps for CudaBackend {
         }
     }
 
-    fn prepare(&self, matrix: &HostMatrix) -> Result<(), KernelError> {
+    fn prepare(&self, matrix: &HostMatrix) -> Result<bool, KernelError> {
         if matrix.has_nan() {
             return Err(nan_found(matrix.rows(), matrix.cols()));
         }
-        self.loader.prepare(matrix.data())
+        self.loader.prepare(matrix.data()).map(|()| true)
     }
 
     fn load(

@@ -19,7 +19,7 @@ use std::thread::ThreadId;
 use hearth_kernels::KernelError;
 use hearth_kernels::trace::TraceLane;
 
-use crate::compile::Function;
+use crate::compile::{Function, Modules};
 use crate::driver::sys::{self, CUdeviceptr};
 use crate::driver::{Mark, Marks, Stream, check, fault};
 use crate::memory::{Memory, Pinned, Pitched, Ring};
@@ -108,9 +108,10 @@ impl Queue {
     pub(crate) fn new(
         stream: Arc<Stream>,
         memory: &Arc<Memory>,
+        modules: &Arc<Modules>,
         recorder: &Arc<Recorder>,
     ) -> Result<Self, KernelError> {
-        let staging = Staging::new(memory)?;
+        let staging = Staging::new(memory, modules)?;
         Ok(Self {
             recorder: Arc::clone(recorder),
             state: Mutex::new(State {
@@ -155,7 +156,7 @@ impl Queue {
             return Ok(());
         }
         self.stream.device().bind()?;
-        state.staging.send(&self.stream)?;
+        self.send(&mut state)?;
         self.run(&command)
     }
 
@@ -167,6 +168,8 @@ impl Queue {
             return Ok(address);
         }
         self.launch_waiting(&mut state)?;
+        self.stream.device().bind()?;
+        self.send(&mut state)?;
         state.staging.grow(bytes.len())?;
         state
             .staging
@@ -351,7 +354,7 @@ impl Queue {
             return Ok(());
         }
         self.stream.device().bind()?;
-        state.staging.send(&self.stream)?;
+        self.send(state)?;
         let commands = std::mem::take(&mut state.waiting);
         let lane = (TraceLane::Compute, &*self.stream);
         let launched = self.recorder.around(
@@ -368,6 +371,14 @@ impl Queue {
         state.waiting = commands;
         state.waiting.clear();
         Ok(())
+    }
+
+    /// Queues the copy of host data that was not sent yet.
+    fn send(&self, state: &mut State) -> Result<(), KernelError> {
+        match state.staging.unsent()? {
+            Some(copy) => self.queue(&copy),
+            None => Ok(()),
+        }
     }
 
     fn run(&self, command: &Command) -> Result<(), KernelError> {

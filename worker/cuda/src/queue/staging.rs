@@ -1,7 +1,8 @@
 //! Small host data of a step (tokens, positions, tables) on its way to the device.
 //!
 //! A step's pieces are appended to a pinned buffer and copied to one device buffer at once, before the first command
-//! that reads them. The device buffer is the same for every step, so that a graph finds its tables at the same
+//! that reads them: by a kernel, since a GPU's one engine for copies from the host takes them in turn, and may have a layer's
+//! weights before these. The device buffer is the same for every step, so that a graph finds its tables at the same
 //! addresses: the stream's order keeps one step's copy after the commands of the previous one. Pinned buffers rotate,
 //! so that a step can be prepared while the previous one runs.
 
@@ -10,8 +11,10 @@ use std::sync::Arc;
 
 use hearth_kernels::KernelError;
 
-use crate::driver::sys::{self, CUdeviceptr};
-use crate::driver::{Event, Stream, check};
+use super::{Args, Command, Launch};
+use crate::compile::{Modules, Variant};
+use crate::driver::sys::CUdeviceptr;
+use crate::driver::{Event, Stream};
 use crate::memory::{Buffer, Memory, Pinned};
 
 /// Number of pinned buffers in rotation.
@@ -20,6 +23,9 @@ const TURNS: usize = 3;
 const FIRST_BYTES: usize = 1 << 20;
 /// Alignment of a piece: some are tables of structs with pointers.
 const ALIGN_BYTES: usize = 16;
+/// The kernel that copies: threads of a block, each of which takes 16 bytes (the head of rows.cu).
+const COPY: &str = "put_tile";
+const COPY_THREADS: usize = 256;
 /// Larger pieces are of one operation: they are not looked for among those that are there.
 const MOST_KNOWN_BYTES: usize = 64 << 10;
 /// Bytes of a step from which on they are no longer kept: the tables of a long prompt's experts take as much in a layer.
@@ -27,6 +33,7 @@ const MOST_KEPT_BYTES: usize = 32 << 20;
 
 pub(super) struct Staging {
     memory: Arc<Memory>,
+    modules: Arc<Modules>,
     /// Device buffer for a step's pieces.
     device: Buffer,
     /// Size of `device` in bytes.
@@ -49,7 +56,7 @@ struct Turn {
 }
 
 impl Staging {
-    pub(super) fn new(memory: &Arc<Memory>) -> Result<Self, KernelError> {
+    pub(super) fn new(memory: &Arc<Memory>, modules: &Arc<Modules>) -> Result<Self, KernelError> {
         let device = memory.stream().device();
         let turn = |_| {
             Ok(Turn {
@@ -62,6 +69,7 @@ impl Staging {
             bytes: FIRST_BYTES,
             turns: (0..TURNS).map(turn).collect::<Result<_, KernelError>>()?,
             memory: Arc::clone(memory),
+            modules: Arc::clone(modules),
             turn: 0,
             outgrown: Vec::new(),
             filled: 0,
@@ -121,14 +129,13 @@ impl Staging {
         Some(address)
     }
 
-    /// Switches to larger buffers, with room for `bytes` more. Everything queued must have been launched. The pieces
+    /// Switches to larger buffers, with room for `bytes` more. Everything queued must have been launched, and sent. The pieces
     /// that the step has appended so far stay where they are: an operation may hold their
     /// address without having queued anything yet.
     pub(super) fn grow(&mut self, bytes: usize) -> Result<(), KernelError> {
         let memory = Arc::clone(&self.memory);
         let stream = memory.stream();
         stream.device().bind()?;
-        self.send(stream)?;
         let size = (self.bytes + bytes).next_power_of_two();
         let host = Pinned::new(stream.device(), size)?;
         let device = place(&memory, size)?;
@@ -141,24 +148,32 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies the appended bytes that have not been sent yet.
-    pub(super) fn send(&mut self, stream: &Stream) -> Result<(), KernelError> {
-        let end = self.filled.min(self.bytes);
-        if self.sent < end {
-            let from = self.sent;
-            let host = &self.turns[self.turn].host;
-            // SAFETY: both ranges lie in their buffers; the pinned bytes change only after `done`, or past `end`.
-            check("cuMemcpyHtoDAsync", unsafe {
-                sys::cuMemcpyHtoDAsync_v2(
-                    self.device.address() + from as u64,
-                    host.as_ptr().byte_add(from),
-                    end - from,
-                    stream.raw(),
-                )
-            })?;
-            self.sent = self.filled;
+    /// The copy of the appended bytes that have not been sent yet; the caller queues it.
+    pub(super) fn unsent(&mut self) -> Result<Option<Command>, KernelError> {
+        let (from, end) = (self.sent, self.filled.min(self.bytes));
+        if from >= end {
+            return Ok(None);
         }
-        Ok(())
+        let host = &self.turns[self.turn].host;
+        let words = (end - from) / 4;
+        // One row. The pinned bytes change only after `done`, or past `end`.
+        let args = Args::new()
+            .with(self.device.address() + from as u64)
+            .with(host.device_address()? + from as u64)
+            .with(1_i32)
+            .with(words as i32)
+            .with(words as i32)
+            .with(0_i32);
+        let function = self.modules.function(&Variant::plain("rows"), COPY, 0)?;
+        self.sent = self.filled;
+        Ok(Some(Command::Launch(Box::new(Launch {
+            name: COPY,
+            function,
+            grid: [1, words.div_ceil(4 * COPY_THREADS) as u32, 1],
+            threads: COPY_THREADS as u32,
+            shared_bytes: 0,
+            args,
+        }))))
     }
 }
 

@@ -249,7 +249,6 @@ impl Files<'_> {
         let is_expert = |spec: &ModuleSpec| matches!(spec.id, ModuleId::Expert(..));
         let (experts, dense) = self.modules.iter().cloned().partition(is_expert);
         let residency = self.keep(&backend, dense, ResidentOptions::default(), &mut *progress)?;
-        let cache = cache(&self, &backend)?;
         match host {
             HostOptions::Cpu(options) => {
                 let resident = ResidentOptions {
@@ -261,6 +260,8 @@ impl Files<'_> {
                     Some(budget) => self.within(&host, experts, budget)?,
                     None => self.keep(&host, experts, resident, progress)?,
                 };
+                // Its pages are pinned once it prepares them: by then they are where the host wants them.
+                let cache = cache(&self, &backend)?;
                 let loaded =
                     self.beside(Arc::clone(&host), experts, cache, (backend, residency))?;
                 Ok(LoadedOn {
@@ -271,6 +272,7 @@ impl Files<'_> {
             HostOptions::Modelled(options) => {
                 let host = Arc::new(VirtualBackend::new(options)?);
                 let experts = self.keep(&host, experts, ResidentOptions::default(), progress)?;
+                let cache = cache(&self, &backend)?;
                 let loaded =
                     self.beside(Arc::clone(&host), experts, cache, (backend, residency))?;
                 Ok(LoadedOn {

@@ -3,7 +3,6 @@
 
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -173,27 +172,13 @@ impl<B: Backend + LoadOps> Timed<'_, B> {
         })
     }
 
-    /// Seconds to hand a row to a thread of the host and back, as a layer whose experts are there does: the row and the choice
-    /// come from the device, a row goes back.
+    /// Seconds to hand a row to the host and back, as a layer whose experts are there does.
     fn exchange_seconds(&self, row: &B::Tensor) -> Result<f64, KernelError> {
         let backend = self.backend;
         let columns = backend.shape(row).1;
-        let (job, jobs) = channel::<Vec<f32>>();
-        let (reply, replies) = channel();
-        std::thread::scope(|scope| {
-            // It ends when nobody can send it any more.
-            scope.spawn(move || jobs.into_iter().all(|row| reply.send(row).is_ok()));
-            let measured = self.seconds(|| {
-                backend.download(row)?;
-                let values = backend.download(row)?;
-                let values = match job.send(values).ok().and_then(|()| replies.recv().ok()) {
-                    Some(values) => values,
-                    None => vec![0.0; columns],
-                };
-                backend.upload(1, columns, &values).map(drop)
-            });
-            drop(job);
-            measured
+        self.seconds(|| {
+            let values = backend.download(row)?;
+            backend.upload(1, columns, &values).map(drop)
         })
     }
 

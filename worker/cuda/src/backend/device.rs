@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use bytes::Bytes;
-use hearth_kernels::KernelError;
 use hearth_kernels::ops::{DeviceMemory, DeviceOps};
+use hearth_kernels::{DType, KernelError};
 
 use super::{Activations, CudaBackend, Kernel, MOST_RECORDED_ROWS};
 use crate::compile::Variant;
@@ -19,7 +19,10 @@ impl DeviceOps for CudaBackend {
         // The thread owns the steps even if the driver refuses it: they then fail with the driver's message.
         let bound = self.device.bind();
         self.queue.bind_thread()?;
-        bound
+        bound?;
+        // Tried here once, and not in the first prompt.
+        self.multiplies_by_wgmma(DType::F8E4m3);
+        Ok(())
     }
 
     fn gpu_uuid(&self) -> Option<String> {

@@ -12,7 +12,7 @@ use hearth_kernels::{DType, ExpertCall, ExpertProducts, ExpertWeights, KernelErr
 use super::host_order::{HostOrder, ListedCall, SlotAddresses, chunks};
 use super::linear::DECODE_ROWS;
 use super::tensor::{CudaChosen, ExpertArg, Terms, WeightData};
-use super::{Activations, CudaBackend, CudaTensor, CudaWeight, Kernel};
+use super::{Activations, CudaBackend, CudaTensor, CudaWeight, Kernel, argument_bytes};
 use crate::compile::Variant;
 use crate::memory::Buffer;
 use crate::queue::Args;
@@ -136,15 +136,16 @@ impl ExpertOps for CudaBackend {
             }
             table.push(expert_arg(gate, up, down));
         }
-        // SAFETY: every byte of an `Argument` is initialised.
-        let bytes = unsafe {
-            std::slice::from_raw_parts(table.as_ptr().cast::<u8>(), size_of_val(&*table))
-        };
+        let bytes = argument_bytes(&table);
         self.modules.prepare(
             ["route", "route_sort", "moe_sort", "experts_combine"]
                 .map(Variant::plain)
                 .into_iter()
-                .chain([shape.input, shape.output].map(|d| self.matrix_variant("experts", d))),
+                .chain(
+                    [shape.input, shape.output]
+                        .into_iter()
+                        .flat_map(|d| self.matrix_variants_of("experts", d)),
+                ),
         );
         let held =
             |e: &ExpertWeights<'_, CudaWeight>| [e.gate.clone(), e.up.clone(), e.down.clone()];
@@ -318,12 +319,12 @@ impl CudaBackend {
             let order = HostOrder::new(&listed, tokens);
             self.queue.forget_host_data()?;
             let slots = Slots {
-                rows: self.host(&order.rows)?,
-                positions: self.host(&order.positions)?,
-                weights: self.host(&order.weights)?,
-                chosen: self.host(&order.chosen)?,
-                tiles: self.host(&order.tiles)?,
-                tile_count: self.host(&[order.tiles.len() as i32])?,
+                rows: self.host_once(&order.rows)?,
+                positions: self.host_once(&order.positions)?,
+                weights: self.host_once(&order.weights)?,
+                chosen: self.host_once(&order.chosen)?,
+                tiles: self.host_once(&order.tiles)?,
+                tile_count: self.host_once(&[order.tiles.len() as i32])?,
                 most_tiles: order.tiles.len(),
                 slots: order.rows.len(),
                 per_token: order.per_token,

@@ -402,6 +402,15 @@ impl CudaBackend {
         matrix_variant(file, dtype, self.activations_for(dtype))
     }
 
+    /// The variants of a kernel that products with weights of a type may use.
+    pub(super) fn matrix_variants_of(&self, file: &'static str, dtype: DType) -> Vec<Variant> {
+        let activations = self.activations_for(dtype);
+        let by_wgmma = self.may_multiply_by_wgmma(dtype);
+        let by_wgmma = by_wgmma.then(|| wgmma_variant(file, dtype, activations));
+        let of_all = matrix_variant(file, dtype, activations);
+        std::iter::once(of_all).chain(by_wgmma).collect()
+    }
+
     /// The variant of a kernel for products of many rows.
     pub(super) fn tiled_variant(&self, file: &'static str, dtype: DType) -> Variant {
         let activations = self.activations_for(dtype);

@@ -296,12 +296,18 @@ impl CudaBackend {
 
     /// Copies host data to the device for kernels of this step.
     fn host<T: Argument>(&self, values: &[T]) -> Result<u64, KernelError> {
-        // SAFETY: every byte of an `Argument` is initialised.
-        let bytes = unsafe {
-            std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values))
-        };
-        self.queue.host_data(bytes)
+        self.queue.host_data(argument_bytes(values), true)
     }
+
+    /// The same for data of one operation alone.
+    fn host_once<T: Argument>(&self, values: &[T]) -> Result<u64, KernelError> {
+        self.queue.host_data(argument_bytes(values), false)
+    }
+}
+
+fn argument_bytes<T: Argument>(values: &[T]) -> &[u8] {
+    // SAFETY: every byte of an `Argument` is initialised.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) }
 }
 
 impl Drop for CudaBackend {

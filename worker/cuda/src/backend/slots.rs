@@ -154,7 +154,7 @@ impl LoadOps for CudaBackend {
         self.recorder.around(lane, || "copy".into(), copies)?;
         let scales = scales.map(|(part, _)| part);
         self.modules
-            .prepare([self.matrix_variant("experts", matrix.dtype())]);
+            .prepare(self.matrix_variants_of("experts", matrix.dtype()));
         Ok(CudaWeight(Arc::new(WeightData::new(matrix, data, scales))))
     }
 

@@ -173,10 +173,12 @@ impl CudaBackend {
 
     /// Kernels that will use a weight of this type.
     fn matrix_variants(&self, dtype: DType) -> Vec<Variant> {
-        vec![
-            self.matrix_variant("linear", dtype),
-            Variant::with("embed", &[("WEIGHT_TYPE", weight_type(dtype))]),
-        ]
+        let mut variants = self.matrix_variants_of("linear", dtype);
+        variants.push(Variant::with(
+            "embed",
+            &[("WEIGHT_TYPE", weight_type(dtype))],
+        ));
+        variants
     }
 }
 

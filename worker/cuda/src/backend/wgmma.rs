@@ -45,23 +45,32 @@ impl CudaBackend {
 
     /// Whether products of many rows of bf16 with weights of a type use wgmma.
     pub fn multiplies_by_wgmma(&self, dtype: DType) -> bool {
-        let is_possible = self.activations == Activations::Bf16
+        if !self.may_multiply_by_wgmma(dtype) {
+            return false;
+        }
+        if let Some(known) = self.wgmma_bf16.get() {
+            return *known;
+        }
+        let gives_the_bits = match self.try_bf16_wgmma() {
+            Ok(gives_the_bits) => gives_the_bits,
+            // Another time there may be room.
+            Err(KernelError::OutOfMemory { .. }) => return false,
+            Err(error) => {
+                tracing::warn!(%error, "wgmma could not be tried: it is not used");
+                false
+            }
+        };
+        if !gives_the_bits {
+            tracing::warn!("wgmma does not give the bits of mma.sync on this GPU: it is not used");
+        }
+        *self.wgmma_bf16.get_or_init(|| gives_the_bits)
+    }
+
+    /// The same as far as is known without a trial.
+    pub(super) fn may_multiply_by_wgmma(&self, dtype: DType) -> bool {
+        self.activations == Activations::Bf16
             && self.device.info.architecture() == "sm_90a"
-            && TERMED.contains(&dtype);
-        is_possible
-            && *self.wgmma_bf16.get_or_init(|| match self.try_bf16_wgmma() {
-                Ok(true) => true,
-                Ok(false) => {
-                    tracing::warn!(
-                        "wgmma does not give the bits of mma.sync on this GPU: it is not used"
-                    );
-                    false
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "wgmma could not be tried: it is not used");
-                    false
-                }
-            })
+            && TERMED.contains(&dtype)
     }
 
     /// Computes products with `mma.sync` and with wgmma; returns whether their bits are the same.

@@ -34,6 +34,8 @@ pub(crate) enum Reads {
 pub(crate) struct RegisteredFiles {
     device: Arc<Device>,
     state: Mutex<State>,
+    /// Held while a piece is registered, which takes longer than the state may be locked.
+    registering: Mutex<()>,
 }
 
 struct State {
@@ -76,6 +78,7 @@ impl RegisteredFiles {
                 registered_bytes: 0,
                 registering: Duration::ZERO,
             }),
+            registering: Mutex::default(),
         }
     }
 
@@ -91,21 +94,25 @@ impl RegisteredFiles {
         reads: Reads,
     ) -> Result<Option<Readable<'_>>, KernelError> {
         let wanted = host.as_ptr() as usize..host.as_ptr() as usize + host.len();
-        let mut state = self.state();
         let mut mapping = None;
-        let mut ends = Vec::new();
-        let mut at = wanted.start;
-        while at < wanted.end {
-            if let Some(piece) = state.pieces.iter_mut().find(|p| p.range.contains(&at)) {
-                if reads == Reads::Often {
-                    piece.reads = reads;
-                }
-                at = piece.range.end;
-                ends.push(at.min(wanted.end) - wanted.start);
-                continue;
-            }
+        loop {
+            let mut state = self.state();
+            let (ends, missing) = state.ends(&wanted, reads);
+            let Some(at) = missing else {
+                return Ok(Some(Readable {
+                    _state: state,
+                    ends,
+                }));
+            };
+            drop(state);
+            // One at a time, and so that nobody waits who wants other pages.
+            let _turn = lock(&self.registering);
+            let mut state = self.state();
             if !state.registers {
                 return Ok(None);
+            }
+            if state.pieces.iter().any(|piece| piece.range.contains(&at)) {
+                continue;
             }
             if mapping.is_none() {
                 let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
@@ -115,15 +122,11 @@ impl RegisteredFiles {
                 return Ok(None);
             };
             state.make_room(&wanted);
-            let piece = piece_at(mapping, at);
-            if !state.register(piece, reads, host)? {
+            drop(state);
+            if !self.register(piece_at(mapping, at), reads, host)? {
                 return Ok(None);
             }
         }
-        Ok(Some(Readable {
-            _state: state,
-            ends,
-        }))
     }
 
     /// Rate at which pages were registered so far, GB/s; 0 if none were.
@@ -161,8 +164,12 @@ impl RegisteredFiles {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl State {
@@ -182,9 +189,28 @@ impl State {
         });
     }
 
-    /// Registers a piece of the mapping that holds `file`; returns false if the driver refuses, now and from now on.
+    /// Where pieces that hold `wanted` end, counted from its first byte, and the first address that none holds.
+    fn ends(&mut self, wanted: &Range<usize>, reads: Reads) -> (Vec<usize>, Option<usize>) {
+        let (mut ends, mut at) = (Vec::new(), wanted.start);
+        while at < wanted.end {
+            let Some(piece) = self.pieces.iter_mut().find(|p| p.range.contains(&at)) else {
+                return (ends, Some(at));
+            };
+            if reads == Reads::Often {
+                piece.reads = reads;
+            }
+            at = piece.range.end;
+            ends.push(at.min(wanted.end) - wanted.start);
+        }
+        (ends, None)
+    }
+}
+
+impl RegisteredFiles {
+    /// Registers a piece of the mapping that holds `file`; returns false if the driver refuses, now and from now on. The state
+    /// is not locked meanwhile.
     fn register(
-        &mut self,
+        &self,
         range: Range<usize>,
         reads: Reads,
         file: &Bytes,
@@ -195,16 +221,21 @@ impl State {
         // mapped whole, and bytes of one keep all of its mapping.
         let result =
             unsafe { sys::cuMemHostRegister_v2(range.start as *mut c_void, range.len(), flags) };
+        let mut state = self.state();
         match result {
             CUresult::CUDA_SUCCESS => {
-                self.registered_bytes += range.len();
-                self.registering += began.elapsed();
-                self.pieces.push(Piece {
+                state.registered_bytes += range.len();
+                state.registering += began.elapsed();
+                let piece = Piece {
                     range,
                     reads,
                     _file: file.clone(),
-                });
-                Ok(true)
+                };
+                // Given up meanwhile, it is released again.
+                if state.registers {
+                    state.pieces.push(piece);
+                }
+                Ok(state.registers)
             }
             CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
             | CUresult::CUDA_ERROR_NOT_SUPPORTED
@@ -212,10 +243,10 @@ impl State {
             | CUresult::CUDA_ERROR_OPERATING_SYSTEM
             | CUresult::CUDA_ERROR_NOT_PERMITTED
             | CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                self.registers = false;
+                state.registers = false;
                 tracing::info!(
                     refusal = ?result,
-                    registered_pieces = self.pieces.len(),
+                    registered_pieces = state.pieces.len(),
                     "pages of the model's files cannot be registered: weights go through a staging ring"
                 );
                 Ok(false)

@@ -154,7 +154,7 @@ impl Uploader {
     }
 
     /// Queues copies of bytes that are copied again and again from their registered pages; returns false if they are not.
-    pub(super) fn copy_registered(&self, host: &Bytes, to: Pitched) -> Result<bool, KernelError> {
+    fn copy_registered(&self, host: &Bytes, to: Pitched) -> Result<bool, KernelError> {
         match self.files.readable(host, Reads::Often)? {
             Some(readable) => self.copy_pieces(host, to, &readable.ends).map(|()| true),
             None => Ok(false),
@@ -179,7 +179,12 @@ impl Uploader {
     }
 
     /// Queues copies from registered pages, none of them across the end of a piece.
-    fn copy_pieces(&self, host: &[u8], to: Pitched, ends: &[usize]) -> Result<(), KernelError> {
+    pub(super) fn copy_pieces(
+        &self,
+        host: &[u8],
+        to: Pitched,
+        ends: &[usize],
+    ) -> Result<(), KernelError> {
         let mut from = 0;
         for &end in ends {
             for part in parts(to, from..end) {

@@ -42,9 +42,10 @@ impl Uploader {
         host: &Bytes,
         to: Pitched,
     ) -> Result<Option<CopyWays>, KernelError> {
-        if self.files().readable(host, Reads::Often)?.is_none() {
+        // Held meanwhile, so that nobody registers other pages: that would be timed, too.
+        let Some(readable) = self.files().readable(host, Reads::Often)? else {
             return Ok(None);
-        }
+        };
         // What was queued before is not a part of the copies.
         self.stream().synchronize()?;
         let gbps = |bytes: usize, took: Duration| bytes as f64 / took.as_secs_f64() / 1e9;
@@ -59,7 +60,8 @@ impl Uploader {
             Ok(gbps(host.len(), best))
         };
         let staged_gbps = best(&|| self.stage(host, to))?;
-        let registered_gbps = best(&|| self.copy_registered(host, to).map(drop))?;
+        let registered_gbps = best(&|| self.copy_pieces(host, to, &readable.ends))?;
+        drop(readable);
         let ways = CopyWays {
             register_gbps: self.files().register_gbps(),
             registered_gbps,

@@ -161,10 +161,14 @@ impl Queue {
     }
 
     /// Puts host data where kernels of this step can read it, and returns its device address.
-    /// Equal data within one step is sent only once.
-    pub(crate) fn host_data(&self, bytes: &[u8]) -> Result<CUdeviceptr, KernelError> {
+    /// Equal data within one step is sent only once, unless it is of one operation alone: it is not looked for then.
+    pub(crate) fn host_data(
+        &self,
+        bytes: &[u8],
+        is_shared: bool,
+    ) -> Result<CUdeviceptr, KernelError> {
         let mut state = self.state()?;
-        if let Some(address) = state.staging.put(bytes) {
+        if let Some(address) = state.staging.put(bytes, is_shared) {
             return Ok(address);
         }
         self.launch_waiting(&mut state)?;
@@ -173,7 +177,7 @@ impl Queue {
         state.staging.grow(bytes.len())?;
         state
             .staging
-            .put(bytes)
+            .put(bytes, is_shared)
             .ok_or_else(|| fault("the staging buffer did not grow"))
     }
 
@@ -228,7 +232,9 @@ impl Queue {
         let landing = state.landing(&self.stream, piece)?;
         if bytes <= piece {
             self.land_now(landing, address, bytes)?;
-            return Ok(take(&landing.bytes()[..bytes]));
+            let taken = take(&landing.bytes()[..bytes]);
+            state.in_place.clear();
+            return Ok(taken);
         }
         let mut all = Vec::with_capacity(bytes);
         while all.len() < bytes {

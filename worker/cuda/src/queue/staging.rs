@@ -26,8 +26,6 @@ const ALIGN_BYTES: usize = 16;
 /// The kernel that copies: threads of a block, each of which takes 16 bytes (the head of rows.cu).
 const COPY: &str = "put_tile";
 const COPY_THREADS: usize = 256;
-/// Larger pieces are of one operation: they are not looked for among those that are there.
-const MOST_KNOWN_BYTES: usize = 64 << 10;
 /// Bytes of a step from which on they are no longer kept: the tables of a long prompt's experts take as much in a layer.
 const MOST_KEPT_BYTES: usize = 32 << 20;
 
@@ -108,11 +106,10 @@ impl Staging {
         self.outgrown.clear();
     }
 
-    /// Appends a piece; `None` if it does not fit.
-    pub(super) fn put(&mut self, bytes: &[u8]) -> Option<CUdeviceptr> {
-        if bytes.len() <= MOST_KNOWN_BYTES
-            && let Some(address) = self.known.get(bytes)
-        {
+    /// Appends a piece, unless an equal one is there that others may share; `None` if it does not fit.
+    pub(super) fn put(&mut self, bytes: &[u8], is_shared: bool) -> Option<CUdeviceptr> {
+        let known = self.known.get(bytes).filter(|_| is_shared);
+        if let Some(address) = known {
             return Some(*address);
         }
         let end = self.filled + bytes.len();
@@ -122,7 +119,7 @@ impl Staging {
         let address = self.device.address() + self.filled as u64;
         let host = self.turns[self.turn].host.bytes_mut();
         host[self.filled..end].copy_from_slice(bytes);
-        if bytes.len() <= MOST_KNOWN_BYTES {
+        if is_shared {
             self.known.insert(bytes.to_vec(), address);
         }
         self.filled = end.next_multiple_of(ALIGN_BYTES);

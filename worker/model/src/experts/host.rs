@@ -5,6 +5,7 @@
 //! thread of the model computes it where it would only wait; with two flights a thread of its own does, while the device
 //! goes on with the other one.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -167,7 +168,11 @@ impl HostOutput {
     /// Waits for the output `[rows, hidden]`; `check` is called meanwhile, and its error ends the wait.
     pub(super) fn wait(&self, check: Check<'_>) -> Result<Vec<f32>, ModelError> {
         let awaited = match self {
-            Self::Here { work, run } => return run(work, check),
+            Self::Here { work, run } => {
+                // A panic ends the pass, as one of the thread does, and not the engine.
+                let ran = catch_unwind(AssertUnwindSafe(|| run(work, check)));
+                return ran.unwrap_or(Err(ModelError::ExpertsEnded));
+            }
             Self::Beside(awaited) => awaited,
         };
         loop {

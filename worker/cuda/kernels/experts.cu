@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) expe
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_gate_up_tiled(
+extern "C" __global__ void TILED_BOUNDS experts_gate_up_tiled(
     float* h, const void* terms, const float* scales, int x_rows, const Expert* experts, const Tile* tiles, const int* tile_count,
     const int* slot_rows, int inter, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, given);
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) expe
     store_slots(d, total[0][0], tile, output, 0, hidden);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_down_tiled(
+extern "C" __global__ void TILED_BOUNDS experts_down_tiled(
     float* d, const void* terms, const float* scales, int slots, const Expert* experts, const Tile* tiles, const int* tile_count,
     int hidden, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, given);

@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_tile(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_tiled(
+extern "C" __global__ void TILED_BOUNDS linear_tiled(
     float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, given);
     unsigned char* shared = stage_memory(given);

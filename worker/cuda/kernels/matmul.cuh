@@ -383,6 +383,12 @@ __device__ __forceinline__ void decode_products(
 
 // ---- Many tokens: weights and activations pass through shared memory, each warp 32 outputs by 32 tokens.
 
+// Kernels by wgmma may take all registers of a multiprocessor; others are given fewer without being told.
+#if BY_WGMMA
+#define TILED_BOUNDS __launch_bounds__(256, 1)
+#else
+#define TILED_BOUNDS
+#endif
 constexpr int TILE_OUTPUTS = 128;
 constexpr int TILE_TOKENS = 64;
 constexpr int HALF_OUTPUTS = TILE_OUTPUTS / 2;

@@ -42,7 +42,7 @@ impl Uploader {
         host: &Bytes,
         to: Pitched,
     ) -> Result<Option<CopyWays>, KernelError> {
-        // Held meanwhile, so that nobody registers other pages: that would be timed, too.
+        // Held meanwhile: what is timed must not wait for others that look for pages.
         let Some(readable) = self.files().readable(host, Reads::Often)? else {
             return Ok(None);
         };

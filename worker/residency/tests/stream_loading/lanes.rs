@@ -41,24 +41,31 @@ fn modelled_prompt(files: &Files, slots: usize) -> LaneUse {
     device.lane_use().unwrap().since(&before)
 }
 
+/// How much longer the lanes are busy than the prompt lasts; `None` if operations ended too late for the model of time.
+fn overlap(files: &Files, slots: usize) -> Option<f64> {
+    let used = modelled_prompt(files, slots);
+    (used.late_operations * 100 <= used.operations)
+        .then(|| (used.compute_busy_ms + used.copy_busy_ms) / used.wall_ms)
+}
+
+/// Other tests may keep the loader's thread from its CPU, which delays copies: one prompt of ten must show the overlap.
 #[test]
 fn copies_overlap_with_computation_where_the_ring_has_room() {
     let files = Files::of("deepseek_v3");
-    let overlap = |slots: usize| {
-        for _ in 0..10 {
-            let used = modelled_prompt(&files, slots);
-            if used.late_operations * 100 <= used.operations {
-                return Some((used.compute_busy_ms + used.copy_busy_ms) / used.wall_ms);
-            }
+    let mut measured = Vec::new();
+    for _ in 0..10 {
+        let (Some(short), Some(long)) = (overlap(&files, 2), overlap(&files, files.experts()))
+        else {
+            continue;
+        };
+        if long > short && long > 1.25 {
+            return;
         }
-        None
-    };
-    let (Some(short), Some(long)) = (overlap(2), overlap(files.experts())) else {
+        measured.push((short, long));
+    }
+    if measured.is_empty() {
         skipped("this machine is too busy to model time");
         return;
-    };
-    assert!(
-        long > short && long > 1.25,
-        "lanes overlap {long:.2} with a slot for each expert, {short:.2} with two"
-    );
+    }
+    panic!("lanes overlap with two slots, and with a slot for each expert: {measured:.2?}");
 }

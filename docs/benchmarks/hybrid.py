@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 CONFIGS = Path(__file__).parent / "configs"
-# Microseconds of a layer's attention, and of its experts for one token (hybrid MoE paper, section 3.3.1, to the figures).
+# Microseconds of a layer's attention, and of its experts for one token (hybrid MoE paper, section 3.3.1).
 ATTENTION_US, EXPERTS_US = 350.0, 450.0
 # A PCIe link's bytes and a GPU's products for each byte that the paper's DRAM reads (section 4.1): 64 GB/s and half of
 # 419 TFLOPS beside 1,228 GB/s; and its GPU's memory.

@@ -31,6 +31,10 @@ def streamed():
         yield dict(copy=copy, compute="2TFLOPS", ring=16, tokens=2048)
     yield dict(copy="4GB/s", compute="4TFLOPS", launch="50us", ring=64, tokens=1024)
     yield dict(copy="4GB/s", compute="4TFLOPS", read="20GB/s", ring=64, tokens=1024)
+    # Latents whose heads are expanded.
+    for compute in ("0.5TFLOPS", "4TFLOPS"):
+        for tokens in (512, 2048, 8192):
+            yield dict(copy="1GB/s", compute=compute, ring=64, tokens=tokens, expanded=True)
     # Dense modules with them.
     for compute in ("0.5TFLOPS", "1.25TFLOPS", "4TFLOPS"):
         for ring in (64, 8):
@@ -79,6 +83,7 @@ def options(cell):
     if "ring" in cell:
         words += ["--residency", "stream-loading", "--ring-slots", str(cell["ring"])]
         words += ["--stream-dense"] if cell.get("streams_dense") else []
+        words += ["--mla-form", "expanded"] if cell.get("expanded") else []
     if "tokens" in cell:
         return words + ["--prefill", str(cell["tokens"]), "--chunk", str(cell.get("chunk", cell["tokens"])), "--decode", "1"]
     steps = 120 if cell.get("cache") else 10
@@ -121,7 +126,7 @@ def main():
         model = cell.setdefault("model", SMALL)
         words = options(cell)
         key = f"{words[1]} {cell.get('host', '')}"
-        names = ("ring", "streams_dense", "tokens", "chunk", "batch", "context", "dual", "cache")
+        names = ("ring", "streams_dense", "expanded", "tokens", "chunk", "batch", "context", "dual", "cache")
         of_cell = {"model": model, "rates": key, **{name: cell[name] for name in names if name in cell}}
         if any({**known, "measured_ms": 0} == {**of_cell, "measured_ms": 0} for known in cells):
             continue

@@ -72,6 +72,8 @@ struct Cell {
     #[serde(default)]
     streams_dense: bool,
     #[serde(default)]
+    expanded: bool,
+    #[serde(default)]
     dual: bool,
     #[serde(default)]
     cache: u32,
@@ -108,7 +110,10 @@ impl Cell {
             kept_bytes: u64::MAX,
             mapped_bytes: u64::MAX,
             experts_at,
-            mla_form: PlanMlaForm::Absorbed,
+            mla_form: match self.expanded {
+                true => PlanMlaForm::Expanded,
+                false => PlanMlaForm::Absorbed,
+            },
         };
         match (self.tokens, self.batch) {
             (Some(tokens), _) => predictor.prefill_ms(tokens, self.chunk.unwrap_or(tokens)),

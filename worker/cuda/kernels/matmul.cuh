@@ -414,20 +414,52 @@ struct Half {
 constexpr int WARP_M = BY_WGMMA ? 1 : 2;
 constexpr int WARP_N = BY_WGMMA ? 8 : 4;
 
+// Source of a thread's copies of weights into each stage: one 16-byte column of chunks of their rows.
+struct WeightCopy {
+    static constexpr int STEP = THREADS / WEIGHT_CHUNKS;                           // rows from one copy to the next
+    static constexpr int COPIES = HALF_OUTPUTS / STEP;                             // of each half
+
+    const unsigned char* rows[2];
+    long long step_bytes[2];
+    int rows_left[2];
+};
+
+__device__ __forceinline__ WeightCopy weight_copy(const Half (&halves)[2], int n) {
+    WeightCopy copy;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const Weight& w = halves[half].w;
+        int row = halves[half].first + threadIdx.x / WEIGHT_CHUNKS;
+        long long row_bytes = (long long)w.ld * WEIGHT_BYTES;
+        copy.rows[half] = static_cast<const unsigned char*>(w.data) + row * row_bytes + threadIdx.x % WEIGHT_CHUNKS * 16;
+        copy.step_bytes[half] = WeightCopy::STEP * row_bytes;
+        copy.rows_left[half] = n - row;
+    }
+    return copy;
+}
+
+// Starts the copies of the weights of stage `index`.
+__device__ __forceinline__ void weight_stage(unsigned char* weights, const WeightCopy& copy, int index) {
+    int row = threadIdx.x / WEIGHT_CHUNKS, chunk = threadIdx.x % WEIGHT_CHUNKS;
+#pragma unroll
+    for (int i = 0; i < 2 * WeightCopy::COPIES; ++i) {
+        int half = i / WeightCopy::COPIES, step = i % WeightCopy::COPIES;
+        const unsigned char* source = copy.rows[half] + step * copy.step_bytes[half] + index * (WEIGHT_CHUNKS * 16);
+        int at = place_64<WEIGHT_CHUNKS>(row + i * WeightCopy::STEP, chunk) * 16;
+        cp_async_16(weights + at, source, step * WeightCopy::STEP < copy.rows_left[half]);
+    }
+}
+
 #if BY_WGMMA
 #include "matmul_sm90.cuh"
 #else
 
-// Source of a thread's copies into each stage: one 16-byte column of chunks of the weights' rows, and one of the tokens'.
+// Source of a thread's copies into each stage: the weights', and one 16-byte column of chunks of the tokens' rows.
 struct TileCopy {
-    static constexpr int WEIGHT_STEP = THREADS / WEIGHT_CHUNKS;                    // rows from one copy to the next
-    static constexpr int WEIGHT_COPIES = HALF_OUTPUTS / WEIGHT_STEP;               // of each half
     static constexpr int TOKEN_STEP = THREADS / TERM_CHUNKS;
     static constexpr int TOKEN_COPIES = TILE_TOKENS / TOKEN_STEP;
 
-    const unsigned char* weights[2];
-    long long weight_step_bytes[2];
-    int rows_left[2];
+    WeightCopy weights;
     const unsigned char* tokens[TOKEN_COPIES];
     int tokens_left;
     long long term_bytes;
@@ -435,15 +467,7 @@ struct TileCopy {
 
 __device__ __forceinline__ TileCopy tile_copy(const Half (&halves)[2], int n, const Tokens& x) {
     TileCopy copy;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const Weight& w = halves[half].w;
-        int row = halves[half].first + threadIdx.x / WEIGHT_CHUNKS;
-        long long row_bytes = (long long)w.ld * WEIGHT_BYTES;
-        copy.weights[half] = static_cast<const unsigned char*>(w.data) + row * row_bytes + threadIdx.x % WEIGHT_CHUNKS * 16;
-        copy.weight_step_bytes[half] = TileCopy::WEIGHT_STEP * row_bytes;
-        copy.rows_left[half] = n - row;
-    }
+    copy.weights = weight_copy(halves, n);
     int token = threadIdx.x / TERM_CHUNKS;
     copy.tokens_left = x.count - token;
     copy.term_bytes = (long long)x.term_rows * x.padded * TERM_BYTES;
@@ -459,17 +483,9 @@ __device__ __forceinline__ TileCopy tile_copy(const Half (&halves)[2], int n, co
 __device__ __forceinline__ void tile_stage(unsigned char* shared, const TileCopy& copy, int index, int stages) {
     if (index < stages) {
         unsigned char* weights = shared + index % STAGES * STAGE_BYTES;
+        weight_stage(weights, copy.weights, index);
         unsigned char* terms = weights + WEIGHT_STAGE_BYTES;
-        int row = threadIdx.x / WEIGHT_CHUNKS, chunk = threadIdx.x % WEIGHT_CHUNKS;
-#pragma unroll
-        for (int i = 0; i < 2 * TileCopy::WEIGHT_COPIES; ++i) {
-            int half = i / TileCopy::WEIGHT_COPIES, step = i % TileCopy::WEIGHT_COPIES;
-            const unsigned char* source = copy.weights[half] + step * copy.weight_step_bytes[half] + index * (WEIGHT_CHUNKS * 16);
-            int at = place_64<WEIGHT_CHUNKS>(row + i * TileCopy::WEIGHT_STEP, chunk) * 16;
-            cp_async_16(weights + at, source, step * TileCopy::WEIGHT_STEP < copy.rows_left[half]);
-        }
-        row = threadIdx.x / TERM_CHUNKS;
-        chunk = threadIdx.x % TERM_CHUNKS;
+        int row = threadIdx.x / TERM_CHUNKS, chunk = threadIdx.x % TERM_CHUNKS;
 #pragma unroll
         for (int i = 0; i < TERMS * TileCopy::TOKEN_COPIES; ++i) {
             int term = i / TileCopy::TOKEN_COPIES, step = i % TileCopy::TOKEN_COPIES;

@@ -23,15 +23,10 @@ __device__ __forceinline__ unsigned char* stage_memory(unsigned char* given) {
     return given + (0u - shared_address(given)) % PATTERN_BYTES;
 }
 
-// Source of a thread's copies into each stage: one 16-byte column of chunks of the weights' rows, and one piece of two columns of
-// the rows of its warp's tokens, which begin 8 rows apart.
+// Source of a thread's copies into each stage: the weights', and one piece of two columns of the rows of its warp's tokens,
+// which are 8 rows apart.
 struct TileCopy {
-    static constexpr int WEIGHT_STEP = THREADS / WEIGHT_CHUNKS;                    // rows from one copy to the next
-    static constexpr int WEIGHT_COPIES = HALF_OUTPUTS / WEIGHT_STEP;               // of each half
-
-    const unsigned char* weights[2];
-    long long row_bytes[2];
-    int rows_left[2];
+    WeightCopy weights;
     const unsigned char* tokens;
     int token_rows[ROWS_OF_WARP];
     int token_row_bytes;
@@ -50,14 +45,7 @@ __device__ __forceinline__ int piece_place(int row, int piece) {
 
 __device__ __forceinline__ TileCopy tile_copy(const Half (&halves)[2], int n, const Tokens& x) {
     TileCopy copy;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const Weight& w = halves[half].w;
-        int row = halves[half].first + threadIdx.x / WEIGHT_CHUNKS;
-        copy.row_bytes[half] = (long long)w.ld * WEIGHT_BYTES;
-        copy.weights[half] = static_cast<const unsigned char*>(w.data) + row * copy.row_bytes[half] + threadIdx.x % WEIGHT_CHUNKS * 16;
-        copy.rows_left[half] = n - row;
-    }
+    copy.weights = weight_copy(halves, n);
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     copy.tokens = x.terms + lane * 4;
     copy.token_row_bytes = x.padded * TERM_BYTES;
@@ -72,14 +60,7 @@ __device__ __forceinline__ TileCopy tile_copy(const Half (&halves)[2], int n, co
 __device__ __forceinline__ void tile_stage(unsigned char* shared, const TileCopy& copy, int index, int stages) {
     if (index < stages) {
         unsigned char* weights = shared + index % STAGES * STAGE_BYTES;
-        int row = threadIdx.x / WEIGHT_CHUNKS, chunk = threadIdx.x % WEIGHT_CHUNKS;
-#pragma unroll
-        for (int i = 0; i < 2 * TileCopy::WEIGHT_COPIES; ++i) {
-            int half = i / TileCopy::WEIGHT_COPIES, step = i % TileCopy::WEIGHT_COPIES * TileCopy::WEIGHT_STEP;
-            const unsigned char* source = copy.weights[half] + step * copy.row_bytes[half] + index * (WEIGHT_CHUNKS * 16);
-            int at = place_64<WEIGHT_CHUNKS>(row + i * TileCopy::WEIGHT_STEP, chunk) * 16;
-            cp_async_16(weights + at, source, step < copy.rows_left[half]);
-        }
+        weight_stage(weights, copy.weights, index);
         unsigned char* tokens = weights + WEIGHT_STAGE_BYTES + copy.token_place;
 #pragma unroll
         for (int i = 0; i < ROWS_OF_WARP; ++i) {

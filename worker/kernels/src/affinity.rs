@@ -53,6 +53,16 @@ pub fn release() -> io::Result<Vec<usize>> {
     bound(None)
 }
 
+/// Binds the calling thread to the CPUs of the process's first thread. A thread that a compute thread started shares that
+/// one's CPU otherwise.
+///
+/// # Errors
+/// Fails if the system refuses.
+pub fn bind_as_process() -> io::Result<()> {
+    let cpus = bound(Some(rustix::process::getpid()))?;
+    bind(None, &cpus)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -65,6 +75,22 @@ mod tests {
             bind(None, &[last]).unwrap();
             assert_eq!(bound(Some(this_thread())).unwrap(), [last]);
             assert_eq!(release().unwrap(), all);
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn what_a_bound_thread_starts_may_run_where_the_process_may() {
+        let process = bound(Some(rustix::process::getpid())).unwrap();
+        std::thread::spawn(move || {
+            bind(None, &process[..1]).unwrap();
+            let started = std::thread::spawn(|| {
+                let inherited = bound(None).unwrap();
+                bind_as_process().unwrap();
+                (inherited, bound(None).unwrap())
+            });
+            assert_eq!(started.join().unwrap(), (process[..1].to_vec(), process));
         })
         .join()
         .unwrap();

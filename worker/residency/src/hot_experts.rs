@@ -133,14 +133,9 @@ impl<B: Backend + LoadOps> HotExperts<B> {
     /// Lets `threads` threads do ahead what the first copies do beside copying.
     pub fn prepare(&mut self, threads: usize) {
         let loading = self.loader.loading();
-        let mut ids: Vec<ModuleId> = loading.experts.keys().copied().collect();
-        ids.sort();
-        let prepare = move |index: usize| {
-            let expert = loading.experts.get(ids.get(index)?)?;
-            expert.prepare(&*loading.backend)
-        };
-        let count = self.loader.experts.len();
-        self.preparation = Some(Preparation::start(count, threads, prepare));
+        let modules: Vec<ModuleId> = loading.experts.keys().copied().collect();
+        let prepare = move |id| loading.experts.get(&id)?.prepare(&*loading.backend);
+        self.preparation = Some(Preparation::start(modules, threads, prepare));
     }
 
     fn kept(&self, id: ModuleId) -> Kept {

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use hearth_model::ModuleId;
+
 /// Threads that prepare modules; dropped, they end.
 pub(crate) struct Preparation {
     work: Arc<Work>,
@@ -15,8 +17,8 @@ pub(crate) struct Preparation {
 
 struct Work {
     /// Prepares one module, and returns its bytes; `None` ends the preparation.
-    prepare: Box<dyn Fn(usize) -> Option<u64> + Send + Sync>,
-    count: usize,
+    prepare: Box<dyn Fn(ModuleId) -> Option<u64> + Send + Sync>,
+    modules: Vec<ModuleId>,
     next: AtomicUsize,
     /// Threads that have not ended.
     left: AtomicUsize,
@@ -26,16 +28,17 @@ struct Work {
 }
 
 impl Preparation {
-    /// Starts `threads` threads that call `prepare` for 0 to `count - 1`. Nothing depends on them: without any of them, a first
-    /// copy takes longer.
+    /// Starts `threads` threads that call `prepare` for the modules in the order of a pass. Nothing depends on them: without
+    /// any of them, a first copy takes longer.
     pub(crate) fn start(
-        count: usize,
+        mut modules: Vec<ModuleId>,
         threads: usize,
-        prepare: impl Fn(usize) -> Option<u64> + Send + Sync + 'static,
+        prepare: impl Fn(ModuleId) -> Option<u64> + Send + Sync + 'static,
     ) -> Self {
+        modules.sort();
         let work = Arc::new(Work {
             prepare: Box::new(prepare),
-            count,
+            modules,
             next: AtomicUsize::new(0),
             left: AtomicUsize::new(threads),
             bytes: AtomicU64::new(0),
@@ -61,11 +64,11 @@ impl Work {
         // Whatever else computes goes first. Where it cannot be asked for, it does not.
         let _ = rustix::process::nice(19);
         while !self.has_ended.load(Ordering::Relaxed) {
-            let index = self.next.fetch_add(1, Ordering::Relaxed);
-            if index >= self.count {
+            let next = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some(&module) = self.modules.get(next) else {
                 break;
-            }
-            match (self.prepare)(index) {
+            };
+            match (self.prepare)(module) {
                 Some(bytes) => drop(self.bytes.fetch_add(bytes, Ordering::Relaxed)),
                 None => self.has_ended.store(true, Ordering::Relaxed),
             }

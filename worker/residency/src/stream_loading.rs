@@ -190,14 +190,9 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
     /// Lets `threads` threads do ahead what the first copies do beside copying, in the order of a pass.
     pub fn prepare(&mut self, threads: usize) {
         let loading = self.loader.loading();
-        let mut ids: Vec<ModuleId> = loading.modules.keys().copied().collect();
-        ids.sort();
-        let prepare = move |index: usize| {
-            let module = loading.modules.get(ids.get(index)?)?;
-            module.prepare(&*loading.backend)
-        };
-        let count = self.loader.modules.len();
-        self.preparation = Some(Preparation::start(count, threads, prepare));
+        let modules: Vec<ModuleId> = loading.modules.keys().copied().collect();
+        let prepare = move |id| loading.modules.get(&id)?.prepare(&*loading.backend);
+        self.preparation = Some(Preparation::start(modules, threads, prepare));
     }
 
     /// Number of slots that the ring has now.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
-use hearth_kernels::KernelError;
+use hearth_kernels::{KernelError, affinity};
 
 use super::Variant;
 use super::cache::Cache;
@@ -109,6 +109,9 @@ impl Modules {
             let spawned = std::thread::Builder::new()
                 .name(format!("compile {}", variant.file))
                 .spawn(move || {
+                    if let Err(error) = affinity::bind_as_process() {
+                        tracing::debug!(%error, "kernels are compiled on one CPU");
+                    }
                     slot.get_or_init(|| modules.load(&variant));
                 });
             match spawned {

@@ -119,6 +119,16 @@ impl Pair {
         self.ranks.route_to(&[&workers[0], &workers[1]]);
     }
 
+    /// Waits until the gateway has both workers that were started last: without a reader, the writer reads prompts itself.
+    fn wait_until_ready(&self) {
+        Metrics::wait_for(&self.gateway.metrics_base(), "both are ready", |metrics| {
+            self.workers.borrow().iter().all(|worker| {
+                let label = format!("worker=\"{}\"", worker.name);
+                metrics.values("hearth_worker_ready", &[&label]) == [1.0]
+            })
+        });
+    }
+
     async fn ask(&self, body: &Value, each: impl FnMut(usize, &str)) -> Answer {
         let v1 = format!("{}/v1", self.gateway.base());
         let answer = chat_stream(&v1, body, each).await;
@@ -192,6 +202,7 @@ async fn survive(kinds: Kinds, body: &Value, expected: &Answer) {
         (20, vec![Who::Writer, Who::Reader]),
         (33, vec![Who::Writer]),
     ] {
+        pair.wait_until_ready();
         let mut is_done = false;
         let answer = pair
             .ask(body, |pieces, _| {

@@ -1,0 +1,276 @@
+//! The whole choice against all rings, by the simulator.
+
+use std::time::{Duration, Instant};
+
+use super::problems::{Draws, GIB, device, drawn, equal_layers, problem};
+use crate::halda::round::Ring;
+use crate::halda::{Choice, Dropped, Limits, choose};
+use crate::ring_error::RingError;
+use crate::ring_problem::{Layer, Problem};
+use crate::ring_simulator::Simulator;
+
+/// All orders of some of the devices, the head first.
+fn orders(problem: &Problem) -> Vec<Vec<usize>> {
+    let mut all = vec![vec![0]];
+    let mut begin = 0;
+    while begin < all.len() {
+        for device in 1..problem.devices.len() {
+            if !all[begin].contains(&device) {
+                let mut longer = all[begin].clone();
+                longer.push(device);
+                all.push(longer);
+            }
+        }
+        begin += 1;
+    }
+    all
+}
+
+/// Least time of a token of all rings: all devices and orders, all numbers of layers a round, all splits.
+fn fastest(problem: &Problem) -> Option<f64> {
+    fn next(
+        ring: &Ring,
+        simulator: &Simulator,
+        sizes: &mut Vec<usize>,
+        left: usize,
+        best: &mut Option<f64>,
+    ) {
+        if sizes.len() + 1 == ring.slots.len() {
+            sizes.push(left);
+            if ring.has_all(sizes)
+                && let Some(ms) = simulator.tpot_ms(&ring.windows(sizes))
+                && best.is_none_or(|best| ms < best)
+            {
+                *best = Some(ms);
+            }
+            sizes.pop();
+            return;
+        }
+        for size in 0..=left {
+            sizes.push(size);
+            next(ring, simulator, sizes, left - size, best);
+            sizes.pop();
+        }
+    }
+    let simulator = Simulator::new(problem);
+    let mut best = None;
+    for order in orders(problem) {
+        let ring = Ring::new(problem, order);
+        for width in ring.len()..=problem.layers.len() {
+            next(&ring, &simulator, &mut Vec::new(), width, &mut best);
+        }
+    }
+    best
+}
+
+/// Fewer simulations than the default, so that it is no enumeration.
+const LIMITS: Limits = Limits {
+    programs: 80,
+    nodes: 1600,
+    simulations: 4000,
+};
+
+#[test]
+fn the_choice_is_near_the_fastest_of_all_rings() {
+    let (mut none, mut in_rounds, mut with_dropped) = (0, 0, 0);
+    let mut worst = 1.0_f64;
+    for seed in 0..1000 {
+        let mut draws = Draws::new(10_000 + seed);
+        let devices = draws.whole(1, 4);
+        let layers = draws.whole(devices, 12);
+        let problem = drawn(&mut draws, devices, layers);
+        let choice = choose(&problem, LIMITS);
+        let Some(fastest_ms) = fastest(&problem) else {
+            assert!(
+                matches!(choice, Err(RingError::NoRoom { .. })),
+                "seed {seed}: {choice:?}"
+            );
+            none += 1;
+            continue;
+        };
+        let choice = choice.unwrap();
+        check(&problem, &choice);
+        let ratio = choice.tpot_ms / fastest_ms;
+        assert!(
+            ratio < 1.05,
+            "seed {seed}: {ratio} times the fastest, {choice:?}"
+        );
+        worst = worst.max(ratio);
+        in_rounds += u32::from(choice.rounds > 1);
+        with_dropped += u32::from(!choice.dropped.is_empty());
+    }
+    assert!(
+        worst < 1.02,
+        "the worst choice takes {worst} times the fastest"
+    );
+    // All that there is to choose occurs.
+    assert!(none > 20 && in_rounds > 200 && with_dropped > 100);
+}
+
+/// Checks that a choice is a ring: each layer once and in order, the head first, whole rounds alike, and all in memory that
+/// must be.
+fn check(problem: &Problem, choice: &Choice) {
+    let covered: Vec<usize> = choice
+        .windows
+        .iter()
+        .flat_map(|w| w.layers.clone())
+        .collect();
+    assert!(covered.into_iter().eq(0..problem.layers.len()));
+    assert_eq!(choice.order[0], 0);
+    for (round, windows) in choice
+        .windows
+        .chunk_by(|a, b| a.round == b.round)
+        .enumerate()
+    {
+        let devices: Vec<usize> = windows.iter().map(|window| window.device).collect();
+        let layers: usize = windows.iter().map(|window| window.layers.len()).sum();
+        assert!(
+            windows
+                .iter()
+                .all(|w| w.round == round && !w.layers.is_empty())
+        );
+        if round + 1 < choice.rounds {
+            assert_eq!(layers, choice.layers_a_round);
+        }
+        if layers == choice.layers_a_round {
+            assert_eq!(devices, choice.order);
+        } else {
+            assert!(choice.order.starts_with(&devices));
+        }
+    }
+    let in_ring = |device: usize| choice.order.contains(&device);
+    for (device, share) in choice.shares.iter().enumerate() {
+        assert_eq!(share.cpu_layers + share.gpu_layers > 0, in_ring(device));
+        assert_eq!(
+            choice
+                .dropped
+                .iter()
+                .any(|dropped| dropped.device == device),
+            !in_ring(device)
+        );
+        assert!(share.gpu_bytes <= problem.gpu_room_bytes(device));
+        assert!(share.kv_bytes <= problem.room_bytes(device));
+        assert!(share.overflow_bytes == 0 || !problem.devices[device].is_disk_slow);
+    }
+    assert!(choice.ttft_ms.is_finite() && choice.ttft_ms > 0.0);
+}
+
+#[test]
+fn eight_devices_and_eighty_layers_take_a_second_at_most() {
+    for seed in 0..8 {
+        let problem = drawn(&mut Draws::new(seed), 8, 80);
+        // Several tries: other programs may have taken the machine.
+        let is_quick = (0..20).any(|_| {
+            let begin = Instant::now();
+            let choice = choose(&problem, Limits::default()).unwrap();
+            let elapsed = begin.elapsed();
+            check(&problem, &choice);
+            elapsed < Duration::from_secs(1)
+        });
+        assert!(is_quick, "seed {seed} takes more than a second");
+    }
+}
+
+#[test]
+fn sixty_one_layers_of_two_kinds_get_a_shorter_last_round() {
+    // As DeepSeek-V3 at four bits: three dense layers, then experts of which a token reads few.
+    let experts = Layer {
+        stored_bytes: 6 * GIB,
+        read_bytes: GIB / 3,
+        routed_bytes: GIB / 5,
+        kv_bytes: 20 << 20,
+    };
+    let dense = Layer {
+        stored_bytes: GIB / 3,
+        read_bytes: GIB / 3,
+        routed_bytes: 0,
+        ..experts
+    };
+    let mut layers = vec![experts; 61];
+    layers[..3].fill(dense);
+    let devices = ["a", "b", "c", "d"].map(|name| device(name, 80 * GIB, 60.0, 5.0, &layers));
+    let problem = problem(devices.to_vec(), layers);
+    let choice = choose(&problem, LIMITS).unwrap();
+    check(&problem, &choice);
+    // Experts cannot be read ahead, and the rest is little: nothing is gained by rounds. The dense layers hardly count, so
+    // the head has more layers than any other.
+    assert_eq!(choice.order.len(), 4);
+    let layers_of = |device: usize| choice.shares[device].cpu_layers;
+    assert!((1..4).all(|device| layers_of(0) > layers_of(device)));
+
+    // The same bytes, all read by each token, two devices with two rounds: 61 is odd.
+    let layers = equal_layers(61, GIB / 2);
+    let devices = ["a", "b"].map(|name| device(name, 11 * GIB, 30.0, 2.0, &layers));
+    let problem = super::problems::problem(devices.to_vec(), layers);
+    let choice = choose(&problem, LIMITS).unwrap();
+    check(&problem, &choice);
+    assert!(choice.rounds > 1, "{choice:?}");
+    assert!(choice.tpot_ms < choice.objective_ms);
+    assert!(61 % choice.layers_a_round > 0 && choice.layers_a_round > 1);
+}
+
+#[test]
+fn memory_for_all_layers_means_one_round_without_reads() {
+    let layers = equal_layers(32, GIB / 4);
+    let devices = ["a", "b"].map(|name| device(name, 6 * GIB, 30.0, 2.0, &layers));
+    let choice = choose(&problem(devices.to_vec(), layers), LIMITS).unwrap();
+    assert_eq!((choice.rounds, choice.order.len()), (1, 2));
+    assert!(choice.shares.iter().all(|share| share.overflow_bytes == 0));
+    // Without reads the simulator and the objective are the same sum.
+    assert!((choice.tpot_ms - choice.objective_ms).abs() < 1e-6);
+    assert!(choice.alternatives.iter().any(|other| other.rounds == 2));
+}
+
+#[test]
+fn a_device_that_makes_a_token_slower_is_dropped() {
+    let layers = equal_layers(32, GIB / 4);
+    let mut devices = ["a", "b"]
+        .map(|name| device(name, 6 * GIB, 30.0, 2.0, &layers))
+        .to_vec();
+    devices.push(device("old", 6 * GIB, 3.0, 0.2, &layers));
+    let mut problem = problem(devices, layers);
+    let choice = choose(&problem, LIMITS).unwrap();
+    assert_eq!(choice.order.len(), 2);
+    let [
+        Dropped {
+            device: 2,
+            with_tpot_ms: Some(with_ms),
+        },
+    ] = choice.dropped[..]
+    else {
+        panic!("{:?}", choice.dropped);
+    };
+    assert!(with_ms > choice.tpot_ms);
+    // Where memory is short, it helps: what it computes need not be read from disks.
+    for device in &mut problem.devices {
+        device.memory_bytes = 3 * GIB;
+        device.disk_read_gbps = 0.3;
+    }
+    let choice = choose(&problem, LIMITS).unwrap();
+    assert_eq!(choice.dropped, []);
+}
+
+#[test]
+fn a_slow_disk_never_reads_what_has_no_room() {
+    let layers = equal_layers(32, GIB / 4);
+    let mut devices = ["a", "b"]
+        .map(|name| device(name, 4 * GIB, 30.0, 3.0, &layers))
+        .to_vec();
+    devices[1].is_disk_slow = true;
+    let mut problem = problem(devices, layers);
+    let choice = choose(&problem, LIMITS).unwrap();
+    check(&problem, &choice);
+    assert!(choice.shares[0].overflow_bytes > 0);
+    problem.devices[0].is_disk_slow = true;
+    let error = choose(&problem, LIMITS).unwrap_err().to_string();
+    assert!(
+        error.contains("no split of 8.2 GiB") && error.contains("7.6 GiB of memory"),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_same_problem_gives_the_same_ring() {
+    let problem = drawn(&mut Draws::new(3), 6, 40);
+    assert_eq!(choose(&problem, LIMITS), choose(&problem, LIMITS));
+}

@@ -1,0 +1,5 @@
+//! Tests of the choice of a ring, against enumeration.
+
+mod choice;
+mod objective;
+mod problems;

@@ -1,0 +1,436 @@
+//! What a ring of devices is asked to do: the devices with their measured rates, the layers with their real bytes, the
+//! links, and the prompt.
+//!
+//! All rates come from measurements; the caller turns them into milliseconds a layer and device. The first device is the
+//! head: it embeds tokens, has the output head, and its layers come first.
+
+use crate::ring_error::RingError;
+
+/// Most devices of a ring: the choice tries each set of them, or leaves out one after the other.
+pub const MAX_DEVICES: usize = 16;
+/// Most layers of a model.
+pub const MAX_LAYERS: usize = 512;
+
+/// A model to split among devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Problem {
+    /// The devices; the first is the head.
+    pub devices: Vec<Device>,
+    /// The model's layers, in order.
+    pub layers: Vec<Layer>,
+    /// Embedding and output head, on the first device.
+    pub head: Head,
+    /// `links[from][to]`; a device's link to itself is not read.
+    pub links: Vec<Vec<Link>>,
+    /// Bytes that a token's hidden state takes between two devices.
+    pub hidden_bytes: u64,
+    /// The prompt whose time to first token is predicted.
+    pub prompt: Prompt,
+}
+
+/// A machine, or a part of one, that may get layers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Device {
+    /// Its name in errors and explanations.
+    pub name: String,
+    /// Bytes of memory for weights, KV and buffers; what other programs use is not in it.
+    pub memory_bytes: u64,
+    /// Of these, bytes of the buffers for computation (the paper's `c^cpu`).
+    pub buffer_bytes: u64,
+    /// Read bandwidth of the disk with the weights, through mapped pages, in GB/s.
+    pub disk_read_gbps: f64,
+    /// Whether the disk is too slow for weights that have no room in memory: then all of the device's layers must fit.
+    pub is_disk_slow: bool,
+    /// Times of the layers on its CPUs.
+    pub cpus: LayerTimes,
+    /// Its GPU, if it has one.
+    pub gpu: Option<Gpu>,
+}
+
+impl Device {
+    /// Times on its GPU, if it has one, and on its CPUs.
+    pub(crate) fn times(&self) -> impl Iterator<Item = &LayerTimes> {
+        let gpu = self.gpu.iter().map(|gpu| &gpu.times);
+        gpu.chain([&self.cpus])
+    }
+}
+
+/// A device's GPU. Its layers come first in each window, and all of them stay in its memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gpu {
+    /// Bytes of its memory for weights, KV and buffers.
+    pub memory_bytes: u64,
+    /// Of these, bytes of the buffers for computation (the paper's `c^gpu`).
+    pub buffer_bytes: u64,
+    /// Times of the layers on it.
+    pub times: LayerTimes,
+    /// The link between it and the device's memory, which hidden states cross twice in each window with layers on it.
+    pub copy: Link,
+}
+
+/// Times of each of the model's layers on one processor, in milliseconds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerTimes {
+    /// Of one token with the weights in memory: reads of the layer's active weights and of its KV, arithmetic, and
+    /// overhead.
+    pub token_ms: Vec<f64>,
+    /// Of each token of a prompt's chunk: arithmetic alone. A chunk takes no less than one token does.
+    pub prompt_token_ms: Vec<f64>,
+}
+
+/// Bytes of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layer {
+    /// Of its weights as stored.
+    pub stored_bytes: u64,
+    /// Of the weights that one token reads: all of a dense layer's, the chosen experts' and the rest of a layer with experts.
+    pub read_bytes: u64,
+    /// Of these, bytes of chosen experts, which are known only when the layer runs and cannot be read ahead.
+    pub routed_bytes: u64,
+    /// Of its KV for the whole context.
+    pub kv_bytes: u64,
+}
+
+/// Embedding and output head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Head {
+    /// Bytes that stay in the first device's memory: the output head, and a row of the embedding.
+    pub stored_bytes: u64,
+    /// Milliseconds of embedding, output head and sampling for one token.
+    pub token_ms: f64,
+}
+
+/// A way for bytes from one place to another.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// Milliseconds until the first byte arrives.
+    pub latency_ms: f64,
+    /// Bandwidth in GB/s.
+    pub gbps: f64,
+}
+
+impl Link {
+    /// Milliseconds until all of `bytes` have arrived.
+    pub fn ms(&self, bytes: f64) -> f64 {
+        self.latency_ms + bytes / self.gbps / 1e6
+    }
+}
+
+/// A prompt, prefilled in chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prompt {
+    /// Its tokens.
+    pub tokens: u32,
+    /// Tokens of a chunk.
+    pub chunk_tokens: u32,
+}
+
+impl Problem {
+    /// Milliseconds of one token's hidden state from a device to another; 0 to itself.
+    pub(crate) fn hop_ms(&self, from: usize, to: usize, tokens: u32) -> f64 {
+        match from == to {
+            true => 0.0,
+            false => self.links[from][to].ms(self.hidden_bytes as f64 * f64::from(tokens)),
+        }
+    }
+
+    /// Milliseconds of `tokens` hidden states to a GPU and back.
+    pub(crate) fn copies_ms(&self, gpu: &Gpu, tokens: u32) -> f64 {
+        2.0 * gpu.copy.ms(self.hidden_bytes as f64 * f64::from(tokens))
+    }
+
+    /// Bytes of a device's memory that are taken before any layer (the paper's `b^cio`, equation 34).
+    pub(crate) fn fixed_bytes(&self, device: usize) -> u64 {
+        let head = match device {
+            0 => self.head.stored_bytes,
+            _ => 0,
+        };
+        self.devices[device].buffer_bytes + head
+    }
+
+    /// Bytes of a device's memory for the weights and KV of layers.
+    pub(crate) fn room_bytes(&self, device: usize) -> u64 {
+        let memory = self.devices[device].memory_bytes;
+        memory.saturating_sub(self.fixed_bytes(device))
+    }
+
+    /// Bytes of a device's GPU for the weights and KV of layers; 0 without one.
+    pub(crate) fn gpu_room_bytes(&self, device: usize) -> u64 {
+        let gpu = self.devices[device].gpu.as_ref();
+        gpu.map_or(0, |gpu| gpu.memory_bytes.saturating_sub(gpu.buffer_bytes))
+    }
+
+    /// The share of stored weights that one token reads, of all layers together.
+    pub(crate) fn read_share(&self) -> f64 {
+        let sum = |of: fn(&Layer) -> u64| self.layers.iter().map(of).sum::<u64>() as f64;
+        sum(|layer| layer.read_bytes) / sum(|layer| layer.stored_bytes).max(1.0)
+    }
+
+    /// Checks all that the other functions rely on.
+    ///
+    /// # Errors
+    ///
+    /// The first value that is missing, no number, or out of range, with the device that has it and a remedy.
+    pub fn check(&self) -> Result<(), RingError> {
+        for (what, count, max) in [
+            ("device", self.devices.len(), MAX_DEVICES),
+            ("layer", self.layers.len(), MAX_LAYERS),
+        ] {
+            if count == 0 {
+                return Err(RingError::None { what });
+            }
+            if count > max {
+                return Err(RingError::TooMany { what, count, max });
+            }
+        }
+        self.check_model()?;
+        for device in 0..self.devices.len() {
+            self.check_device(device)?;
+        }
+        self.check_links()
+    }
+
+    fn check_model(&self) -> Result<(), RingError> {
+        for (index, layer) in self.layers.iter().enumerate() {
+            let problem = if layer.stored_bytes == 0 {
+                "stores no bytes"
+            } else if layer.stored_bytes.max(layer.kv_bytes) as f64 > MAX_VALUE {
+                "has more bytes than any"
+            } else if layer.read_bytes > layer.stored_bytes {
+                "is read more than once by a token"
+            } else if layer.routed_bytes > layer.read_bytes {
+                "has more bytes of chosen experts than a token reads"
+            } else {
+                continue;
+            };
+            return Err(RingError::BadLayer { index, problem });
+        }
+        let head = Value("output head", "time of a token", self.head.token_ms, "ms");
+        head.not_negative()?;
+        for (what, tokens) in [
+            ("prompt", self.prompt.tokens),
+            ("chunk", self.prompt.chunk_tokens),
+        ] {
+            Value(what, "length", f64::from(tokens), "tokens").positive()?;
+        }
+        Value("hidden state", "size", self.hidden_bytes as f64, "B").positive()
+    }
+
+    fn check_device(&self, index: usize) -> Result<(), RingError> {
+        let device = &self.devices[index];
+        let name = &*device.name;
+        Value(name, "memory", device.memory_bytes as f64, "B").positive()?;
+        let needed_bytes = self.fixed_bytes(index);
+        if needed_bytes >= device.memory_bytes {
+            return Err(RingError::FullBefore {
+                device: name.to_owned(),
+                memory: "memory",
+                needed_bytes,
+                memory_bytes: device.memory_bytes,
+            });
+        }
+        Value(name, "disk read rate", device.disk_read_gbps, "GB/s").positive()?;
+        self.check_times(name, "its CPUs", &device.cpus)?;
+        let Some(gpu) = &device.gpu else {
+            return Ok(());
+        };
+        Value(name, "GPU memory", gpu.memory_bytes as f64, "B").positive()?;
+        self.check_times(name, "its GPU", &gpu.times)?;
+        check_link(name, "copies to its GPU", &gpu.copy)
+    }
+
+    fn check_times(&self, name: &str, on: &str, times: &LayerTimes) -> Result<(), RingError> {
+        for (kind, values) in [
+            ("a token", &times.token_ms),
+            ("a prompt's token", &times.prompt_token_ms),
+        ] {
+            if values.len() != self.layers.len() {
+                return Err(RingError::TimesMissing {
+                    device: name.to_owned(),
+                    on: on.to_owned(),
+                    entries: values.len(),
+                    layers: self.layers.len(),
+                });
+            }
+            for (layer, ms) in values.iter().enumerate() {
+                let what = format!("time of {kind} in layer {layer} on {on}");
+                Value(name, &what, *ms, "ms").positive()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_links(&self) -> Result<(), RingError> {
+        let count = self.devices.len();
+        for (from, device) in self.devices.iter().enumerate() {
+            let links = self.links.get(from).map_or(&[][..], Vec::as_slice);
+            if links.len() != count || self.links.len() != count {
+                return Err(RingError::LinksMissing {
+                    device: device.name.clone(),
+                    entries: links.len(),
+                    devices: count,
+                });
+            }
+            for (to, link) in links.iter().enumerate().filter(|(to, _)| *to != from) {
+                let what = format!("link to {}", self.devices[to].name);
+                check_link(&device.name, &what, link)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_link(name: &str, what: &str, link: &Link) -> Result<(), RingError> {
+    Value(name, &format!("latency of {what}"), link.latency_ms, "ms").not_negative()?;
+    Value(name, &format!("bandwidth of {what}"), link.gbps, "GB/s").positive()
+}
+
+/// Largest number that a rate or time may be: far above any, and small enough that sums stay finite.
+const MAX_VALUE: f64 = 1e15;
+
+/// A measured value: whose, what, how much, in what unit.
+struct Value<'a>(&'a str, &'a str, f64, &'a str);
+
+impl Value<'_> {
+    fn positive(&self) -> Result<(), RingError> {
+        self.check(self.2 > 0.0, "above 0")
+    }
+
+    fn not_negative(&self) -> Result<(), RingError> {
+        self.check(self.2 >= 0.0, "at least 0")
+    }
+
+    /// `NaN` is in no range, so it never is `in_range`.
+    fn check(&self, in_range: bool, range: &'static str) -> Result<(), RingError> {
+        if in_range && self.2 <= MAX_VALUE {
+            return Ok(());
+        }
+        Err(RingError::BadValue {
+            of: self.0.to_owned(),
+            what: self.1.to_owned(),
+            value: self.2,
+            unit: self.3.to_owned(),
+            range,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn usable() -> Problem {
+        let layer = Layer {
+            stored_bytes: 100,
+            read_bytes: 100,
+            routed_bytes: 0,
+            kv_bytes: 1,
+        };
+        let times = LayerTimes {
+            token_ms: vec![1.0; 3],
+            prompt_token_ms: vec![0.1; 3],
+        };
+        let link = Link {
+            latency_ms: 0.2,
+            gbps: 1.0,
+        };
+        let device = |name: &str| Device {
+            name: name.to_owned(),
+            memory_bytes: 1000,
+            buffer_bytes: 10,
+            disk_read_gbps: 1.0,
+            is_disk_slow: false,
+            cpus: times.clone(),
+            gpu: None,
+        };
+        let mut devices = vec![device("desk"), device("nas")];
+        devices[1].gpu = Some(Gpu {
+            memory_bytes: 500,
+            buffer_bytes: 10,
+            times: times.clone(),
+            copy: link,
+        });
+        Problem {
+            devices,
+            layers: vec![layer; 3],
+            head: Head {
+                stored_bytes: 10,
+                token_ms: 0.5,
+            },
+            links: vec![vec![link; 2]; 2],
+            hidden_bytes: 64,
+            prompt: Prompt {
+                tokens: 10,
+                chunk_tokens: 4,
+            },
+        }
+    }
+
+    /// What a change makes of the check.
+    fn error_after(change: impl FnOnce(&mut Problem)) -> String {
+        let mut problem = usable();
+        change(&mut problem);
+        problem.check().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn errors_name_the_device_the_value_and_a_remedy() {
+        assert_eq!(usable().check(), Ok(()));
+        let nas = |change: fn(&mut Device)| error_after(|p| change(&mut p.devices[1]));
+        assert_eq!(
+            nas(|device| device.memory_bytes = 0),
+            "nas: memory is 0 B, not above 0: measure it again, or leave nas out"
+        );
+        assert_eq!(
+            nas(|device| device.disk_read_gbps = f64::NAN),
+            "nas: disk read rate is NaN GB/s, not above 0: measure it again, or leave nas out"
+        );
+        assert_eq!(
+            nas(|device| device.cpus.token_ms[2] = 0.0),
+            "nas: time of a token in layer 2 on its CPUs is 0 ms, not above 0: measure it again, or leave nas out"
+        );
+        assert_eq!(
+            nas(|device| device.buffer_bytes = 1000),
+            "nas: buffers and output head take 1000 B of its memory's 1000 B: free memory on it, or leave it out"
+        );
+        let gpu = nas(|device| {
+            if let Some(gpu) = &mut device.gpu {
+                gpu.times.prompt_token_ms.pop();
+            }
+        });
+        assert_eq!(
+            gpu,
+            "nas: 2 times of layers on its GPU, but the model has 3 layers: give one for each"
+        );
+        let link = error_after(|p| p.links[0][1].gbps = f64::INFINITY);
+        assert!(
+            link.starts_with("desk: bandwidth of link to nas is inf GB/s"),
+            "{link}"
+        );
+        let links = error_after(|p| p.links[1].clear());
+        assert!(links.starts_with("nas: 0 links for 2 devices"), "{links}");
+    }
+
+    #[test]
+    fn errors_name_what_of_the_model_is_wrong() {
+        let none = error_after(|p| p.devices.clear());
+        assert_eq!(none, "the ring has no device: give at least one");
+        let many = error_after(|p| p.devices = vec![p.devices[0].clone(); MAX_DEVICES + 1]);
+        assert_eq!(
+            many,
+            "the ring has 17 devices, more than 16: leave some out"
+        );
+        let layer = error_after(|p| p.layers[1].read_bytes = 101);
+        assert!(
+            layer.starts_with("layer 1 is read more than once"),
+            "{layer}"
+        );
+        let chunk = error_after(|p| p.prompt.chunk_tokens = 0);
+        assert!(chunk.starts_with("chunk: length is 0 tokens"), "{chunk}");
+        let head = error_after(|p| p.head.token_ms = -1.0);
+        assert!(
+            head.starts_with("output head: time of a token is -1 ms"),
+            "{head}"
+        );
+    }
+}

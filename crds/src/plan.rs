@@ -72,7 +72,7 @@ pub struct InferencePlanSpec {
     pub strategy: PlanStrategy,
     /// Facts of the model, shared by all ranks.
     pub model: PlanModel,
-    /// One entry per process, gateway first, then prefill, then decode, each by ascending index.
+    /// One entry per process, gateway first, then prefill, decode and stage, each by ascending index.
     pub ranks: Vec<PlanRank>,
     /// Request routing of the gateway.
     pub routing: PlanRouting,
@@ -200,6 +200,9 @@ pub struct PlanRank {
     /// Form in which it computes latent attention; unset: Absorbed, as in plans of earlier versions.
     #[serde(default, skip_serializing_if = "PlanMlaForm::is_absorbed")]
     pub mla_form: PlanMlaForm,
+    /// Its place in a ring of ranks that run one model together; unset for one that runs all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ring: Option<PlanRing>,
     /// Residency of its weights in memory; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,
@@ -421,17 +424,19 @@ pub enum PlanRole {
     Prefill,
     /// Writes tokens.
     Decode,
+    /// Computes some layers of a model for the decode rank that is the head of its ring.
+    Stage,
 }
 
 impl PlanRole {
     /// All roles, in the order of a plan's ranks.
-    pub const ALL: [Self; 3] = [Self::Gateway, Self::Prefill, Self::Decode];
+    pub const ALL: [Self; 4] = [Self::Gateway, Self::Prefill, Self::Decode, Self::Stage];
 
     /// Whether it runs the model: all roles but the gateway.
     pub const fn is_worker(self) -> bool {
         match self {
             Self::Gateway => false,
-            Self::Prefill | Self::Decode => true,
+            Self::Prefill | Self::Decode | Self::Stage => true,
         }
     }
 
@@ -446,8 +451,34 @@ impl PlanRole {
             Self::Gateway => "gateway",
             Self::Prefill => "prefill",
             Self::Decode => "decode",
+            Self::Stage => "stage",
         }
     }
+}
+
+/// A rank's place in a ring: a pass goes from the head through the other places in their order, and around again until all
+/// layers are computed (prima.cpp, section 3.1).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PlanRing {
+    /// Name of the head, the decode rank that has embedding and output head.
+    pub head: String,
+    /// Its place, from 0, which is the head's.
+    pub place: u32,
+    /// Its layers: a window a round, in the order of the layers.
+    pub windows: Vec<PlanWindow>,
+}
+
+/// Layers that a rank computes without a break.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PlanWindow {
+    /// The first of them, from 0.
+    pub first_layer: u32,
+    /// Their number.
+    pub layers: u32,
 }
 
 /// The KV cache of a rank.
@@ -547,6 +578,15 @@ impl InferencePlanSpec {
     pub fn second_in_pod_of(&self, name: &str) -> Option<&PlanRank> {
         let mut ranks = self.ranks.iter();
         ranks.find(|rank| rank.in_pod_of.as_deref() == Some(name))
+    }
+
+    /// Returns the ranks of the ring whose head has that name, in the order of their places; empty if there is none.
+    pub fn ring_of(&self, head: &str) -> Vec<(&PlanRank, &PlanRing)> {
+        let in_rings = self.ranks.iter();
+        let in_rings = in_rings.filter_map(|rank| Some((rank, rank.ring.as_ref()?)));
+        let mut members: Vec<_> = in_rings.filter(|(_, ring)| ring.head == head).collect();
+        members.sort_by_key(|(_, ring)| ring.place);
+        members
     }
 
     /// Returns all ranks of a role, by ascending index.

@@ -98,12 +98,26 @@ impl Ranks {
         groups: &[&Cgroup],
     ) -> Rank {
         let endpoint = format!("127.0.0.1:{}", free_port());
+        let plan = self.plan_of(role, name, &endpoint);
+        self.start_of(&plan, (role, name, &endpoint), arguments, groups)
+    }
+
+    /// Starts a rank of a whole plan, which says that it serves on `endpoint`.
+    ///
+    /// # Panics
+    /// When the process cannot be started.
+    pub fn start_of(
+        &self,
+        plan: &Value,
+        (role, name, endpoint): (&'static str, &str, &str),
+        arguments: &[String],
+        groups: &[&Cgroup],
+    ) -> Rank {
         let path = |kind: &str| {
             self.directory()
                 .join(format!("{name}-{}.{kind}", free_port()))
         };
         let (file, log) = (path("json"), path("log"));
-        let plan = self.plan_of(role, name, &endpoint);
         std::fs::write(&file, plan.to_string()).unwrap_or_else(|error| panic!("plan: {error}"));
         let output = File::create(&log).unwrap_or_else(|error| panic!("log: {error}"));
         let errors = match &self.errors {
@@ -128,7 +142,7 @@ impl Ranks {
             .unwrap_or_else(|error| panic!("{command:?}: {error}"));
         Rank {
             name: name.to_owned(),
-            endpoint,
+            endpoint: endpoint.to_owned(),
             metrics,
             role,
             child,

@@ -32,6 +32,8 @@ enum Command {
     Prefill(roles::RankArgs),
     /// Decode streams of tokens
     Decode(roles::RankArgs),
+    /// Compute some layers of a model for the decode worker that is the head of their ring
+    Stage(roles::RankArgs),
     /// Run several workers of a plan, each as a process of its own, for a container that they share
     Supervise(roles::SuperviseArgs),
     /// Record what the lanes of running workers do, without a restart
@@ -72,6 +74,7 @@ impl Cli {
             Command::Gateway(args) => roles::gateway(&args),
             Command::Prefill(args) => roles::prefill(&args, environment),
             Command::Decode(args) => roles::decode(&args, environment),
+            Command::Stage(args) => roles::stage(&args, environment),
             Command::Supervise(args) => roles::supervise(&args),
             Command::Trace(args) => roles::trace(&args),
             Command::Agent(args) => roles::agent(&args),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use hearth_crds::{EXPANSION_BYTES, PlanMlaForm};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, CpuBackend, KvDType};
-use hearth_model::{ExpansionRoom, Model, modules};
+use hearth_model::{ExpansionRoom, Model, OtherRanks, Part, modules};
 use hearth_residency::{LoadProgress, Placing, ResidentOptions, RingSlots, note_unused};
 use hearth_virtual::VirtualBackend;
 
@@ -41,6 +41,8 @@ pub(crate) struct LoadOptions<'a> {
     pub(crate) mla_form: PlanMlaForm,
     /// Whether steps that decode several sequences run as two flights that take turns.
     pub(crate) is_dual_batch: bool,
+    /// The layers that are computed here; `None`: all.
+    pub(crate) part: Option<Part>,
     /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
     pub(crate) placing: Option<Placing<'a>>,
 }
@@ -128,6 +130,7 @@ impl LoadOptions<'_> {
             host: args.host_options()?,
             mla_form: args.mla_form.into(),
             is_dual_batch: args.dual_batch,
+            part: None,
             placing: None,
         })
     }
@@ -243,14 +246,18 @@ pub(crate) fn open(
     let touch_threads = options.device.touch_threads();
     let config = ModelConfig::read(directory)?;
     let checkpoint = Checkpoint::open(directory)?;
+    let all = modules(&config)?;
+    note_unused(&checkpoint, &all);
     let files = Files {
         directory,
-        modules: modules(&config)?,
+        modules: match &options.part {
+            Some(part) => part.of(all),
+            None => all,
+        },
         config,
         checkpoint,
         trace: options.device.trace().cloned(),
     };
-    note_unused(&files.checkpoint, &files.modules);
     let resident = ResidentOptions {
         touch_threads,
         placing: options.placing,
@@ -277,17 +284,25 @@ pub(crate) fn open(
         }
     };
     let way = (options.mla_form, options.is_dual_batch);
+    let part = options.part;
     Ok(match loaded {
-        OnDevice::Cpu(loaded) => OnDevice::Cpu(loaded.computing(way)?),
-        OnDevice::Gpu(loaded) => OnDevice::Gpu(loaded.computing(way)?),
-        OnDevice::Virtual(loaded) => OnDevice::Virtual(loaded.computing(way)?),
+        OnDevice::Cpu(loaded) => OnDevice::Cpu(loaded.computing(way, part)?),
+        OnDevice::Gpu(loaded) => OnDevice::Gpu(loaded.computing(way, part)?),
+        OnDevice::Virtual(loaded) => OnDevice::Virtual(loaded.computing(way, part)?),
     })
 }
 
 impl<B: Backend> LoadedOn<B> {
-    /// The model in a form of latent attention, and in dual batches or not.
-    fn computing(self, (mla_form, is_dual_batch): (PlanMlaForm, bool)) -> anyhow::Result<Self> {
+    /// The model in a form of latent attention, in dual batches or not, and of some layers alone.
+    fn computing(
+        self,
+        (mla_form, is_dual_batch): (PlanMlaForm, bool),
+        part: Option<Part>,
+    ) -> anyhow::Result<Self> {
         let mut model = self.model;
+        if let Some(part) = part {
+            model = model.of_part(part);
+        }
         if is_dual_batch {
             model = model.in_dual_batches();
         }
@@ -324,5 +339,11 @@ pub(crate) fn numerics<B: Backend>(model: &Model<B>, kv_dtype: KvDType) -> Strin
         (Some(_), Some(elsewhere)) => format!(" experts=tree of {elsewhere}"),
         (None, _) => String::new(),
     };
-    format!("{} kv={kv_dtype:?}{form}{sum}", model.backend().numerics())
+    let here = format!("{} kv={kv_dtype:?}{form}{sum}", model.backend().numerics());
+    // Ranks of equal numerics give the bits of one.
+    let others = model.others().map_or_else(Vec::new, OtherRanks::numerics);
+    match others.iter().all(|other| *other == here) {
+        true => here,
+        false => format!("{here} ring=[{}]", others.join(", ")),
+    }
 }

@@ -5,6 +5,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         [
             "hearth/v1/worker.proto",
             "hearth/v1/agent.proto",
+            "hearth/v1/group.proto",
             "kubelet/deviceplugin.proto",
         ],
         ["proto"],

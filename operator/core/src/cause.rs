@@ -72,10 +72,12 @@ pub(crate) fn cause(what: &str, pod: &PodView) -> Cause {
             "Inspecting",
             format!("{what} is reading the model on {}", node_of(pod)),
         ),
-        PodRole::Rank(PlanRole::Prefill | PlanRole::Decode) | PodRole::Other => Cause::waiting(
-            "LoadingModel",
-            format!("{what} is loading the model on {}", node_of(pod)),
-        ),
+        PodRole::Rank(PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage) | PodRole::Other => {
+            Cause::waiting(
+                "LoadingModel",
+                format!("{what} is loading the model on {}", node_of(pod)),
+            )
+        }
     }
 }
 

@@ -185,6 +185,7 @@ impl NodeCpus {
             PlanRole::Gateway => &self.gateways,
             PlanRole::Prefill => &self.prefill,
             PlanRole::Decode => &self.decode,
+            PlanRole::Stage => &[],
         }
     }
 }

@@ -124,7 +124,7 @@ pub(crate) struct GpuSlots<'a> {
 impl<'a> GpuSlots<'a> {
     pub(crate) fn of(&self, role: PlanRole) -> &[GpuSlot<'a>] {
         match role {
-            PlanRole::Gateway => &[],
+            PlanRole::Gateway | PlanRole::Stage => &[],
             PlanRole::Prefill => &self.prefill,
             PlanRole::Decode => &self.decode,
         }

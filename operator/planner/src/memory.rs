@@ -165,7 +165,7 @@ impl Demand<'_> {
             Device::Cpus | Device::Gpu | Device::GpuAndCpus => 0,
         };
         let (kv_least_bytes, kv_best_bytes) = match role {
-            PlanRole::Gateway => (0, 0),
+            PlanRole::Gateway | PlanRole::Stage => (0, 0),
             PlanRole::Prefill => self.prefill_kv(),
             PlanRole::Decode => self.decode_kv(),
         };

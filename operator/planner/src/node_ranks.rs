@@ -1,4 +1,4 @@
-//! Ranks of one node by role, and the devices that they compute on.
+//! Ranks of one node by role, and the devices that they compute on. Stages are ranks of rings, which are placed otherwise.
 
 use hearth_crds::PlanRole;
 
@@ -22,6 +22,7 @@ impl NodeRanks {
             PlanRole::Gateway => self.gateways,
             PlanRole::Prefill => self.prefill,
             PlanRole::Decode => self.decode,
+            PlanRole::Stage => 0,
         }
     }
 
@@ -147,7 +148,7 @@ impl Devices {
 
     pub(crate) fn of(self, role: PlanRole) -> Device {
         match role {
-            PlanRole::Gateway => Device::Cpus,
+            PlanRole::Gateway | PlanRole::Stage => Device::Cpus,
             PlanRole::Prefill => self.prefill,
             PlanRole::Decode => self.decode,
         }

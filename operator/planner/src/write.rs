@@ -3,7 +3,8 @@
 use hearth_crds::{
     DENSE_SLOTS, DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanDeviceMemory,
     PlanKv, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting,
-    PlanStrategy, RankDevice, RankPrediction, ResidencyPolicy, STREAMED_DENSE_VERSION,
+    PlanStrategy, RING_VERSION, RankDevice, RankPrediction, ResidencyPolicy,
+    STREAMED_DENSE_VERSION,
 };
 
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
@@ -33,7 +34,7 @@ struct RankHost<'a> {
 /// Bytes of a rank's KV cache; 0 for the gateway.
 fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
     match (role, host.slot) {
-        (PlanRole::Gateway, _) => 0,
+        (PlanRole::Gateway | PlanRole::Stage, _) => 0,
         (PlanRole::Prefill | PlanRole::Decode, Some(slot)) => slot.kv_bytes,
         (PlanRole::Prefill, None) => host.budget.prefill_kv_bytes,
         (PlanRole::Decode, None) => host.budget.decode_kv_bytes,
@@ -201,6 +202,7 @@ impl Draft<'_> {
                 slot.activations(self.input.spec.model.activations)
             }),
             mla_form: self.estimator.mla_form(slot),
+            ring: None,
             residency: is_worker.then_some(residency),
             kv: is_worker.then_some(PlanKv {
                 memory_bytes: kv_bytes,
@@ -209,7 +211,7 @@ impl Draft<'_> {
                 block_tokens: BLOCK_TOKENS,
             }),
             max_batch: match role {
-                PlanRole::Gateway => 0,
+                PlanRole::Gateway | PlanRole::Stage => 0,
                 PlanRole::Prefill => PREFILL_BATCH,
                 PlanRole::Decode => demand.max_batch,
             },
@@ -289,17 +291,19 @@ impl Draft<'_> {
     fn pinning(&self, role: PlanRole) -> Pinning {
         match (role, self.input.spec.placement.pinning) {
             (PlanRole::Gateway, Pinning::Exclusive) => GATEWAY_UNDER_EXCLUSIVE,
-            (PlanRole::Gateway | PlanRole::Prefill | PlanRole::Decode, asked) => asked,
+            (_, asked) => asked,
         }
     }
 
     fn scratch_bytes(&self, role: PlanRole, slot: Option<&GpuSlot<'_>>) -> u64 {
         match (role, slot) {
             (PlanRole::Gateway, _) => self.demand.gateway_scratch_bytes(),
-            (PlanRole::Prefill | PlanRole::Decode, Some(_)) => {
+            (PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage, Some(_)) => {
                 self.demand.gpu_worker_scratch_bytes()
             }
-            (PlanRole::Prefill | PlanRole::Decode, None) => self.demand.worker_scratch_bytes(),
+            (PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage, None) => {
+                self.demand.worker_scratch_bytes()
+            }
         }
     }
 
@@ -310,7 +314,7 @@ impl Draft<'_> {
         }
         let own = u32::from(slot.is_some());
         match role {
-            PlanRole::Gateway | PlanRole::Decode => own,
+            PlanRole::Gateway | PlanRole::Decode | PlanRole::Stage => own,
             PlanRole::Prefill => {
                 let asked = self.input.spec.prefill.gpus_per_worker.unwrap_or(0);
                 asked.max(own)
@@ -327,7 +331,7 @@ impl Draft<'_> {
     fn chunk_tokens(&self, role: PlanRole, host: &RankHost<'_>, set: &CpuSet) -> u32 {
         let device = host.slot.map(|slot| slot.device);
         match role {
-            PlanRole::Gateway => 0,
+            PlanRole::Gateway | PlanRole::Stage => 0,
             // A prompt is one pass, so that no expert crosses the link twice.
             PlanRole::Prefill if device.is_some_and(Device::is_streaming) => {
                 self.demand.context_length
@@ -367,7 +371,7 @@ impl Draft<'_> {
         let RankHost { n, budget, slot } = *host;
         let predictor = self.estimator.predictor(n, set, slot, budget);
         match role {
-            PlanRole::Gateway => None,
+            PlanRole::Gateway | PlanRole::Stage => None,
             PlanRole::Prefill => Some(self.prefill_prediction(n, &predictor)),
             PlanRole::Decode => Some(self.decode_prediction(n, slot, predictor)),
         }
@@ -477,6 +481,9 @@ fn min_version(ranks: &[PlanRank]) -> u32 {
             Some(ResidencyPolicy::StreamLoading | ResidencyPolicy::HostExperts) => true,
             Some(ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch) | None => false,
         };
+        if rank.ring.is_some() {
+            return RING_VERSION;
+        }
         let streams_dense = residency.is_some_and(|residency| residency.streams_dense);
         if streams_dense || rank.has_expert_budget() {
             return STREAMED_DENSE_VERSION;

@@ -166,7 +166,7 @@ fn predicted(rank: &PlanRank) -> String {
         Some(format!("TPOT {} at batch 1", milliseconds(ms)))
     };
     let latency = match rank.role {
-        PlanRole::Gateway => None,
+        PlanRole::Gateway | PlanRole::Stage => None,
         PlanRole::Prefill => ttft(),
         PlanRole::Decode => tpot(),
     };

@@ -275,7 +275,9 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
     for rank in &mut plan.ranks {
         let endpoint = match rank.role {
             PlanRole::Gateway => listen,
-            PlanRole::Prefill | PlanRole::Decode => free.take(Ipv4Addr::LOCALHOST.into())?,
+            PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage => {
+                free.take(Ipv4Addr::LOCALHOST.into())?
+            }
         };
         rank.endpoint = Some(endpoint.to_string());
     }

@@ -258,6 +258,8 @@ pub enum Health {
     Healthy,
     /// Forward passes fail repeatedly, or the engine has stopped.
     Unhealthy(String),
+    /// The group of ranks that run the model has lost one, for this reason: requests wait until it is complete again.
+    Apart(String),
     /// The device is lost, for this reason: no pass will succeed again.
     DeviceLost(String),
 }

@@ -376,7 +376,9 @@ impl Engine {
 
     fn send(&self, command: Command) -> Result<(), EngineError> {
         let reason = || match self.health() {
-            Health::Unhealthy(reason) | Health::DeviceLost(reason) => reason,
+            Health::Unhealthy(reason) | Health::Apart(reason) | Health::DeviceLost(reason) => {
+                reason
+            }
             Health::Healthy => "it was shut down".to_owned(),
         };
         self.inner

@@ -8,7 +8,7 @@ use std::{
 
 use hearth_kernels::ops::DeviceMemory;
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
-use hearth_model::{Model, ModelError, Observer, Rows, StreamedStats};
+use hearth_model::{Model, ModelError, Observer, OtherRanks, Rows, StreamedStats};
 
 use crate::{
     progress::{Pass, Progress},
@@ -110,6 +110,18 @@ pub(crate) trait Forward: Send {
     /// Why the device is lost; `None` while it answers.
     fn device_lost(&self) -> Option<String> {
         None
+    }
+    /// Why the group of ranks that run the model is not complete: no pass succeeds, and none of the KV is left.
+    fn group_lost(&self) -> Option<String> {
+        None
+    }
+    /// Whether other ranks compute a part of the model.
+    fn is_in_group(&self) -> bool {
+        false
+    }
+    /// Waits up to `patience` for the group to be complete, and returns whether it is.
+    fn rejoin(&mut self, _patience: Duration) -> Result<bool, String> {
+        Ok(true)
     }
     /// Returns counters since the start.
     fn weights(&self) -> WeightStats;
@@ -287,6 +299,22 @@ impl<B: Backend> Forward for ModelForward<B> {
 
     fn device_lost(&self) -> Option<String> {
         self.lost.0.get().cloned()
+    }
+
+    fn group_lost(&self) -> Option<String> {
+        self.model.others().and_then(OtherRanks::lost)
+    }
+
+    fn is_in_group(&self) -> bool {
+        self.model.others().is_some()
+    }
+
+    fn rejoin(&mut self, patience: Duration) -> Result<bool, String> {
+        let others = self.model.others();
+        let joined = others.map(|others| others.rejoin(patience));
+        joined
+            .unwrap_or(Ok(true))
+            .map_err(|error| error.to_string())
     }
 
     fn progress(&self) -> Progress {

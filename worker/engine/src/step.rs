@@ -1,6 +1,7 @@
 //! The step loop: commands, schedule, forward pass, sampler, events, and again.
 
 mod flights;
+mod group;
 
 use std::{
     any::Any,
@@ -8,7 +9,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
-        mpsc::{Receiver as Inbox, RecvError, TryRecvError},
+        mpsc::{Receiver as Inbox, TryRecvError},
     },
     time::{Duration, Instant},
 };
@@ -31,6 +32,7 @@ use crate::{
     work::StepWork,
 };
 use flights::FlyingStep;
+use group::Apart;
 
 /// Number of forward passes that fail in a row before the engine reports itself unhealthy.
 const FAILURES_UNTIL_UNHEALTHY: u32 = 3;
@@ -70,6 +72,8 @@ pub(crate) struct StepLoop<F> {
     failures_in_a_row: u32,
     /// See [`EngineOptions::whole_prompts`].
     whole_prompts: bool,
+    /// Set while the group of ranks that run the model is not complete.
+    apart: Option<Apart>,
     /// Set if the last schedule had nothing to compute and nothing has happened since.
     idle: bool,
     stopping: bool,
@@ -122,6 +126,7 @@ impl<F: Forward> StepLoop<F> {
             counters: Counters::default(),
             failures_in_a_row: 0,
             whole_prompts: options.whole_prompts,
+            apart: None,
             idle: true,
             stopping: false,
         })
@@ -158,6 +163,10 @@ impl<F: Forward> StepLoop<F> {
 
     fn steps(&mut self) {
         while self.take_commands() {
+            if !self.is_together() {
+                self.publish();
+                continue;
+            }
             if self.in_flight.is_empty() {
                 self.take_imports();
                 let step = self.scheduler.schedule();
@@ -177,11 +186,9 @@ impl<F: Forward> StepLoop<F> {
     fn take_commands(&mut self) -> bool {
         while !self.stopping {
             let nothing_to_do = self.idle && self.imports.is_empty() && self.in_flight.is_empty();
-            let command = if nothing_to_do {
-                let gone = |RecvError| TryRecvError::Disconnected;
-                self.inbox.recv().map_err(gone)
-            } else {
-                self.inbox.try_recv()
+            let command = match nothing_to_do && self.apart.is_none() {
+                false => self.inbox.try_recv(),
+                true => self.wait_for_command(),
             };
             match command {
                 Ok(command) => self.take_command(command),
@@ -211,11 +218,7 @@ impl<F: Forward> StepLoop<F> {
                 // A shorter one behind it may have room.
                 self.begin_exports();
             }
-            Command::FailAll(error) => {
-                self.fail_held(&error);
-                let all: Vec<SequenceId> = self.requests.keys().copied().collect();
-                all.into_iter().for_each(|s| self.fail(s, error.clone()));
-            }
+            Command::FailAll(error) => self.fail_all(&error),
             Command::Shutdown => self.stopping = true,
         }
     }
@@ -233,6 +236,12 @@ impl<F: Forward> StepLoop<F> {
                 self.submit(EngineRequest::Export(export));
             }
         }
+    }
+
+    fn fail_all(&mut self, error: &EngineError) {
+        self.fail_held(error);
+        let all: Vec<SequenceId> = self.requests.keys().copied().collect();
+        all.into_iter().for_each(|s| self.fail(s, error.clone()));
     }
 
     fn fail_held(&mut self, error: &EngineError) {

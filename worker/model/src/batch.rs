@@ -85,13 +85,8 @@ pub(crate) fn positions(spans: &[Span]) -> Vec<u32> {
         .collect()
 }
 
-/// Checks that rows and spans are consistent with each other, and tokens with the vocabulary.
-pub(crate) fn check<B: Backend>(
-    input: Rows<'_, B>,
-    spans: &[Span],
-    vocab_size: usize,
-) -> Result<(), ModelError> {
-    let rows = input.count();
+/// Checks that spans cover the rows.
+pub(crate) fn check_spans(spans: &[Span], rows: usize) -> Result<(), ModelError> {
     let mut next_row = 0;
     for span in spans {
         if span.first_row != next_row || span.rows == 0 {
@@ -113,10 +108,15 @@ pub(crate) fn check<B: Backend>(
             "spans cover {next_row} rows, tokens are {rows}"
         )));
     }
-    if let Some(token) = input.known().iter().find(|&&t| t as usize >= vocab_size) {
-        return Err(ModelError::Batch(format!(
-            "token {token} is outside the vocabulary of {vocab_size}"
-        )));
-    }
     Ok(())
+}
+
+/// Checks that tokens are in the vocabulary.
+pub(crate) fn check_tokens(tokens: &[u32], vocab_size: usize) -> Result<(), ModelError> {
+    match tokens.iter().find(|&&t| t as usize >= vocab_size) {
+        None => Ok(()),
+        Some(token) => Err(ModelError::Batch(format!(
+            "token {token} is outside the vocabulary of {vocab_size}"
+        ))),
+    }
 }

@@ -144,6 +144,24 @@ pub enum ModelError {
         /// Blocks that were computed.
         done: usize,
     },
+    /// Windows of layers that no rank can have; a bug in the planner.
+    #[error("a part of the model: {why}")]
+    Part {
+        /// What is wrong with them.
+        why: String,
+    },
+    /// A member of the group could not do its part of this pass.
+    #[error("{why}")]
+    Member {
+        /// Which member, and its error.
+        why: String,
+    },
+    /// A member of the group is lost, or does not do as it should: no pass succeeds before the group has formed anew.
+    #[error("{why}")]
+    Group {
+        /// Which member, and what is known of it.
+        why: String,
+    },
     /// The thread that computes routed experts has ended.
     #[error(
         "the thread that computes routed experts has ended\n  its panic is in the log above; restart the worker"

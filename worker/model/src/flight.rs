@@ -5,6 +5,7 @@ use std::ops::Range;
 use hearth_kernels::{Backend, Span};
 
 use crate::ModelError;
+use crate::batch;
 use crate::blocks::Pass;
 use crate::experts::PendingExperts;
 
@@ -21,6 +22,23 @@ pub struct Flight<B: Backend> {
 }
 
 impl<B: Backend> Flight<B> {
+    /// Rows of `spans` of which `blocks_done` blocks were computed; `residual` `[rows, hidden]`.
+    pub(crate) fn new(residual: B::Tensor, spans: Vec<Span>, blocks_done: usize) -> Self {
+        Self {
+            sequences: Sequences {
+                positions: batch::positions(&spans),
+                spans,
+                blocks_done,
+            },
+            stream: Stream {
+                residual,
+                delta: None,
+            },
+            moe: None,
+            is_in_block: false,
+        }
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.sequences.positions.len()
@@ -67,22 +85,27 @@ pub(crate) struct Sequences {
 impl Sequences {
     /// The part of these sequences in some rows, which are counted from the first of them.
     pub(crate) fn tile(&self, rows: &Range<usize>) -> Self {
-        let part = |span: &Span| {
-            let first = span.first_row.max(rows.start);
-            let end = (span.first_row + span.rows).min(rows.end);
-            (first < end).then(|| Span {
-                first_row: first - rows.start,
-                rows: end - first,
-                start: span.start + (first - span.first_row),
-                blocks: span.blocks.clone(),
-            })
-        };
         Self {
-            spans: self.spans.iter().filter_map(part).collect(),
+            spans: tile(&self.spans, rows),
             positions: self.positions[rows.clone()].to_vec(),
             blocks_done: self.blocks_done,
         }
     }
+}
+
+/// The part of sequences in some rows, which are counted from the first of them.
+pub(crate) fn tile(spans: &[Span], rows: &Range<usize>) -> Vec<Span> {
+    let part = |span: &Span| {
+        let first = span.first_row.max(rows.start);
+        let end = (span.first_row + span.rows).min(rows.end);
+        (first < end).then(|| Span {
+            first_row: first - rows.start,
+            rows: end - first,
+            start: span.start + (first - span.first_row),
+            blocks: span.blocks.clone(),
+        })
+    };
+    spans.iter().filter_map(part).collect()
 }
 
 /// Cuts rows into tiles of at most `tile_rows`, in order.

@@ -10,7 +10,8 @@ use crate::arch;
 use crate::decoder::{Attention, Decoder};
 use crate::experts::{Experts, HostExperts, LocalExperts};
 use crate::{
-    Batch, ExpertCache, ModelError, ModuleId, ModuleSpec, Observer, Residency, ResidencyStats,
+    Batch, ExpertCache, ModelError, ModuleId, ModuleSpec, Observer, OtherRanks, Part, Residency,
+    ResidencyStats,
 };
 
 /// Lists all modules of a model in execution order, with the names and shapes of their tensors.
@@ -64,6 +65,9 @@ pub struct Model<B: Backend> {
     /// Room for expanded heads of latent attention; `None`: it is absorbed.
     expansion: Option<ExpansionRoom>,
     is_dual_batch: bool,
+    part: Part,
+    /// The ranks that have the other layers.
+    others: Option<Arc<dyn OtherRanks<B>>>,
 }
 
 impl<B: Backend> Model<B> {
@@ -85,6 +89,7 @@ impl<B: Backend> Model<B> {
         residency: Arc<dyn Residency<B>>,
     ) -> Result<Self, ModelError> {
         let decoder = arch::describe(&config)?;
+        let part = Part::whole(config.layers);
         let experts = LocalExperts::new(Arc::clone(&backend), Arc::clone(&residency));
         Ok(Self {
             config,
@@ -95,7 +100,21 @@ impl<B: Backend> Model<B> {
             tile_rows: usize::MAX,
             expansion: None,
             is_dual_batch: false,
+            part,
+            others: None,
         })
+    }
+
+    /// Computes only some of the layers, for which `residency` was opened: a follower, driven by [`Model::window`].
+    #[must_use]
+    pub fn of_part(mut self, part: Part) -> Self {
+        self.part = part;
+        self
+    }
+
+    /// Asks `others` for the layers that its part does not have.
+    pub fn lead(&mut self, others: Arc<dyn OtherRanks<B>>) {
+        self.others = Some(others);
     }
 
     /// Runs attention and dense feed-forward blocks in tiles of at most `rows` rows: a long pass then needs, beside two
@@ -169,9 +188,12 @@ impl<B: Backend> Model<B> {
         self
     }
 
-    /// Layout of the KV cache that [`Model::forward`] reads and writes.
+    /// Layout of the KV cache that [`Model::forward`] reads and writes: of the layers that are computed here.
     pub fn kv_layout(&self, block_tokens: usize, dtype: KvDType) -> KvLayout {
-        self.decoder.kv_layout(block_tokens, dtype)
+        KvLayout {
+            layers: self.part.layers(),
+            ..self.decoder.kv_layout(block_tokens, dtype)
+        }
     }
 
     /// The device.
@@ -187,6 +209,7 @@ impl<B: Backend> Model<B> {
     /// Whether a pass is queued as a whole: [`Model::forward_rows`] waits neither for weights nor for what the device computes.
     pub fn queues_passes(&self) -> bool {
         self.backend.queues_operations()
+            && self.others.is_none()
             && !self.residency.keeps_host_waiting()
             && !self.experts.keep_host_waiting()
     }
@@ -223,6 +246,16 @@ impl<B: Backend> Model<B> {
         let logits = self.forward_logits(batch, kv, observer)?;
         let logits = logits.map_or_else(|| Ok(Vec::new()), |x| self.backend.download(&x));
         logits.map_err(|e| ModelError::from(e).within(ModuleId::Head))
+    }
+
+    /// The layers that are computed here.
+    pub fn part(&self) -> &Part {
+        &self.part
+    }
+
+    /// The ranks that compute the other layers.
+    pub fn others(&self) -> Option<&dyn OtherRanks<B>> {
+        self.others.as_deref()
     }
 
     /// The blocks.

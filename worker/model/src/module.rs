@@ -1,6 +1,6 @@
 //! Modules: the granularity of residency, topology and schedule. A module is a set of weights with its computation.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use hearth_formats::Checkpoint;
@@ -115,6 +115,21 @@ impl ModuleSpec {
             .filter_map(|tensor| checkpoint.stored_bytes(&tensor.name).ok())
             .sum()
     }
+}
+
+/// Names and shapes of the tensors of some modules, each once: tied embeddings belong to two.
+pub fn tensors(modules: &[ModuleSpec]) -> Vec<(String, Vec<usize>)> {
+    let mut seen = HashSet::new();
+    let all = modules.iter().flat_map(|module| &module.tensors);
+    all.filter(|tensor| seen.insert(&tensor.name))
+        .map(|tensor| {
+            let shape = match tensor.shape {
+                TensorShape::Matrix { rows, cols } => vec![rows, cols],
+                TensorShape::Vector { len } => vec![len],
+            };
+            (tensor.name.clone(), shape)
+        })
+        .collect()
 }
 
 /// The weights of one module, ready for use on a backend.

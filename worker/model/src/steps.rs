@@ -23,18 +23,10 @@ impl<B: Backend> Model<B> {
         spans: Vec<Span>,
         observer: &mut dyn Observer<B>,
     ) -> Result<Flight<B>, ModelError> {
-        batch::check(rows, &spans, self.decoder().vocab)?;
+        batch::check_tokens(rows.known(), self.decoder().vocab)?;
+        self.begin_pass(rows.count(), &spans)?;
         let id = ModuleId::Embedding;
         let backend = self.backend();
-        // Positions that are expanded pass through products as rows do.
-        let expanded = match self.expands_latents() {
-            true => spans.iter().map(|span| span.start + span.rows).sum(),
-            false => 0,
-        };
-        backend
-            .begin_pass(rows.count().max(expanded))
-            .map_err(|e| ModelError::from(e).within(id))?;
-        self.residency().begin_pass(rows.count())?;
         let embedding = self.residency().acquire(id)?;
         let table = embedding.matrix("embedding")?;
         // residual [rows, hidden]
@@ -44,19 +36,58 @@ impl<B: Backend> Model<B> {
         };
         let residual = residual.map_err(|e| ModelError::from(e).within(id))?;
         observer.tensor("embedding", None, backend, &residual);
-        Ok(Flight {
-            sequences: Sequences {
-                positions: batch::positions(&spans),
-                spans,
-                blocks_done: 0,
-            },
-            stream: Stream {
-                residual,
-                delta: None,
-            },
-            moe: None,
-            is_in_block: false,
-        })
+        Ok(Flight::new(residual, spans, 0))
+    }
+
+    /// Begins a pass at a layer that is not the first one: `residual` `[rows, hidden]` is what [`Model::leave`] returned for the
+    /// same rows, here or on another rank.
+    ///
+    /// # Errors
+    /// [`ModelError::Batch`] if the spans do not cover the rows, or the stream is not as wide as the model's.
+    pub fn begin_at(
+        &self,
+        layer: usize,
+        residual: B::Tensor,
+        spans: Vec<Span>,
+    ) -> Result<Flight<B>, ModelError> {
+        let (rows, cols) = self.backend().shape(&residual);
+        if cols != self.decoder().hidden {
+            let hidden = self.decoder().hidden;
+            return Err(ModelError::Batch(format!(
+                "a stream of {cols} columns enters layer {layer}, whose rows have {hidden}"
+            )));
+        }
+        self.begin_pass(rows, &spans)?;
+        Ok(Flight::new(residual, spans, 2 * layer))
+    }
+
+    /// Ends this rank's part of a pass in front of `layer`: returns the residual stream `[rows, hidden]`, with all outputs
+    /// added.
+    ///
+    /// # Errors
+    /// Those of the backend; [`ModelError::Order`] if the layer before is not done.
+    pub fn leave(&self, mut flight: Flight<B>, layer: usize) -> Result<B::Tensor, ModelError> {
+        flight.enter(2 * layer)?;
+        let Stream {
+            mut residual,
+            delta,
+        } = flight.stream;
+        if let Some(delta) = delta {
+            self.backend().add_assign(&mut residual, &delta)?;
+        }
+        Ok(residual)
+    }
+
+    /// Tells the backend and the policy that rows come.
+    fn begin_pass(&self, rows: usize, spans: &[Span]) -> Result<(), ModelError> {
+        batch::check_spans(spans, rows)?;
+        // Positions that are expanded pass through products as rows do.
+        let expanded = match self.expands_latents() {
+            true => spans.iter().map(|span| span.start + span.rows).sum(),
+            false => 0,
+        };
+        self.backend().begin_pass(rows.max(expanded))?;
+        Ok(self.residency().begin_pass(rows)?)
     }
 
     /// Runs a layer's attention, and stores the keys and values of all rows.
@@ -171,46 +202,49 @@ impl<B: Backend> Model<B> {
         self.head(&last, observer).map(Some)
     }
 
-    /// Ends two flights whose rows are counted through, the first one's first: the head is read once for both.
+    /// Ends flights whose rows are counted through, in their order: the head is read once for all.
     ///
     /// # Errors
     /// Same as [`Model::end`].
-    pub(crate) fn end_both(
+    pub(crate) fn end_all(
         &self,
-        [first, second]: [Flight<B>; 2],
+        flights: Vec<Flight<B>>,
         logit_rows: &[u32],
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
-        let middle = first.rows() as u32;
-        let is_first = |at: &usize| logit_rows[*at] < middle;
-        let (of_first, of_second): (Vec<usize>, Vec<usize>) =
-            (0..logit_rows.len()).partition(is_first);
-        let rows = |of: &[usize], from| of.iter().map(|at| logit_rows[*at] - from).collect();
-        let (first_rows, second_rows): (Vec<u32>, Vec<u32>) =
-            (rows(&of_first, 0), rows(&of_second, middle));
-        let parts = [
-            self.last_rows(first, &first_rows, observer)?,
-            self.last_rows(second, &second_rows, observer)?,
-        ];
-        let last = match parts {
-            [Some(first), Some(second)] => {
-                let backend = self.backend();
-                let mut both = backend.zeros(logit_rows.len(), backend.shape(&first).1)?;
-                backend.put_tile(&mut both, (0, 0), &first)?;
-                backend.put_tile(&mut both, (of_first.len(), 0), &second)?;
-                let mut order = vec![0; logit_rows.len()];
-                for (from, to) in of_first.iter().chain(&of_second).enumerate() {
-                    order[*to] = from as u32;
-                }
-                match order.is_sorted() {
-                    true => both,
-                    false => backend.rows(&both, &order)?,
+        let backend = self.backend();
+        let mut parts = Vec::with_capacity(flights.len());
+        let (mut first, mut order, mut taken) = (0, vec![0; logit_rows.len()], 0);
+        for flight in flights {
+            let rows = first..first + flight.rows() as u32;
+            first = rows.end;
+            let mut wanted = Vec::new();
+            for (at, row) in logit_rows.iter().enumerate() {
+                if rows.contains(row) {
+                    wanted.push(row - rows.start);
+                    order[at] = taken;
+                    taken += 1;
                 }
             }
-            [Some(only), None] | [None, Some(only)] => only,
-            [None, None] => {
-                self.backend().finish()?;
+            parts.extend(self.last_rows(flight, &wanted, observer)?);
+        }
+        let last = match parts.len() {
+            0 => {
+                backend.finish()?;
                 return Ok(None);
+            }
+            1 => parts.remove(0),
+            _ => {
+                let mut all = backend.zeros(logit_rows.len(), self.decoder().hidden)?;
+                let mut at = 0;
+                for part in &parts {
+                    backend.put_tile(&mut all, (at, 0), part)?;
+                    at += backend.shape(part).0;
+                }
+                match order.is_sorted() {
+                    true => all,
+                    false => backend.rows(&all, &order)?,
+                }
             }
         };
         self.head(&last, observer).map(Some)
@@ -413,6 +447,8 @@ impl<B: Backend> Model<B> {
             sequences,
             observer,
             layer,
+            // A layer of another rank has no weights here either.
+            cache_layer: self.part().cache_layer(layer).unwrap_or(layer),
             blocks: 2 * self.decoder().feed_forward.len(),
             tile_rows: self.tile_rows(),
         }

@@ -313,6 +313,24 @@ impl Scheduler {
         Ok(update)
     }
 
+    /// Records that all KV is lost: nothing is cached, and every sequence that was running is computed again, its prompt and its
+    /// answer so far. No device may be computing a step any more.
+    pub fn forget_kv(&mut self) {
+        self.in_flight.clear();
+        self.kv.landed(self.step);
+        for id in std::mem::take(&mut self.running) {
+            if let Some(sequence) = self.sequences.get_mut(&id) {
+                sequence.phase = Phase::Waiting;
+                if let Some(kv) = sequence.kv.take() {
+                    self.kv.release(kv);
+                }
+                self.waiting.insert(id);
+                self.preemptions += 1;
+            }
+        }
+        self.kv.clear_cached();
+    }
+
     /// Phase of a sequence; `None` if it has ended.
     pub fn phase(&self, id: SequenceId) -> Option<Phase> {
         self.sequences.get(&id).map(|s| s.phase)

@@ -1,4 +1,4 @@
-//! Prefill and decode ranks: a model served over gRPC.
+//! Prefill and decode ranks, and stages of rings: a model, or a part of one, served over gRPC.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,17 +7,16 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::Args;
 use hearth_crds::{
-    InferencePlanSpec, PlanKv, PlanKvType, PlanRank, PlanResidency, PlanRingLength, PlanRole,
-    ResidencyPolicy as PlanPolicy, WorkerReport,
+    InferencePlanSpec, PlanKv, PlanKvType, PlanRank, PlanRole, ResidencyPolicy as PlanPolicy,
+    WorkerReport,
 };
 use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHealth, KvBudget};
 use hearth_formats::{Checkpoint, ModelConfig, Tokenizer};
 use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuOptions, KvDType};
-use hearth_residency::{Placing, RingLength, RingSlots};
+use hearth_residency::Placing;
 use hearth_transport::tonic::service::Routes;
-use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, Tls, server};
-use hearth_virtual::VirtualOptions;
+use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, server};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
 
@@ -28,13 +27,15 @@ use super::layers::Layers;
 use super::load_watch::LoadWatch;
 use super::prefill::PrefillService;
 use super::process::ProcessArgs;
+use super::rank_options::{device_options, host_options, load_options};
 use super::report::{report_streams, send_report, stay_alive};
+use super::ring::{Membership, Ring, StageWorker};
 use super::traces::Traces;
 use super::turn::Turn;
-use crate::cli::{ExpertReadsArg, GpuArgs, IsaArg};
-use crate::device::{DeviceArg, DeviceOptions, GpuOptions, HostOptions, on_device};
+use crate::cli::{GpuArgs, IsaArg};
+use crate::device::{DeviceOptions, HostOptions, on_device};
 use crate::environment::Environment;
-use crate::load::{self, ExpertBudget, LoadOptions, LoadedOn, ResidencyPolicy, Rings};
+use crate::load::{self, LoadOptions, LoadedOn};
 use crate::lost::DeviceLost;
 use crate::signals;
 
@@ -64,10 +65,10 @@ pub(crate) struct RankArgs {
     #[command(flatten)]
     pub(crate) process: ProcessArgs,
     #[command(flatten)]
-    gpu: GpuArgs,
+    pub(super) gpu: GpuArgs,
     /// Instruction set of a rank that computes on CPUs; auto takes the best that they have
     #[arg(long, value_enum, default_value = "auto")]
-    isa: IsaArg,
+    pub(super) isa: IsaArg,
     /// Address of plain gRPC health for probes, open while the model loads: service "" is ready, "live" is alive
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) health: Option<String>,
@@ -89,6 +90,11 @@ pub(crate) fn decode(args: &RankArgs, environment: &Environment) -> anyhow::Resu
 /// Runs a prefill worker until it is told to stop.
 pub(crate) fn prefill(args: &RankArgs, environment: &Environment) -> anyhow::Result<()> {
     run(args, PlanRole::Prefill, environment)
+}
+
+/// Runs a stage of a ring until it is told to stop.
+pub(crate) fn stage(args: &RankArgs, environment: &Environment) -> anyhow::Result<()> {
+    run(args, PlanRole::Stage, environment)
 }
 
 fn run(args: &RankArgs, role: PlanRole, environment: &Environment) -> anyhow::Result<()> {
@@ -122,17 +128,36 @@ async fn serve(
     let listener = Listener::bind(endpoint)?;
     send_report(&WorkerReport::Loading { percent: 0 });
     let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
-    // Other workers wait for the turn as long as the weights are in memory.
-    let (worker, device, _turn) =
-        tokio::task::block_in_place(|| open(plan, rank, binding, device, &watch))?;
-    drop(watch);
-    let routes = routes(&worker, Routes::new(health.service()), tls.clone());
-    health.set_ready(true).await;
-    send_report(&WorkerReport::Ready {
-        endpoint: endpoint.to_owned(),
-        device: device.clone(),
+    let clients = Clients::new(ClientOptions {
+        tls: tls.clone(),
+        ..ClientOptions::default()
     });
-    tracing::info!(rank = rank.name, endpoint, device, "serving");
+    let calling = clients.clone();
+    // Other workers wait for the turn as long as the weights are in memory.
+    let (opened, device, _turn) =
+        tokio::task::block_in_place(|| open(plan, rank, binding, device, (&watch, calling)))?;
+    drop(watch);
+    let options = ServerOptions {
+        tls,
+        ..ServerOptions::default()
+    };
+    let ready = async || {
+        health.set_ready(true).await;
+        send_report(&WorkerReport::Ready {
+            endpoint: endpoint.to_owned(),
+            device: device.clone(),
+        });
+        tracing::info!(rank = rank.name, endpoint, device, "serving");
+    };
+    let worker = match opened {
+        Opened::Engine(worker) => worker,
+        Opened::Stage(stage) => {
+            ready().await;
+            return stage.serve(listener, &health, &options).await;
+        }
+    };
+    let routes = routes(&worker, Routes::new(health.service()), clients);
+    ready().await;
 
     let grace = Duration::from_secs(u64::from(args.process.grace));
     let engine = worker.engine.clone();
@@ -147,10 +172,6 @@ async fn serve(
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
         }
         let _ = has_drained.send(until);
-    };
-    let options = ServerOptions {
-        tls,
-        ..ServerOptions::default()
     };
     tokio::select! {
         served = hearth_transport::serve(listener, routes, &options, shutdown) => Ok(served?),
@@ -171,17 +192,16 @@ async fn unread(drained: oneshot::Receiver<Instant>) {
     tracing::warn!("callers have not read their answers to the end; the worker ends without them");
 }
 
-fn routes(worker: &Arc<Worker>, routes: Routes, tls: Option<Tls>) -> Routes {
-    let routes = routes.add_service(server::control(ControlService::new(Arc::clone(worker))));
+fn routes(worker: &Arc<Worker>, routes: Routes, clients: Clients) -> Routes {
+    let mut routes = routes.add_service(server::control(ControlService::new(Arc::clone(worker))));
+    if let Some(membership) = &worker.membership {
+        routes = routes.add_service(server::group(membership.clone()));
+    }
     match worker.role {
         PlanRole::Prefill => {
             routes.add_service(server::prefill(PrefillService::new(Arc::clone(worker))))
         }
-        PlanRole::Decode | PlanRole::Gateway => {
-            let clients = Clients::new(ClientOptions {
-                tls,
-                ..ClientOptions::default()
-            });
+        PlanRole::Decode | PlanRole::Gateway | PlanRole::Stage => {
             routes.add_service(server::decode(DecodeService::new(
                 Arc::clone(worker),
                 clients,
@@ -206,6 +226,8 @@ async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
                     send_report(&WorkerReport::Healthy);
                 }
             }
+            // It says so itself, and requests wait.
+            EngineHealth::Apart(_) => since = None,
             EngineHealth::Unhealthy(why) => {
                 let began = *since.get_or_insert_with(|| {
                     send_report(&WorkerReport::Unhealthy);
@@ -239,6 +261,15 @@ pub(super) struct Worker {
     pub(super) numerics: String,
     pub(super) binding: Arc<Binding>,
     pub(super) traces: Traces,
+    /// Takes what the other ranks of its ring send; `None` where there are none.
+    pub(super) membership: Option<Membership>,
+}
+
+/// A rank whose model is open.
+enum Opened {
+    /// With an engine: where requests begin.
+    Engine(Arc<Worker>),
+    Stage(StageWorker),
 }
 
 fn open(
@@ -246,8 +277,10 @@ fn open(
     rank: &PlanRank,
     binding: Arc<Binding>,
     (mut device, host): (DeviceOptions, CpuOptions),
-    watch: &LoadWatch,
-) -> anyhow::Result<(Arc<Worker>, String, Turn)> {
+    (watch, clients): (&LoadWatch, Clients),
+) -> anyhow::Result<(Opened, String, Turn)> {
+    let ring = Ring::of(plan, rank)?;
+    let part = ring.as_ref().map(Ring::part).transpose()?;
     let trace = device.traced();
     let directory = Path::new(&plan.model.path);
     let kv = rank
@@ -270,7 +303,10 @@ fn open(
     let mut told = 0;
     let loaded = load::open(
         directory,
-        load_options(rank, device, HostOptions::Cpu(host), placing)?,
+        LoadOptions {
+            part,
+            ..load_options(rank, device, HostOptions::Cpu(host), placing)?
+        },
         &mut |progress| {
             let percent = (progress.bytes_done * 100 / progress.bytes.max(1)) as u32;
             watch.went_on(percent);
@@ -281,28 +317,78 @@ fn open(
         },
     )?;
     turn.loaded();
-    let (worker, device) =
-        on_device!(loaded, loaded => start(plan, (rank, kv), loaded, binding, trace))?;
-    Ok((worker, device, turn))
+    let place = Place {
+        plan,
+        rank,
+        kv,
+        ring,
+        clients,
+    };
+    let (opened, device) = on_device!(loaded, loaded => match rank.role {
+        PlanRole::Stage => start_stage(place, loaded, &binding),
+        _ => start(place, loaded, binding, trace, &waits),
+    })?;
+    Ok((opened, device, turn))
+}
+
+/// A rank in its plan.
+struct Place<'a> {
+    plan: &'a InferencePlanSpec,
+    rank: &'a PlanRank,
+    kv: &'a PlanKv,
+    ring: Option<Ring>,
+    /// Connections to other ranks.
+    clients: Clients,
+}
+
+/// Starts a stage on its part of a model; also returns a description of the device.
+fn start_stage<B: Backend>(
+    place: Place<'_>,
+    loaded: LoadedOn<B>,
+    binding: &Binding,
+) -> anyhow::Result<(Opened, String)> {
+    binding.take(loaded.model.backend(), loaded.host.as_ref());
+    let device = loaded.model.backend().describe();
+    let ring = place
+        .ring
+        .with_context(|| format!("the plan gives {} no ring", place.rank.name))?;
+    let cache = (place.kv.block_tokens as usize, kv_dtype(place.kv)?);
+    let weights = weight_files(&loaded.checkpoint);
+    let stage = StageWorker::start(place.plan, ring, loaded, cache, place.clients)?;
+    binding.loaded(&weights);
+    Ok((Opened::Stage(stage), device))
 }
 
 /// Starts a rank's engine on a loaded model; also returns a description of the device.
 fn start<B: Backend>(
-    plan: &InferencePlanSpec,
-    (rank, kv): (&PlanRank, &PlanKv),
-    loaded: LoadedOn<B>,
+    place: Place<'_>,
+    mut loaded: LoadedOn<B>,
     binding: Arc<Binding>,
     trace: Arc<Trace>,
-) -> anyhow::Result<(Arc<Worker>, String)> {
+    waits: &dyn Fn(),
+) -> anyhow::Result<(Opened, String)> {
+    let Place {
+        plan,
+        rank,
+        kv,
+        ring,
+        clients,
+    } = place;
     binding.take(loaded.model.backend(), loaded.host.as_ref());
     let directory = Path::new(&plan.model.path);
     let kv_dtype = kv_dtype(kv)?;
     let device = loaded.model.backend().describe();
     let layout = loaded.model.kv_layout(kv.block_tokens as usize, kv_dtype);
+    let mut budget = KvBudget::Bytes(kv.memory_bytes);
+    let mut membership = None;
+    if let Some(ring) = ring {
+        budget = KvBudget::Blocks(ring.kv_blocks(&layout));
+        membership = Some(ring.lead(plan, &mut loaded, &layout, clients, waits)?);
+    }
     let numerics = load::numerics(&loaded.model, kv_dtype);
     let options = EngineOptions {
         numerics: numerics.clone(),
-        kv: KvBudget::Bytes(kv.memory_bytes),
+        kv: budget,
         block_tokens: kv.block_tokens as usize,
         kv_dtype,
         max_batch: rank.max_batch as usize,
@@ -331,8 +417,9 @@ fn start<B: Backend>(
         numerics,
         binding,
         traces: Traces::new(trace, format!("{}: {device}", rank.name)),
+        membership,
     };
-    Ok((Arc::new(worker), device))
+    Ok((Opened::Engine(Arc::new(worker)), device))
 }
 
 fn streams_experts(rank: &PlanRank) -> bool {
@@ -353,7 +440,7 @@ fn grammar_tokenizer(
 ) -> anyhow::Result<Option<Arc<GrammarTokenizer>>> {
     match role {
         PlanRole::Decode => {}
-        PlanRole::Prefill | PlanRole::Gateway => return Ok(None),
+        PlanRole::Prefill | PlanRole::Gateway | PlanRole::Stage => return Ok(None),
     }
     let tokenizer = Tokenizer::open(directory)?;
     Ok(Some(Arc::new(GrammarTokenizer::new(
@@ -375,130 +462,6 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
         PlanKvType::BF16 => KvDType::Bf16,
         PlanKvType::F32 => KvDType::F32,
     })
-}
-
-fn load_options<'a>(
-    rank: &PlanRank,
-    device: DeviceOptions,
-    host: HostOptions,
-    placing: Option<Placing<'a>>,
-) -> anyhow::Result<LoadOptions<'a>> {
-    let residency = rank
-        .residency
-        .as_ref()
-        .with_context(|| format!("the plan gives {} no residency", rank.name))?;
-    if !rank.mla_form.is_absorbed() && rank.role != PlanRole::Prefill {
-        bail!(
-            "the plan has {} expand latents (mlaForm), and it writes answers: each token would expand all before it\n  plan again with this version of hearth",
-            rank.name
-        );
-    }
-    Ok(LoadOptions {
-        device,
-        host,
-        mla_form: rank.mla_form,
-        is_dual_batch: rank.dual_batch,
-        residency: match residency.policy {
-            PlanPolicy::Resident => ResidencyPolicy::Resident,
-            PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
-                budget_bytes: Some(residency.budget_bytes),
-            },
-            PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading(Rings {
-                slots: ring_slots(residency)?,
-                streams_dense: residency.streams_dense,
-            }),
-            PlanPolicy::HostExperts => ResidencyPolicy::HostExperts {
-                budget: residency.host_budget_bytes.map(|bytes| ExpertBudget {
-                    bytes,
-                    reads: ExpertReadsArg::Auto,
-                }),
-                cache_slots: residency.cache_slots.unwrap_or(0) as usize,
-            },
-        },
-        placing,
-    })
-}
-
-/// Slots of the ring as the plan shares memory between ring and prompts.
-fn ring_slots(residency: &PlanResidency) -> anyhow::Result<RingSlots> {
-    let length = |length: &PlanRingLength| RingLength {
-        rows: length.prompt_tokens as usize,
-        slots: length.slots as usize,
-    };
-    Ok(
-        match (residency.ring_lengths.is_empty(), residency.ring_slots) {
-            (false, _) => RingSlots::ByRows(residency.ring_lengths.iter().map(length).collect()),
-            (true, Some(slots)) => RingSlots::Fixed(slots as usize),
-            (true, None) => anyhow::bail!(
-                "the plan streams this rank's experts and names no ring slots\n  make a new plan"
-            ),
-        },
-    )
-}
-
-/// Kernels and threads of the rank's CPUs.
-fn host_options(args: &RankArgs, rank: &PlanRank, binding: &Binding) -> CpuOptions {
-    CpuOptions {
-        isa: args.isa.isa(),
-        threads: rank.threads as usize,
-        numa_cpus: binding.numa_cpus(),
-    }
-}
-
-/// Returns the device that the plan names: a GPU or the CPUs.
-fn device_options(
-    args: &RankArgs,
-    environment: &Environment,
-    rank: &PlanRank,
-    host: CpuOptions,
-) -> anyhow::Result<DeviceOptions> {
-    let rounds = !rank.activations.is_exact();
-    if rounds && (rank.virtual_device.is_some() || !rank.is_on_gpu()) {
-        bail!(
-            "the plan rounds the activations of {}, and kernels of CPUs round nothing\n  plan again with this version of hearth",
-            rank.name
-        );
-    }
-    if let Some(text) = &rank.virtual_device {
-        return virtual_options(text, rank, host);
-    }
-    if let Some(uuid) = rank.device().gpu_uuid() {
-        let options = args.gpu.options(
-            environment,
-            Some(uuid.to_owned()),
-            Some(rank.gpu_budget_bytes()),
-        );
-        return Ok(DeviceOptions::Gpu(GpuOptions {
-            activations: rank.activations.into(),
-            // A device plugin may assign another GPU of the node, and the plan is valid for each; a claim names its
-            // GPU.
-            or_any: (rank.gpus > 0 || rank.in_pod_of.is_some()) && !rank.claims_gpus,
-            ..options
-        }));
-    }
-    Ok(DeviceOptions::Cpu(host))
-}
-
-/// Returns the virtual device that the plan names, with the rank's share of its memory.
-fn virtual_options(text: &str, rank: &PlanRank, cpu: CpuOptions) -> anyhow::Result<DeviceOptions> {
-    match text.parse() {
-        Ok(DeviceArg::Virtual(arg)) if arg.is_modelled() => bail!(
-            "the plan gives {} the virtual device {text:?}, which computes nothing: its answers would mean nothing\n  plan with mode=exact",
-            rank.name
-        ),
-        Ok(DeviceArg::Virtual(arg)) => Ok(DeviceOptions::Virtual(VirtualOptions {
-            memory_bytes: rank.gpu_budget_bytes(),
-            ..arg.options(cpu)
-        })),
-        Ok(_) => bail!(
-            "the plan gives {} the virtual device {text:?}, which is a real one\n  plan again with this version of hearth",
-            rank.name
-        ),
-        Err(why) => bail!(
-            "the plan gives {} the virtual device {text:?}: {why}\n  plan again with this version of hearth",
-            rank.name
-        ),
-    }
 }
 
 impl Worker {

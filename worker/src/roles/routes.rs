@@ -93,9 +93,10 @@ fn worker(route: Route) -> anyhow::Result<WorkerRoute> {
     let role = match role {
         PlanRole::Prefill => Role::Prefill,
         PlanRole::Decode => Role::Decode,
-        PlanRole::Gateway => {
-            bail!("{name} is a gateway: only Prefill and Decode workers are routed to")
-        }
+        PlanRole::Gateway | PlanRole::Stage => bail!(
+            "{name} is a {}: only Prefill and Decode workers are routed to",
+            role.as_str()
+        ),
     };
     let endpoint = endpoint.parse().with_context(|| name.clone())?;
     Ok(WorkerRoute {

@@ -261,7 +261,7 @@ fn collect(
             GenerateEvent::Failed(error) => {
                 return Err(match engine.health() {
                     Health::DeviceLost(why) => DeviceLost(why).into(),
-                    Health::Healthy | Health::Unhealthy(_) => error.into(),
+                    Health::Healthy | Health::Unhealthy(_) | Health::Apart(_) => error.into(),
                 });
             }
             GenerateEvent::Started { .. } | GenerateEvent::NeedsKv { .. } => {}

@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 use hearth_formats::{ModelConfig, RandomCheckpoint, write_random};
-use hearth_kernels::CpuBackend;
-use hearth_model::{Model, TensorShape};
+use hearth_model::{modules, tensors};
 
 /// Arguments of `random`.
 #[derive(Args)]
@@ -41,17 +40,7 @@ pub(crate) fn run(args: &RandomArgs) -> anyhow::Result<()> {
     let json = std::fs::read_to_string(&args.config)
         .with_context(|| format!("--config {} cannot be read", args.config.display()))?;
     let config = ModelConfig::parse(&json)?;
-    let tensors: Vec<(String, Vec<usize>)> = Model::<CpuBackend>::modules(&config)?
-        .into_iter()
-        .flat_map(|module| module.tensors)
-        .map(|tensor| {
-            let shape = match tensor.shape {
-                TensorShape::Matrix { rows, cols } => vec![rows, cols],
-                TensorShape::Vector { len } => vec![len],
-            };
-            (tensor.name, shape)
-        })
-        .collect();
+    let tensors = tensors(&modules(&config)?);
     let checkpoint = RandomCheckpoint {
         config_json: &json,
         tensors: &tensors,

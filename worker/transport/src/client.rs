@@ -21,7 +21,7 @@ use crate::{
     STREAM_WINDOW_BYTES, Tls, TransportError,
     v1::{
         agent_client::AgentClient, control_client::ControlClient, decode_client::DecodeClient,
-        prefill_client::PrefillClient,
+        group_client::GroupClient, prefill_client::PrefillClient,
     },
 };
 
@@ -133,6 +133,13 @@ impl Worker {
     /// Its control service.
     pub fn control(&self) -> ControlClient<Channel> {
         ControlClient::new(self.channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// Its service as a member of a group.
+    pub fn group(&self) -> GroupClient<Channel> {
+        GroupClient::new(self.channel.clone())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES)
     }

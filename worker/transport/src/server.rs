@@ -15,6 +15,7 @@ use crate::{
         agent_server::{Agent, AgentServer},
         control_server::{Control, ControlServer},
         decode_server::{Decode, DecodeServer},
+        group_server::{Group, GroupServer},
         prefill_server::{Prefill, PrefillServer},
     },
 };
@@ -140,6 +141,13 @@ pub fn prefill<T: Prefill>(service: T) -> PrefillServer<T> {
 /// Wraps the control service with this crate's message limits.
 pub fn control<T: Control>(service: T) -> ControlServer<T> {
     ControlServer::new(service)
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES)
+}
+
+/// Wraps the service of a group's members with this crate's message limits.
+pub fn group<T: Group>(service: T) -> GroupServer<T> {
+    GroupServer::new(service)
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES)
 }

@@ -8,7 +8,7 @@
 use hearth_crds::{
     DurationText, EndpointSpec, InferenceDeploymentSpec, InferencePlanSpec, ModelSource,
     ObjectivesSpec, Pinning, PlacementSpec, PlanKv, PlanKvType, PlanModel, PlanRank, PlanResidency,
-    PlanRingLength, PlanRole, PlanRouting, PlanStrategy, ResidencyPolicy, TolerationSpec,
+    PlanRing, PlanRingLength, PlanRole, PlanRouting, PlanStrategy, ResidencyPolicy, TolerationSpec,
 };
 use sha2::{Digest, Sha256};
 
@@ -192,6 +192,21 @@ fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
     }
 }
 
+fn put_ring(lines: &mut Lines, ring: &PlanRing) {
+    let PlanRing {
+        head,
+        place,
+        windows,
+    } = ring;
+    lines.put("ring", head);
+    lines.put("ring-place", place);
+    let windows = windows.iter();
+    let windows: Vec<String> = windows
+        .map(|window| format!("{}+{}", window.first_layer, window.layers))
+        .collect();
+    lines.put("ring-windows", windows.join(","));
+}
+
 /// Writes a rank's fields. As with [`put_plan`], a new field is written only where it differs from the behaviour
 /// before it existed.
 fn put_rank(lines: &mut Lines, rank: &PlanRank) {
@@ -214,6 +229,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         virtual_device,
         activations,
         mla_form,
+        ring,
         residency,
         kv,
         max_batch,
@@ -241,6 +257,9 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put_some("virtual-device", virtual_device.as_ref());
     lines.put_if(!activations.is_exact(), "activations", "bf16");
     lines.put_if(!mla_form.is_absorbed(), "mla-form", "expanded");
+    if let Some(ring) = ring {
+        put_ring(lines, ring);
+    }
     if let Some(residency) = residency {
         put_residency(lines, residency);
     }

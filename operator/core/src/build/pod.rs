@@ -123,7 +123,7 @@ fn grace_s(role: PlanRole) -> i64 {
     i64::from(EXIT_S)
         + match role {
             PlanRole::Gateway => LINGER_S + GATEWAY_GRACE_S,
-            PlanRole::Prefill | PlanRole::Decode => WORKER_GRACE_S,
+            PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage => WORKER_GRACE_S,
         }
 }
 

@@ -110,7 +110,13 @@ pub(crate) fn write(input: &StatusInput<'_>) -> InferenceDeploymentStatus {
             name: plan.name_any(),
             generation: plan.spec.generation,
         }),
-        pool_statuses: PlanRole::ALL.map(|role| input.pool(role)).into(),
+        // Without a ring there are no stages.
+        pool_statuses: PlanRole::ALL
+            .into_iter()
+            .map(|role| (role, input.pool(role)))
+            .filter(|(role, pool)| *role != PlanRole::Stage || pool.desired + pool.replicas > 0)
+            .map(|(_, pool)| pool)
+            .collect(),
         model: Some(input.model_status()),
         topology: target.map(topology),
         placement,
@@ -280,6 +286,8 @@ impl StatusInput<'_> {
             PlanRole::Gateway => spec.gateway.replicas as usize,
             PlanRole::Prefill => spec.prefill.planned_replicas() as usize,
             PlanRole::Decode => spec.decode.planned_replicas() as usize,
+            // As many as the plan's ring has.
+            PlanRole::Stage => 0,
         };
         let (desired, ready) = match self.target() {
             Some(_) => (self.wants_of(role).count(), self.ready_count(role)),

@@ -113,7 +113,7 @@ impl Gqa {
                 let k = self.rotate(pass, weights, k, ["k_norm", "k_rope"])?;
                 let spans = &pass.sequences.spans;
                 pass.backend
-                    .kv_append(kv, pass.layer, &k, Some(&v), spans)?;
+                    .kv_append(kv, pass.cache_layer, &k, Some(&v), spans)?;
                 q
             }
             false => {
@@ -132,7 +132,8 @@ impl Gqa {
                     rope: &self.rope,
                 };
                 let spans = &pass.sequences.spans;
-                pass.backend.cache_heads(kv, pass.layer, spans, heads)?
+                pass.backend
+                    .cache_heads(kv, pass.cache_layer, spans, heads)?
             }
         };
         let spec = AttentionSpec {
@@ -140,7 +141,7 @@ impl Gqa {
             scale: 1.0 / (self.head_dim as f32).sqrt(),
         };
         // heads [rows, heads * dim]
-        let cached = (&*kv, pass.layer, &pass.sequences.spans[..]);
+        let cached = (&*kv, pass.cache_layer, &pass.sequences.spans[..]);
         let heads = attend(pass, cached, &q, spec)?;
         pass.show("attn_heads", &heads);
         pass.check_cancelled()?;

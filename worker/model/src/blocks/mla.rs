@@ -127,7 +127,7 @@ impl Mla {
         };
         let backend = pass.backend;
         // latent [rows, heads * rank]
-        let cached = (&*kv, pass.layer, &pass.sequences.spans[..]);
+        let cached = (&*kv, pass.cache_layer, &pass.sequences.spans[..]);
         let latent = attend(pass, cached, &query, spec)?;
         pass.show("attn_latent", &latent);
         pass.check_cancelled()?;
@@ -171,7 +171,7 @@ impl Mla {
             rope: &self.rope,
         };
         let spans = &pass.sequences.spans;
-        let q_a = backend.cache_latents(kv, pass.layer, spans, latents)?;
+        let q_a = backend.cache_latents(kv, pass.cache_layer, spans, latents)?;
         pass.check_cancelled()?;
         let q = match (q, q_a) {
             (Some(q), _) => q,
@@ -198,7 +198,8 @@ impl Mla {
         // key [rows, rank + rope]
         let key = self.key(pass, weights, x)?;
         let spans = &pass.sequences.spans;
-        pass.backend.kv_append(kv, pass.layer, &key, None, spans)?;
+        pass.backend
+            .kv_append(kv, pass.cache_layer, &key, None, spans)?;
         pass.check_cancelled()?;
         self.query(pass, weights, x)
     }

@@ -19,6 +19,8 @@ pub(crate) struct Pass<'a, B: Backend> {
     pub(crate) observer: &'a mut dyn Observer<B>,
     /// Index of the running layer.
     pub(crate) layer: usize,
+    /// Index of its KV in the cache.
+    pub(crate) cache_layer: usize,
     /// Total number of blocks.
     pub(crate) blocks: usize,
     /// Most rows that attention and dense feed-forward blocks take at once.

@@ -54,7 +54,9 @@ impl Mla {
             rope: &self.rope,
         };
         let spans = &pass.sequences.spans;
-        let q_a = pass.backend.cache_latents(kv, pass.layer, spans, latents)?;
+        let q_a = pass
+            .backend
+            .cache_latents(kv, pass.cache_layer, spans, latents)?;
         if let Some(q_a) = &q_a {
             pass.show("q_a_norm", q_a);
         }
@@ -100,7 +102,7 @@ impl Mla {
             for (from, to) in pass.sequences.spans.iter().zip(&sequences.spans) {
                 for tile in row_tiles(to.start + to.rows, cut.positions) {
                     pass.check_cancelled()?;
-                    let latents = (kv, pass.layer, &from.blocks[..]);
+                    let latents = (kv, pass.cache_layer, &from.blocks[..]);
                     let to = Span {
                         first_row: 0,
                         rows: tile.len(),

@@ -1,0 +1,191 @@
+//! A ring of processes: it answers as one process does, and a member that dies costs seconds and no token.
+
+use std::time::{Duration, Instant};
+
+use futures::future::join_all;
+use hearth_tests::{Answer, Rank, Ranks, chat_body, chat_stream, free_port};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+/// The head and its followers, with the windows of layers of each: the demo has 4, in two rounds.
+const MEMBERS: [(&str, &str, &[[u32; 2]]); 3] = [
+    ("decode", "decode-0", &[[0, 1], [3, 1]]),
+    ("stage", "stage-0", &[[1, 1]]),
+    ("stage", "stage-1", &[[2, 1]]),
+];
+/// Tokens of an answer.
+const LONG: u32 = 96;
+/// Longest time until something happens; a busy machine with an unoptimised build needs some.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A ring with its gateway.
+struct Ring {
+    ranks: Ranks,
+    plan: Value,
+    endpoints: [String; 3],
+    members: Vec<Rank>,
+    gateway: Rank,
+}
+
+impl Ring {
+    fn start() -> Self {
+        let ranks = Ranks::of_demo();
+        let endpoints = MEMBERS.map(|_| format!("127.0.0.1:{}", free_port()));
+        let mut plan = ranks.plan_of("decode", "decode-0", &endpoints[0]);
+        let template = plan["ranks"][0].clone();
+        plan["strategy"] = json!("PipedRing");
+        let of = |place: usize| {
+            let (role, name, windows) = MEMBERS[place];
+            let windows = windows.iter();
+            let windows =
+                windows.map(|[first, layers]| json!({"firstLayer": first, "layers": layers}));
+            let mut rank = template.clone();
+            rank["name"] = json!(name);
+            rank["role"] = json!(if role == "decode" { "Decode" } else { "Stage" });
+            rank["index"] = json!(place.saturating_sub(1));
+            rank["endpoint"] = json!(endpoints[place]);
+            rank["ring"] = json!({
+                "head": "decode-0", "place": place, "windows": windows.collect::<Vec<_>>(),
+            });
+            rank
+        };
+        plan["ranks"] = (0..MEMBERS.len()).map(of).collect();
+        let gateway = gateway(&ranks);
+        let mut ring = Self {
+            members: Vec::new(),
+            ranks,
+            plan,
+            endpoints,
+            gateway,
+        };
+        for place in 0..MEMBERS.len() {
+            let member = ring.process(place, &[]);
+            ring.members.push(member);
+        }
+        for member in &mut ring.members {
+            member.wait_until_ready();
+        }
+        ring.ranks.route_to(&[&ring.members[0]]);
+        ring
+    }
+
+    fn process(&self, place: usize, arguments: &[String]) -> Rank {
+        let (role, name, _) = MEMBERS[place];
+        let place = (role, name, &*self.endpoints[place]);
+        self.ranks.start_of(&self.plan, place, arguments, &[])
+    }
+}
+
+fn gateway(ranks: &Ranks) -> Rank {
+    let routes = ranks.routes().display().to_string();
+    let gateway = ranks.start("gateway", "gateway-0", &["--routes".to_owned(), routes]);
+    gateway.wait_for_metrics();
+    gateway
+}
+
+/// A request of its own for each number: greedy or sampled, short or of several flights.
+fn body(number: usize) -> Value {
+    let filler = "The lab has an old server and a laptop. ".repeat(number * 7 % 15);
+    let mut body = chat_body(
+        "hearth-demo",
+        &format!("{filler}What is Hearth? {number}"),
+        LONG,
+    );
+    body["logit_bias"] = json!({"1": -100});
+    if number % 2 == 1 {
+        body["temperature"] = json!(1.1);
+        body["seed"] = json!(number);
+    }
+    body
+}
+
+async fn answers(gateway: &Rank, numbers: std::ops::Range<usize>) -> Vec<Answer> {
+    let v1 = format!("{}/v1", gateway.base());
+    let ask = async |number| {
+        let answer = chat_stream(&v1, &body(number), |_, _| {}).await;
+        answer.unwrap_or_else(|error| panic!("{number}: {error:#}\n{}", gateway.output()))
+    };
+    join_all(numbers.map(ask)).await
+}
+
+/// What one process that has all layers answers.
+async fn expected(numbers: std::ops::Range<usize>) -> Vec<Answer> {
+    let ranks = Ranks::of_demo();
+    let mut decode = ranks.start("decode", "decode-0", &[]);
+    decode.wait_until_ready();
+    let gateway = gateway(&ranks);
+    ranks.route_to(&[&decode]);
+    answers(&gateway, numbers).await
+}
+
+#[tokio::test]
+async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
+    let want = expected(0..8).await;
+    let mut ring = Ring::start();
+    assert_eq!(answers(&ring.gateway, 0..8).await, want);
+
+    for place in [1, 2, 0, 1] {
+        let name = MEMBERS[place].1;
+        let begun = Instant::now();
+        let (gateway, members) = (&ring.gateway, &ring.members);
+        let killed = async {
+            tokio::time::sleep(Duration::from_millis(150)).await;
+            members[place].signal(Signal::KILL);
+        };
+        let asked = answers(gateway, 0..8);
+        let restarted = async {
+            killed.await;
+            ring.process(place, &[])
+        };
+        let (got, member) = tokio::join!(asked, restarted);
+        println!(
+            "{name} was killed among 8 answers, which took {:?}",
+            begun.elapsed()
+        );
+        assert_eq!(got, want, "{name}");
+        ring.members[place] = member;
+    }
+}
+
+#[tokio::test]
+async fn a_member_that_dies_while_nothing_is_asked_is_back_before_the_next_question() {
+    let want = expected(0..2).await;
+    let mut ring = Ring::start();
+    ring.members[2].signal(Signal::KILL);
+    ring.members[2].wait();
+    let head = &ring.members[0];
+    wait_until("the head misses it", || {
+        head.output().contains("not complete")
+    });
+    assert!(head.output().contains("stage-1"), "{}", head.output());
+    ring.members[2] = ring.process(2, &[]);
+    let head = &ring.members[0];
+    wait_until("the ring is complete", || {
+        head.output().contains("complete again")
+    });
+    assert_eq!(answers(&ring.gateway, 0..2).await, want);
+}
+
+#[test]
+fn members_of_two_plans_do_not_become_a_ring() {
+    let mut ring = Ring::start();
+    ring.members[1].signal(Signal::TERM);
+    assert!(ring.members[1].wait().success());
+    let before = ring.plan["generation"].clone();
+    ring.plan["generation"] = json!(77);
+    ring.members[1] = ring.process(1, &[]);
+    ring.plan["generation"] = before;
+    let head = &ring.members[0];
+    wait_until("the head says what differs", || {
+        let output = head.output();
+        output.contains("stage-0") && output.contains("plan generation is 77")
+    });
+}
+
+fn wait_until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}

@@ -1,0 +1,133 @@
+//! What ranks of one group send each other.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A group of ranks that run one model, from its forming to the loss of a member: what is called an epoch. Messages of another
+/// epoch do not reach it.
+pub trait Group: Send + Sync {
+    /// This rank, from 0; the head is 0.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn size(&self) -> usize;
+
+    /// A rank's name in messages to people.
+    fn name(&self, rank: usize) -> String;
+
+    /// Sends a message. It does not wait for the receiver to take it.
+    ///
+    /// # Errors
+    /// [`GroupError`] if the receiver is lost, or what waits for it is more than may.
+    fn send(&self, to: usize, tag: Tag, bytes: Vec<u8>) -> Result<(), GroupError>;
+
+    /// Waits up to `patience` for the message of this tag; `None` if it has not come.
+    ///
+    /// # Errors
+    /// [`GroupError`] if a member is lost, or reports that it failed in the same pass.
+    fn recv(
+        &self,
+        from: usize,
+        tag: Tag,
+        patience: Duration,
+    ) -> Result<Option<Vec<u8>>, GroupError>;
+
+    /// Waits up to `patience` for the message that came first, from whomever; `None` if there is none.
+    ///
+    /// # Errors
+    /// [`GroupError`] if a member is lost.
+    fn next(&self, patience: Duration) -> Result<Option<Message>, GroupError>;
+
+    /// Drops messages of passes before this one.
+    fn forget(&self, before_pass: u64);
+
+    /// Why the group cannot go on; `None` while it can.
+    fn lost(&self) -> Option<GroupError>;
+
+    /// Bytes of messages that were sent to a rank.
+    fn sent_bytes(&self, to: usize) -> u64;
+}
+
+/// A group, and what its members said of themselves when it was formed.
+#[derive(Clone)]
+pub struct Formed {
+    /// The group, as its head sees it.
+    pub group: Arc<dyn Group>,
+    /// Numerics of each member but the head, by rank.
+    pub numerics: Vec<String>,
+}
+
+/// What forms a group, again and again: each one is an epoch of its own.
+pub trait Former: Send + Sync {
+    /// Waits up to `patience` for all members; `None` if some have not come.
+    ///
+    /// # Errors
+    /// [`GroupError`] if a member does not fit: waiting longer would not help.
+    fn form(&self, patience: Duration) -> Result<Option<Formed>, GroupError>;
+}
+
+/// What a message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Op {
+    /// The residual stream of a flight, on its way to a layer.
+    Stream,
+    /// The text of an error: the sender could not do its part of a pass.
+    Fault,
+}
+
+/// Which message it is among those that two ranks exchange in an epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Tag {
+    /// Number of the pass, as the head counts them.
+    pub pass: u64,
+    /// Number of the flight within it.
+    pub flight: u32,
+    /// Layer that it is for; the number of layers behind the last.
+    pub layer: u32,
+    /// What it is.
+    pub op: Op,
+}
+
+/// A message that has come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// Its sender.
+    pub from: usize,
+    /// Its tag.
+    pub tag: Tag,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+}
+
+/// A group cannot go on, or a member could not do its part of a pass.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GroupError {
+    /// A member is gone, or silent, or does not do as it should: this epoch is over.
+    #[error("{member} is lost to its group: {why}")]
+    Lost {
+        /// The member's name.
+        member: String,
+        /// What is known of it.
+        why: String,
+    },
+    /// A member could not do its part of a pass; the group goes on.
+    #[error("{member}: {why}")]
+    Fault {
+        /// The member's name.
+        member: String,
+        /// Its error.
+        why: String,
+    },
+    /// A member does not fit the others: another model, plan or version.
+    #[error("{member} does not fit its group: {why}")]
+    Unfit {
+        /// The member's name.
+        member: String,
+        /// What differs, and what to do.
+        why: String,
+    },
+    /// This rank has left the group.
+    #[error("the group was left")]
+    Left,
+}

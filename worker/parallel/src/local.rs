@@ -1,0 +1,93 @@
+//! A group whose ranks are threads of one process.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::{Group, GroupError, Mailbox, Message, Tag};
+
+/// One rank of a group of threads. When it is dropped, it is lost to the others.
+pub struct LocalGroup {
+    rank: usize,
+    mailboxes: Arc<[Mailbox]>,
+    sent_bytes: Vec<AtomicU64>,
+}
+
+impl LocalGroup {
+    /// Forms a group of `size` ranks, in order.
+    pub fn of(size: usize) -> Vec<Self> {
+        let mailboxes: Arc<[Mailbox]> = (0..size).map(|_| Mailbox::new(usize::MAX)).collect();
+        let rank = |rank| Self {
+            rank,
+            mailboxes: Arc::clone(&mailboxes),
+            sent_bytes: (0..size).map(|_| AtomicU64::new(0)).collect(),
+        };
+        (0..size).map(rank).collect()
+    }
+}
+
+impl Group for LocalGroup {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.mailboxes.len()
+    }
+
+    fn name(&self, rank: usize) -> String {
+        format!("rank {rank}")
+    }
+
+    fn send(&self, to: usize, tag: Tag, bytes: Vec<u8>) -> Result<(), GroupError> {
+        if let Some(error) = self.mailboxes[self.rank].ended() {
+            return Err(error);
+        }
+        self.sent_bytes[to].fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.mailboxes[to].put(Message {
+            from: self.rank,
+            tag,
+            bytes,
+        });
+        Ok(())
+    }
+
+    fn recv(
+        &self,
+        from: usize,
+        tag: Tag,
+        patience: Duration,
+    ) -> Result<Option<Vec<u8>>, GroupError> {
+        self.mailboxes[self.rank].take(from, tag, patience, |rank| self.name(rank))
+    }
+
+    fn next(&self, patience: Duration) -> Result<Option<Message>, GroupError> {
+        self.mailboxes[self.rank].next(patience)
+    }
+
+    fn forget(&self, before_pass: u64) {
+        self.mailboxes[self.rank].forget(before_pass);
+    }
+
+    fn lost(&self) -> Option<GroupError> {
+        self.mailboxes[self.rank].ended()
+    }
+
+    fn sent_bytes(&self, to: usize) -> u64 {
+        self.sent_bytes[to].load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for LocalGroup {
+    fn drop(&mut self) {
+        for (rank, mailbox) in self.mailboxes.iter().enumerate() {
+            mailbox.end(match rank == self.rank {
+                true => GroupError::Left,
+                false => GroupError::Lost {
+                    member: self.name(self.rank),
+                    why: "its thread has ended".into(),
+                },
+            });
+        }
+    }
+}

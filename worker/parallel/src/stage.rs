@@ -1,0 +1,113 @@
+//! A follower of a ring: computes its windows of what it is sent, and sends the result on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_kernels::Backend;
+use hearth_model::{Model, ModelError};
+
+use crate::stream::{decode, encode};
+use crate::{Group, GroupError, Message, Op, Route, Tag};
+
+/// Time between two questions whether to go on.
+const CHECK_PERIOD: Duration = Duration::from_millis(200);
+
+/// One rank of a ring that is not its head: a part of a model, with the KV of its layers.
+pub struct Stage<B: Backend> {
+    model: Model<B>,
+    kv: B::Kv,
+}
+
+/// A stage's work has ended.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StageError {
+    /// The group cannot go on.
+    #[error(transparent)]
+    Group(#[from] GroupError),
+    /// The device is lost.
+    #[error("{0}")]
+    Device(String),
+}
+
+impl<B: Backend> Stage<B> {
+    /// A stage that computes the layers of `model`'s part, with a cache of the group's blocks.
+    pub fn new(model: Model<B>, kv: B::Kv) -> Self {
+        Self { model, kv }
+    }
+
+    /// Binds the device to the calling thread, which is to make all later calls.
+    ///
+    /// # Errors
+    /// [`ModelError`] of the backend.
+    pub fn bind_thread(&self) -> Result<(), ModelError> {
+        Ok(self.model.backend().bind_thread()?)
+    }
+
+    /// Computes what comes, as a member of `group`, until `goes_on` returns false. All calls are made on the calling thread.
+    ///
+    /// # Errors
+    /// [`StageError`] if the group or the device is lost. Any other failure is told to the head, and ends its pass alone.
+    pub fn follow(
+        &mut self,
+        group: &dyn Group,
+        route: &Route,
+        mut goes_on: impl FnMut() -> bool,
+    ) -> Result<(), StageError> {
+        while goes_on() {
+            let Some(message) = group.next(CHECK_PERIOD)? else {
+                continue;
+            };
+            let tag = message.tag;
+            match self.compute(route, message) {
+                Ok((to, tag, bytes)) => group.send(to, tag, bytes)?,
+                Err(error) => {
+                    tracing::error!(%error, pass = tag.pass, layer = tag.layer, "a window failed");
+                    let fault = Tag {
+                        op: Op::Fault,
+                        ..tag
+                    };
+                    group.send(0, fault, error.to_string().into_bytes())?;
+                    if error.is_device_lost() {
+                        return Err(StageError::Device(error.to_string()));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the window that a message is for: returns who gets the result, and its message.
+    fn compute(
+        &mut self,
+        route: &Route,
+        message: Message,
+    ) -> Result<(usize, Tag, Vec<u8>), ModelError> {
+        let Message { from, tag, bytes } = message;
+        let layer = tag.layer as usize;
+        let mut windows = self.model.part().windows().iter();
+        let window = windows.find(|window| window.start == layer);
+        let (Some(window), Op::Stream) = (window.cloned(), tag.op) else {
+            let why = format!("rank {from} sent {tag:?}, which is not for this rank");
+            return Err(ModelError::Batch(why));
+        };
+        let to = route.to(window.end).ok_or_else(|| ModelError::Part {
+            why: format!("nobody has layer {}", window.end),
+        })?;
+        let hidden = self.model.config().hidden_size;
+        let (spans, values) = decode(&bytes, hidden)
+            .map_err(|why| ModelError::Batch(format!("from rank {from}: {why}")))?;
+        drop(bytes);
+        let backend = Arc::clone(self.model.backend());
+        let rows = values.len() / hidden;
+        let stream = backend.upload(rows, hidden, &values)?;
+        let stream = self
+            .model
+            .window(window.clone(), stream, spans.clone(), &mut self.kv)?;
+        let tag = Tag {
+            layer: window.end as u32,
+            ..tag
+        };
+        Ok((to, tag, encode(&spans, &backend.download(&stream)?)))
+    }
+}

@@ -1,0 +1,50 @@
+//! Rings of threads: the bits of one process, whatever the stages, rounds and flights; and what happens when one is lost.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test may panic; clippy.toml's exemption does not reach helpers of integration tests"
+)]
+
+mod faults;
+mod harness;
+
+use harness::{Files, run_ring, run_whole};
+use hearth_parallel::Route;
+
+/// Layers of every model here: with no divisor, so that the last round is a partial one.
+const LAYERS: usize = 13;
+
+/// Windows of a round, for rings of 2, 3 and 4 stages with 1, 2, 4 and more rounds, some of unequal stages.
+const RINGS: [&[usize]; 8] = [
+    &[7, 6],
+    &[4, 3],
+    &[2, 2],
+    &[5, 4, 4],
+    &[1, 3, 2],
+    &[4, 3, 3, 3],
+    &[1, 1, 1, 1],
+    &[2, 0, 1],
+];
+
+/// Defines one `#[test]` per architecture.
+macro_rules! architectures {
+    ($($case:ident),+ $(,)?) => {
+        $(#[test] fn $case() { rings_give_the_bits_of_one_process(stringify!($case)); })+
+    };
+}
+
+architectures! {
+    deepseek_v3, deepseek_v3_no_q_lora, deepseek_v3_yarn, deepseek_v3_fp8, kimi_k2,
+    qwen3_moe, qwen3_moe_sparse_step, qwen3_moe_fp8, qwen3, qwen3_yarn, qwen2, llama2, llama3, llama_linear,
+}
+
+fn rings_give_the_bits_of_one_process(case: &str) {
+    let files = Files::of(case, LAYERS);
+    let want = run_whole(&files);
+    for windows in RINGS {
+        let route = Route::around(windows, LAYERS).unwrap();
+        for flight_rows in [usize::MAX, 16] {
+            let got = run_ring(&files, &route, flight_rows);
+            assert!(got == want, "{case}: {windows:?}, flights of {flight_rows}");
+        }
+    }
+}

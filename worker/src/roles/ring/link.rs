@@ -1,0 +1,141 @@
+//! The way from this member to another: messages in parcels, and beats when there are none.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use futures::{FutureExt, Stream};
+use hearth_parallel::{Op, Tag};
+use hearth_transport::{Worker, v1};
+use tokio::sync::mpsc;
+use tokio::time::{sleep, timeout};
+use tonic::Status;
+use v1::parcel::Parcel as Content;
+
+/// Time between two signs of life on an idle way, in either direction.
+pub(super) const BEAT_PERIOD: Duration = Duration::from_millis(500);
+/// Silence after which the other end is lost. Slow links carry a piece in less.
+pub(super) const SILENCE: Duration = Duration::from_secs(4);
+/// Largest part of a message: its arrival is a sign of life, also over a slow link.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// A message as parcels.
+pub(super) fn pieces(tag: Tag, bytes: &[u8]) -> impl Iterator<Item = v1::Parcel> {
+    let count = bytes.len().div_ceil(PIECE_BYTES).max(1);
+    let op = match tag.op {
+        Op::Stream => v1::Op::Stream,
+        Op::Fault => v1::Op::Fault,
+    };
+    (0..count).map(move |index| {
+        let end = bytes.len().min((index + 1) * PIECE_BYTES);
+        parcel(Content::Piece(v1::Piece {
+            pass: tag.pass,
+            flight: tag.flight,
+            layer: tag.layer,
+            op: op.into(),
+            data: bytes[index * PIECE_BYTES..end].to_vec(),
+            more: index + 1 < count,
+        }))
+    })
+}
+
+/// The tag of a piece; `None` for an operation that this version does not know.
+pub(super) fn tag(piece: &v1::Piece) -> Option<Tag> {
+    let op = match piece.op() {
+        v1::Op::Stream => Op::Stream,
+        v1::Op::Fault => Op::Fault,
+        v1::Op::Unspecified => return None,
+    };
+    Some(Tag {
+        pass: piece.pass,
+        flight: piece.flight,
+        layer: piece.layer,
+        op,
+    })
+}
+
+fn parcel(content: Content) -> v1::Parcel {
+    v1::Parcel {
+        parcel: Some(content),
+    }
+}
+
+/// The first parcel of a way.
+pub(super) fn hello(epoch: u64, from: usize, join: Option<v1::Join>) -> v1::Parcel {
+    parcel(Content::Hello(v1::Hello {
+        epoch,
+        from: from as u32,
+        join,
+    }))
+}
+
+/// Sends `first`, and then what comes through `messages`, until those end; `joined` is called with what the receiver says of
+/// itself. Returns why it ended otherwise.
+pub(super) async fn run(
+    to: Worker,
+    first: v1::Parcel,
+    messages: mpsc::UnboundedReceiver<v1::Parcel>,
+    mut joined: impl FnMut(v1::Joined),
+) -> Result<(), Status> {
+    let mut client = to.group();
+    let opened = timeout(SILENCE, client.exchange(parcels(first, messages))).await;
+    let opened = opened.map_err(|_| Status::unavailable("it does not answer"))?;
+    let mut signs = opened?.into_inner();
+    loop {
+        let sign = timeout(SILENCE, signs.message()).await;
+        let silent = |_| Status::unavailable(format!("it has said nothing for {SILENCE:?}"));
+        match sign.map_err(silent)?? {
+            Some(v1::Sign {
+                sign: Some(v1::sign::Sign::Joined(member)),
+            }) => joined(member),
+            Some(_) => {}
+            None => return Err(Status::unavailable("it has left")),
+        }
+    }
+}
+
+/// A first parcel, then messages, and a beat where none has come for a while.
+fn parcels(
+    first: v1::Parcel,
+    mut messages: mpsc::UnboundedReceiver<v1::Parcel>,
+) -> impl Stream<Item = v1::Parcel> {
+    async_stream::stream! {
+        yield first;
+        loop {
+            let next = pin!(messages.recv().fuse());
+            match futures::future::select(next, pin!(sleep(BEAT_PERIOD))).await {
+                futures::future::Either::Left((Some(message), _)) => yield message,
+                futures::future::Either::Left((None, _)) => return,
+                futures::future::Either::Right(_) => yield parcel(Content::Beat(v1::Beat {})),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_put_together_from_its_pieces() {
+        let given = Tag {
+            pass: 7,
+            flight: 1,
+            layer: 3,
+            op: Op::Fault,
+        };
+        for len in [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES] {
+            let bytes: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
+            let mut whole = Vec::new();
+            let mut is_last = false;
+            for parcel in pieces(given, &bytes) {
+                let Some(Content::Piece(piece)) = parcel.parcel else {
+                    panic!("no piece");
+                };
+                assert!(!is_last && tag(&piece) == Some(given));
+                is_last = !piece.more;
+                whole.extend(piece.data);
+            }
+            assert!(is_last && whole == bytes, "{len} bytes");
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! The service of a member: takes messages of the group that it belongs to now.
+
+use std::pin::Pin;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures::Stream;
+use hearth_parallel::{Group, Tag};
+use hearth_transport::{Clients, v1};
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+use tonic::{Request, Response, Status, Streaming};
+use v1::parcel::Parcel as Content;
+
+use super::link::{self, BEAT_PERIOD, SILENCE};
+use super::net::{Member, NetGroup};
+
+/// Metadata of a refusal: the epoch that the member knows, which is not older than the one that it refuses.
+pub(super) const EPOCH: &str = "hearth-epoch";
+
+/// Implements `hearth.v1.Group`; clones are the same member.
+#[derive(Clone)]
+pub(in crate::roles) struct Membership(Arc<State>);
+
+struct State {
+    /// The group that was formed last.
+    current: watch::Sender<Option<Arc<NetGroup>>>,
+    /// What a member that is not the head agrees to.
+    follower: Option<Follower>,
+}
+
+/// A member that joins when the head asks it to.
+pub(super) struct Follower {
+    /// What its own plan says.
+    pub(super) expected: v1::Join,
+    pub(super) members: Vec<Member>,
+    pub(super) numerics: String,
+    pub(super) clients: Clients,
+    /// Receives each group that it has joined.
+    pub(super) joined: Mutex<Sender<Arc<NetGroup>>>,
+}
+
+impl Membership {
+    /// The head: it forms groups, and joins none.
+    pub(super) fn of_head() -> Self {
+        Self(Arc::new(State {
+            current: watch::Sender::new(None),
+            follower: None,
+        }))
+    }
+
+    pub(super) fn of_follower(follower: Follower) -> Self {
+        Self(Arc::new(State {
+            current: watch::Sender::new(None),
+            follower: Some(follower),
+        }))
+    }
+
+    /// Belongs to this group from now on, and to none before.
+    pub(super) fn enter(&self, group: &Arc<NetGroup>) {
+        if let Some(before) = self.0.current.send_replace(Some(Arc::clone(group))) {
+            before.leave();
+        }
+    }
+
+    /// Joins a group that the head forms.
+    fn join(&self, epoch: u64, from: usize, asked: v1::Join) -> Result<Arc<NetGroup>, Status> {
+        let Some(follower) = &self.0.follower else {
+            return Err(Status::failed_precondition(
+                "this rank is the head of its ring",
+            ));
+        };
+        if from != 0 {
+            return Err(Status::permission_denied(format!(
+                "rank {from} is not the head, which alone forms groups"
+            )));
+        }
+        unlike(&asked, &follower.expected).map_err(Status::failed_precondition)?;
+        let known = self
+            .0
+            .current
+            .borrow()
+            .as_ref()
+            .map_or(0, |group| group.epoch);
+        if epoch <= known {
+            return Err(stale(epoch, known));
+        }
+        let group = Arc::new(NetGroup::new(
+            epoch,
+            asked.rank as usize,
+            follower.members.clone(),
+            asked.waiting_bytes as usize,
+            follower.clients.clone(),
+        ));
+        self.enter(&group);
+        let joined = follower.joined.lock();
+        let joined = joined.unwrap_or_else(PoisonError::into_inner);
+        match joined.send(Arc::clone(&group)) {
+            Ok(()) => Ok(group),
+            Err(_) => Err(Status::unavailable("this rank is about to end")),
+        }
+    }
+
+    /// The group of an epoch. The head asks all members to join before any sends a message, but its invitation may come later.
+    async fn group(&self, epoch: u64) -> Result<Arc<NetGroup>, Status> {
+        let mut current = self.0.current.subscribe();
+        let is_known = |group: &Option<Arc<NetGroup>>| {
+            group.as_ref().is_some_and(|group| group.epoch >= epoch)
+        };
+        let known = timeout(SILENCE, current.wait_for(is_known)).await;
+        match known.map(|group| group.map(|group| group.clone())) {
+            Ok(Ok(Some(group))) if group.epoch == epoch => Ok(group),
+            Ok(Ok(Some(group))) => Err(stale(epoch, group.epoch)),
+            _ => Err(Status::unavailable(format!(
+                "this rank has not joined epoch {epoch}"
+            ))),
+        }
+    }
+}
+
+/// Refuses an epoch that is not newer than the one that is known.
+fn stale(epoch: u64, known: u64) -> Status {
+    let mut status = Status::aborted(format!(
+        "epoch {epoch} is over: this rank is in epoch {known}"
+    ));
+    status.metadata_mut().insert(EPOCH, known.into());
+    status
+}
+
+/// Compares what the head asks with what this rank's plan says.
+fn unlike(asked: &v1::Join, expected: &v1::Join) -> Result<(), String> {
+    let names = |join: &v1::Join| {
+        let names = join.members.iter().map(|member| member.name.clone());
+        names.collect::<Vec<_>>().join(", ")
+    };
+    let legs = |join: &v1::Join| {
+        let legs = join.legs.iter();
+        let legs = legs.map(|leg| format!("{}:{}-{}", leg.rank, leg.first_layer, leg.end_layer));
+        legs.collect::<Vec<_>>().join(" ")
+    };
+    let fields: [(&str, [String; 2]); 6] = [
+        (
+            "plan generation",
+            [asked, expected].map(|join| join.plan_generation.to_string()),
+        ),
+        (
+            "model",
+            [asked, expected].map(|join| join.model_fingerprint.clone()),
+        ),
+        ("members", [asked, expected].map(names)),
+        ("layers by rank", [asked, expected].map(legs)),
+        (
+            "cache",
+            [asked, expected].map(|join| format!("{} blocks, {}", join.kv_blocks, join.kv_layout)),
+        ),
+        ("rank", [asked, expected].map(|join| join.rank.to_string())),
+    ];
+    for (field, [asked, expected]) in fields {
+        if asked != expected {
+            return Err(format!(
+                "its {field} is {expected}, and the head's is {asked}: start all ranks of a ring with one plan and one model"
+            ));
+        }
+    }
+    Ok(())
+}
+
+#[tonic::async_trait]
+impl v1::group_server::Group for Membership {
+    type ExchangeStream = Pin<Box<dyn Stream<Item = Result<v1::Sign, Status>> + Send>>;
+
+    async fn exchange(
+        &self,
+        request: Request<Streaming<v1::Parcel>>,
+    ) -> Result<Response<Self::ExchangeStream>, Status> {
+        let mut parcels = request.into_inner();
+        let first = timeout(SILENCE, parcels.message()).await;
+        let silent = |_| Status::deadline_exceeded("a member that says nothing");
+        let Some(v1::Parcel {
+            parcel: Some(Content::Hello(hello)),
+        }) = first.map_err(silent)??
+        else {
+            return Err(Status::invalid_argument("the first parcel is a hello"));
+        };
+        let from = hello.from as usize;
+        let has_joined = hello.join.is_some();
+        let group = match hello.join {
+            Some(join) => self.join(hello.epoch, from, join)?,
+            None => self.group(hello.epoch).await?,
+        };
+        if from >= group.size() || from == group.rank() {
+            let size = group.size();
+            return Err(Status::invalid_argument(format!(
+                "rank {from} is no other one of the {size} members"
+            )));
+        }
+        let numerics = self.0.follower.as_ref().map(|f| f.numerics.clone());
+        let reading = Arc::clone(&group);
+        tokio::spawn(async move {
+            let Err(why) = read(parcels, &reading, from).await;
+            reading.lose(from, &why);
+        });
+        let signs = async_stream::stream! {
+            if has_joined {
+                let joined = v1::Joined { numerics: numerics.unwrap_or_default() };
+                yield Ok(sign(v1::sign::Sign::Joined(joined)));
+            }
+            loop {
+                if let Some(error) = group.lost() {
+                    yield Err(Status::aborted(error.to_string()));
+                    return;
+                }
+                yield Ok(sign(v1::sign::Sign::Beat(v1::Beat {})));
+                sleep(BEAT_PERIOD).await;
+            }
+        };
+        Ok(Response::new(Box::pin(signs)))
+    }
+}
+
+fn sign(sign: v1::sign::Sign) -> v1::Sign {
+    v1::Sign { sign: Some(sign) }
+}
+
+/// Takes what a member sends until it is lost, and returns why.
+async fn read(
+    mut parcels: Streaming<v1::Parcel>,
+    group: &NetGroup,
+    from: usize,
+) -> Result<std::convert::Infallible, String> {
+    let mut message: Option<(Tag, Vec<u8>)> = None;
+    loop {
+        let parcel = timeout(SILENCE, parcels.message()).await;
+        let parcel = parcel.map_err(|_| format!("it has said nothing for {SILENCE:?}"))?;
+        let parcel = parcel.map_err(|status| status.message().to_owned())?;
+        let piece = match parcel.ok_or("it has left")?.parcel {
+            Some(Content::Piece(piece)) => piece,
+            Some(Content::Beat(_)) => continue,
+            Some(Content::Hello(_)) | None => return Err("it says hello again".to_owned()),
+        };
+        let tag = link::tag(&piece).ok_or("it sends what this version does not know")?;
+        let (of, mut bytes) = message.take().unwrap_or((tag, Vec::new()));
+        if of != tag {
+            return Err(format!("it sends {tag:?} in the middle of {of:?}"));
+        }
+        bytes.extend(&piece.data);
+        if bytes.len() > group.most_bytes() {
+            return Err(format!(
+                "it sends a message of over {} bytes",
+                group.most_bytes()
+            ));
+        }
+        match piece.more {
+            true => message = Some((tag, bytes)),
+            false => group.take(from, tag, bytes),
+        }
+    }
+}

@@ -390,7 +390,12 @@ impl Deployment {
             ));
         }
         let mut is_whole = true;
-        let roles = [PlanRole::Gateway, PlanRole::Decode, PlanRole::Prefill];
+        let roles = [
+            PlanRole::Gateway,
+            PlanRole::Decode,
+            PlanRole::Stage,
+            PlanRole::Prefill,
+        ];
         for role in roles {
             let ranks: Vec<String> = self
                 .prepared

@@ -1,6 +1,6 @@
 //! The whole choice against all rings, by the simulator.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::problems::{Draws, GIB, device, drawn, equal_layers, problem};
 use crate::halda::round::Ring;
@@ -155,19 +155,26 @@ fn check(problem: &Problem, choice: &Choice) {
     assert!(choice.ttft_ms.is_finite() && choice.ttft_ms > 0.0);
 }
 
+/// The limits bound the work; how long that takes is printed, and a matter of benchmarks.
 #[test]
-fn eight_devices_and_eighty_layers_take_a_second_at_most() {
-    for seed in 0..8 {
+fn eight_devices_and_eighty_layers_stay_within_the_limits() {
+    let limits = Limits::default();
+    for seed in 0..4 {
         let problem = drawn(&mut Draws::new(seed), 8, 80);
-        // Several tries: other programs may have taken the machine.
-        let is_quick = (0..20).any(|_| {
-            let begin = Instant::now();
-            let choice = choose(&problem, Limits::default()).unwrap();
-            let elapsed = begin.elapsed();
-            check(&problem, &choice);
-            elapsed < Duration::from_secs(1)
-        });
-        assert!(is_quick, "seed {seed} takes more than a second");
+        let begin = Instant::now();
+        let choice = choose(&problem, limits).unwrap();
+        println!("seed {seed}: {:?}, {:?}", begin.elapsed(), choice.effort);
+        check(&problem, &choice);
+        assert!(
+            choice.effort.programs <= limits.programs,
+            "{:?}",
+            choice.effort
+        );
+        assert!(
+            choice.effort.simulations <= limits.simulations,
+            "{:?}",
+            choice.effort
+        );
     }
 }
 

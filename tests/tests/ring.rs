@@ -169,8 +169,8 @@ async fn a_member_that_dies_while_nothing_is_asked_is_back_before_the_next_quest
 #[test]
 fn members_of_two_plans_do_not_become_a_ring() {
     let mut ring = Ring::start();
-    ring.members[1].signal(Signal::TERM);
-    assert!(ring.members[1].wait().success());
+    ring.members[1].signal(Signal::KILL);
+    ring.members[1].wait();
     let before = ring.plan["generation"].clone();
     ring.plan["generation"] = json!(77);
     ring.members[1] = ring.process(1, &[]);
@@ -180,6 +180,23 @@ fn members_of_two_plans_do_not_become_a_ring() {
         let output = head.output();
         output.contains("stage-0") && output.contains("plan generation is 77")
     });
+}
+
+#[tokio::test]
+async fn stages_that_are_told_to_end_wait_for_their_head() {
+    let want = expected(0..4).await;
+    let mut ring = Ring::start();
+    let stopped = async {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        for member in &ring.members {
+            member.signal(Signal::TERM);
+        }
+    };
+    let (got, ()) = tokio::join!(answers(&ring.gateway, 0..4), stopped);
+    assert_eq!(got, want);
+    for member in &mut ring.members {
+        assert!(member.wait().success(), "{}", member.name);
+    }
 }
 
 fn wait_until(what: &str, holds: impl Fn() -> bool) {

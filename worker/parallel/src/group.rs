@@ -44,6 +44,9 @@ pub trait Group: Send + Sync {
     /// Why the group cannot go on; `None` while it can.
     fn lost(&self) -> Option<GroupError>;
 
+    /// Records that a member does not do as it should: this rank's group is over.
+    fn lose(&self, member: usize, why: &str);
+
     /// Bytes of messages that were sent to a rank.
     fn sent_bytes(&self, to: usize) -> u64;
 }

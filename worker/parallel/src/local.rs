@@ -73,6 +73,13 @@ impl Group for LocalGroup {
         self.mailboxes[self.rank].ended()
     }
 
+    fn lose(&self, member: usize, why: &str) {
+        self.mailboxes[self.rank].end(GroupError::Lost {
+            member: self.name(member),
+            why: why.to_owned(),
+        });
+    }
+
     fn sent_bytes(&self, to: usize) -> u64 {
         self.sent_bytes[to].load(Ordering::Relaxed)
     }

@@ -83,7 +83,8 @@ impl<B: Backend> OtherRanks<B> for RingHead {
                 break bytes;
             }
         };
-        let lies = |why| {
+        let lies = |why: String| {
+            group.lose(from, &why);
             let member = group.name(from);
             model_error(GroupError::Lost { member, why })
         };

@@ -1,5 +1,6 @@
 //! A follower of a ring: computes its windows of what it is sent, and sends the result on.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -58,9 +59,18 @@ impl<B: Backend> Stage<B> {
             let Some(message) = group.next(CHECK_PERIOD)? else {
                 continue;
             };
-            let tag = message.tag;
-            match self.compute(route, message) {
+            let (from, tag) = (message.from, message.tag);
+            if from == 0 {
+                // The head runs one pass at a time: it has given up those before.
+                group.forget(tag.pass);
+            }
+            let computed = catch_unwind(AssertUnwindSafe(|| self.compute(route, message)));
+            match computed.unwrap_or_else(|_| Err(panicked())) {
                 Ok((to, tag, bytes)) => group.send(to, tag, bytes)?,
+                // The others learn of it as this rank leaves, and compute all again elsewhere.
+                Err(error) if error.is_device_lost() => {
+                    return Err(StageError::Device(error.to_string()));
+                }
                 Err(error) => {
                     tracing::error!(%error, pass = tag.pass, layer = tag.layer, "a window failed");
                     let fault = Tag {
@@ -68,9 +78,6 @@ impl<B: Backend> Stage<B> {
                         ..tag
                     };
                     group.send(0, fault, error.to_string().into_bytes())?;
-                    if error.is_device_lost() {
-                        return Err(StageError::Device(error.to_string()));
-                    }
                 }
             }
         }
@@ -109,5 +116,12 @@ impl<B: Backend> Stage<B> {
             ..tag
         };
         Ok((to, tag, encode(&spans, &backend.download(&stream)?)))
+    }
+}
+
+/// What the head is told of a panic, whose text is in this rank's log.
+fn panicked() -> ModelError {
+    ModelError::Member {
+        why: "its computation has panicked; its log says where".to_owned(),
     }
 }

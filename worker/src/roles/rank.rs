@@ -153,7 +153,8 @@ async fn serve(
         Opened::Engine(worker) => worker,
         Opened::Stage(stage) => {
             ready().await;
-            return stage.serve(listener, &health, &options).await;
+            let grace = Duration::from_secs(u64::from(args.process.grace));
+            return stage.serve(listener, &health, &options, grace).await;
         }
     };
     let routes = routes(&worker, Routes::new(health.service()), clients);
@@ -220,14 +221,13 @@ async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
         tokio::time::sleep(HEALTH_PERIOD).await;
         layers.end_if_stuck(engine.at_layer_for());
         match engine.health() {
-            EngineHealth::Healthy => {
+            // A group that is not complete says so itself, and requests wait.
+            EngineHealth::Healthy | EngineHealth::Apart(_) => {
                 if since.take().is_some() {
                     health.set_ready(true).await;
                     send_report(&WorkerReport::Healthy);
                 }
             }
-            // It says so itself, and requests wait.
-            EngineHealth::Apart(_) => since = None,
             EngineHealth::Unhealthy(why) => {
                 let began = *since.get_or_insert_with(|| {
                     send_report(&WorkerReport::Unhealthy);

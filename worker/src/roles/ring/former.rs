@@ -51,7 +51,7 @@ impl NetFormer {
     fn next_epoch(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now_ms = now.map_or(0, |since| since.as_millis() as u64);
-        let epoch = now_ms.max(self.last_epoch.load(Ordering::Relaxed) + 1);
+        let epoch = now_ms.max(self.last_epoch.load(Ordering::Relaxed).saturating_add(1));
         self.last_epoch.store(epoch, Ordering::Relaxed);
         epoch
     }

@@ -56,6 +56,12 @@ impl Membership {
         }))
     }
 
+    /// Whether nobody needs this rank: it belongs to no group that can go on.
+    pub(super) fn is_alone(&self) -> bool {
+        let current = self.0.current.borrow();
+        current.as_ref().is_none_or(|group| group.lost().is_some())
+    }
+
     /// Belongs to this group from now on, and to none before.
     pub(super) fn enter(&self, group: &Arc<NetGroup>) {
         if let Some(before) = self.0.current.send_replace(Some(Arc::clone(group))) {

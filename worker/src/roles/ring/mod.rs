@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use hearth_crds::{InferencePlanSpec, PlanRank};
+use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, ResidencyPolicy};
 use hearth_kernels::{Backend, KvLayout};
 use hearth_model::{OtherRanks, Part};
 use hearth_parallel::{Leg, RingHead, Route};
@@ -62,6 +62,29 @@ impl Ring {
         };
         if !members.iter().enumerate().all(is_in_order) {
             bail!("{}: its places are not 0 to {}", wrong(), members.len() - 1);
+        }
+        for (member, ring) in &members {
+            let role = match ring.place {
+                0 => PlanRole::Decode,
+                _ => PlanRole::Stage,
+            };
+            if member.role != role || (ring.place == 0) != (member.name == *head) {
+                bail!(
+                    "{}: place {} is {}'s, a {} rank",
+                    wrong(),
+                    ring.place,
+                    member.name,
+                    member.role.as_str()
+                );
+            }
+            let policy = member.residency.as_ref().map(|residency| residency.policy);
+            if policy == Some(ResidencyPolicy::StreamLoading) {
+                bail!(
+                    "{}: {} streams experts, in the order of whole passes",
+                    wrong(),
+                    member.name
+                );
+            }
         }
         let mut legs: Vec<Leg> = members
             .iter()

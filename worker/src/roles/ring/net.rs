@@ -93,14 +93,6 @@ impl NetGroup {
         }
     }
 
-    /// Records that a member is lost.
-    pub(super) fn lose(&self, member: usize, why: &str) {
-        self.mailbox.end(GroupError::Lost {
-            member: self.name(member),
-            why: why.to_owned(),
-        });
-    }
-
     /// Records that this member leaves.
     pub(super) fn leave(&self) {
         self.mailbox.end(GroupError::Left);
@@ -199,6 +191,13 @@ impl Group for NetGroup {
 
     fn lost(&self) -> Option<GroupError> {
         self.mailbox.ended()
+    }
+
+    fn lose(&self, member: usize, why: &str) {
+        self.mailbox.end(GroupError::Lost {
+            member: self.name(member),
+            why: why.to_owned(),
+        });
     }
 
     fn sent_bytes(&self, to: usize) -> u64 {

@@ -2,6 +2,7 @@
 
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use hearth_crds::{InferencePlanSpec, WorkerReport};
@@ -18,6 +19,9 @@ use crate::load::{self, LoadedOn};
 use crate::lost::DeviceLost;
 use crate::roles::report::{send_report, stay_alive};
 use crate::signals;
+
+/// Time between two looks at whether the head still needs a stage that is to end.
+const LOOK_PERIOD: Duration = Duration::from_millis(50);
 
 /// A stage at work in a thread of its own.
 pub(in crate::roles) struct StageWorker {
@@ -77,7 +81,8 @@ impl StageWorker {
         Ok(Self { membership, fault })
     }
 
-    /// Serves until the process is told to stop, or the stage cannot go on. What was begun is the head's to begin again.
+    /// Serves until the process is told to stop, or the stage cannot go on. Then it goes on for `grace` at most, until its head
+    /// has left the group, which may have answers to finish.
     ///
     /// # Errors
     /// An error if the listener fails, or why the stage cannot go on.
@@ -86,16 +91,23 @@ impl StageWorker {
         listener: Listener,
         health: &Health,
         options: &ServerOptions,
+        grace: Duration,
     ) -> anyhow::Result<()> {
+        let membership = self.membership.clone();
+        let stopped = async {
+            signals::termination().await;
+            send_report(&WorkerReport::Draining);
+            health.clone().end().await;
+            let deadline = Instant::now() + grace;
+            while !membership.is_alone() && Instant::now() < deadline {
+                tokio::time::sleep(LOOK_PERIOD).await;
+            }
+        };
         let routes = Routes::new(health.service()).add_service(server::group(self.membership));
         let served = hearth_transport::serve(listener, routes, options, std::future::pending());
         tokio::select! {
             served = served => Ok(served?),
-            () = signals::termination() => {
-                send_report(&WorkerReport::Draining);
-                health.clone().end().await;
-                Ok(())
-            }
+            () = stopped => Ok(()),
             never = stay_alive() => match never {},
             fault = self.fault => match fault {
                 Ok(error) => Err(error),
@@ -115,7 +127,9 @@ fn follow<B: Backend>(
     while let Ok(group) = groups.recv() {
         // The head tells what becomes of the ring, and tries again and again while a member is missing.
         tracing::debug!(epoch = group.epoch, "joined the ring");
-        match stage.follow(&*group, &ring.route, || true) {
+        let followed = stage.follow(&*group, &ring.route, || true);
+        group.leave();
+        match followed {
             Ok(()) => {}
             Err(StageError::Device(why)) => return Err(DeviceLost(why).into()),
             Err(error) => tracing::debug!(epoch = group.epoch, %error, "the ring is left"),

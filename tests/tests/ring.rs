@@ -1,5 +1,6 @@
 //! A ring of processes: it answers as one process does, and a member that dies costs seconds and no token.
 
+use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use futures::future::join_all;
@@ -100,9 +101,23 @@ fn body(number: usize) -> Value {
 }
 
 async fn answers(gateway: &Rank, numbers: std::ops::Range<usize>) -> Vec<Answer> {
+    answers_that_begin(gateway, numbers, |_| {}).await
+}
+
+/// Answers to some requests; `begun` is called with the number of each as its text begins.
+async fn answers_that_begin(
+    gateway: &Rank,
+    numbers: std::ops::Range<usize>,
+    begun: impl Fn(usize),
+) -> Vec<Answer> {
     let v1 = format!("{}/v1", gateway.base());
     let ask = async |number| {
-        let answer = chat_stream(&v1, &body(number), |_, _| {}).await;
+        let each = |pieces, _: &str| {
+            if pieces == 1 {
+                begun(number);
+            }
+        };
+        let answer = chat_stream(&v1, &body(number), each).await;
         answer.unwrap_or_else(|error| panic!("{number}: {error:#}\n{}", gateway.output()))
     };
     join_all(numbers.map(ask)).await
@@ -127,14 +142,13 @@ async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
     for place in [1, 2, 0, 1] {
         let name = MEMBERS[place].1;
         let begun = Instant::now();
-        let (gateway, members) = (&ring.gateway, &ring.members);
-        let killed = async {
-            tokio::time::sleep(Duration::from_millis(150)).await;
-            members[place].signal(Signal::KILL);
-        };
-        let asked = answers(gateway, 0..8);
+        let mut victim = ring.members.remove(place);
+        let asked = answers(&ring.gateway, 0..8);
         let restarted = async {
-            killed.await;
+            tokio::time::sleep(Duration::from_millis(150)).await;
+            victim.signal(Signal::KILL);
+            // Its successor listens on the same port.
+            victim.wait();
             ring.process(place, &[])
         };
         let (got, member) = tokio::join!(asked, restarted);
@@ -143,7 +157,7 @@ async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
             begun.elapsed()
         );
         assert_eq!(got, want, "{name}");
-        ring.members[place] = member;
+        ring.members.insert(place, member);
     }
 }
 
@@ -166,19 +180,27 @@ async fn a_member_that_dies_while_nothing_is_asked_is_back_before_the_next_quest
     assert_eq!(answers(&ring.gateway, 0..2).await, want);
 }
 
-#[test]
-fn members_of_two_plans_do_not_become_a_ring() {
+#[tokio::test]
+async fn members_join_rings_of_later_plans_as_long_as_their_own_layers_stay() {
+    let want = expected(0..1).await;
     let mut ring = Ring::start();
-    ring.members[1].signal(Signal::KILL);
-    ring.members[1].wait();
-    let before = ring.plan["generation"].clone();
+    let restart = |ring: &mut Ring, place: usize| {
+        ring.members[place].signal(Signal::KILL);
+        ring.members[place].wait();
+        ring.members[place] = ring.process(place, &[]);
+    };
+    // The stages keep the plan before.
     ring.plan["generation"] = json!(77);
-    ring.members[1] = ring.process(1, &[]);
-    ring.plan["generation"] = before;
+    restart(&mut ring, 0);
+    assert_eq!(answers(&ring.gateway, 0..1).await, want);
+
+    ring.plan["ranks"][1]["ring"]["windows"] = json!([{"firstLayer": 1, "layers": 2}]);
+    restart(&mut ring, 1);
     let head = &ring.members[0];
     wait_until("the head says what differs", || {
         let output = head.output();
-        output.contains("stage-0") && output.contains("plan generation is 77")
+        output.contains("stage-0")
+            && output.contains("its windows of layers: 1-2, and the head wants 1-1")
     });
 }
 
@@ -186,14 +208,21 @@ fn members_of_two_plans_do_not_become_a_ring() {
 async fn stages_that_are_told_to_end_wait_for_their_head() {
     let want = expected(0..4).await;
     let mut ring = Ring::start();
-    let stopped = async {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        for member in &ring.members {
-            member.signal(Signal::TERM);
+    // Whoever is told to end takes no new request.
+    let begun = Cell::new(0);
+    let stop_all = |_| {
+        begun.set(begun.get() + 1);
+        if begun.get() == 4 {
+            for member in &ring.members {
+                member.signal(Signal::TERM);
+            }
         }
     };
-    let (got, ()) = tokio::join!(answers(&ring.gateway, 0..4), stopped);
-    assert_eq!(got, want);
+    assert_eq!(
+        answers_that_begin(&ring.gateway, 0..4, stop_all).await,
+        want
+    );
+    assert_eq!(begun.get(), 4);
     for member in &mut ring.members {
         assert!(member.wait().success(), "{}", member.name);
     }

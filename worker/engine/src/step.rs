@@ -74,6 +74,8 @@ pub(crate) struct StepLoop<F> {
     whole_prompts: bool,
     /// Set while the group of ranks that run the model is not complete.
     apart: Option<Apart>,
+    /// How often the group has lost a member in a step of a sequence since its last token.
+    losses: HashMap<SequenceId, u32>,
     /// Set if the last schedule had nothing to compute and nothing has happened since.
     idle: bool,
     stopping: bool,
@@ -127,6 +129,7 @@ impl<F: Forward> StepLoop<F> {
             failures_in_a_row: 0,
             whole_prompts: options.whole_prompts,
             apart: None,
+            losses: HashMap::new(),
             idle: true,
             stopping: false,
         })
@@ -278,6 +281,7 @@ impl<F: Forward> StepLoop<F> {
     fn remove(&mut self, sequence: SequenceId) -> Option<EngineRequest> {
         let request = self.requests.remove(&sequence)?;
         self.sequences.remove(&request.id());
+        self.losses.remove(&sequence);
         self.imports.forget(request.id());
         self.scheduler.cancel(sequence);
         self.idle = false;
@@ -409,6 +413,7 @@ impl<F: Forward> StepLoop<F> {
             }
         };
         self.counters.generated_tokens += 1;
+        self.losses.remove(&sequence);
         self.send(sequence, chosen.event).then_some(Sampled {
             sequence,
             token: chosen.token,

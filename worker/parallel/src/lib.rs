@@ -23,4 +23,4 @@ pub use local::LocalGroup;
 pub use mailbox::Mailbox;
 pub use ring::RingHead;
 pub use route::{Leg, Route};
-pub use stage::{Stage, StageError};
+pub use stage::{Stage, StageError, StageProgress};

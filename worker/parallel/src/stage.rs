@@ -1,8 +1,8 @@
 //! A follower of a ring: computes its windows of what it is sent, and sends the result on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use hearth_kernels::Backend;
 use hearth_model::{Model, ModelError};
@@ -17,6 +17,23 @@ const CHECK_PERIOD: Duration = Duration::from_millis(200);
 pub struct Stage<B: Backend> {
     model: Model<B>,
     kv: B::Kv,
+    progress: StageProgress,
+}
+
+/// What a stage computes now, as seen from other threads: one that hangs does not come to an end. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct StageProgress(Arc<Mutex<Option<Instant>>>);
+
+impl StageProgress {
+    /// Time that it has spent at its present window; `None` between two.
+    pub fn at_window_for(&self) -> Option<Duration> {
+        let since = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        since.map(|since| since.elapsed())
+    }
+
+    fn set(&self, since: Option<Instant>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = since;
+    }
 }
 
 /// A stage's work has ended.
@@ -34,7 +51,16 @@ pub enum StageError {
 impl<B: Backend> Stage<B> {
     /// A stage that computes the layers of `model`'s part, with a cache of the group's blocks.
     pub fn new(model: Model<B>, kv: B::Kv) -> Self {
-        Self { model, kv }
+        Self {
+            model,
+            kv,
+            progress: StageProgress::default(),
+        }
+    }
+
+    /// What it computes now.
+    pub fn progress(&self) -> StageProgress {
+        self.progress.clone()
     }
 
     /// Binds the device to the calling thread, which is to make all later calls.
@@ -64,7 +90,9 @@ impl<B: Backend> Stage<B> {
                 // The head runs one pass at a time: it has given up those before.
                 group.forget(tag.pass);
             }
+            self.progress.set(Some(Instant::now()));
             let computed = catch_unwind(AssertUnwindSafe(|| self.compute(route, message)));
+            self.progress.set(None);
             match computed.unwrap_or_else(|_| Err(panicked())) {
                 Ok((to, tag, bytes)) => group.send(to, tag, bytes)?,
                 // The others learn of it as this rank leaves, and compute all again elsewhere.

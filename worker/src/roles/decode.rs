@@ -49,6 +49,12 @@ impl DecodeService {
             self.worker.check_numerics(&request.prompt_numerics)?;
             return Ok(None);
         }
+        if self.worker.membership.is_some() {
+            return Err(Status::failed_precondition(format!(
+                "{} has the KV of some layers alone, and its ring reads prompts itself: plan without prefill workers",
+                self.worker.name
+            )));
+        }
         let endpoint: Endpoint = request
             .prefill_endpoint
             .parse()

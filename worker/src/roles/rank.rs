@@ -29,7 +29,7 @@ use super::prefill::PrefillService;
 use super::process::ProcessArgs;
 use super::rank_options::{device_options, host_options, load_options};
 use super::report::{report_streams, send_report, stay_alive};
-use super::ring::{Membership, Ring, StageWorker};
+use super::ring::{self, Membership, Ring, StageWorker};
 use super::traces::Traces;
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
@@ -80,6 +80,10 @@ pub(crate) struct RankArgs {
         default_value_t = 300
     )]
     load_patience: u64,
+    /// File with the addresses of a ring's members, its head among them, for the head; read whenever the ring forms. Without it,
+    /// the plan says where they are
+    #[arg(long, value_name = "FILE")]
+    routes: Option<PathBuf>,
 }
 
 /// Runs a decode worker until it is told to stop.
@@ -121,6 +125,7 @@ async fn serve(
         .endpoint
         .as_deref()
         .with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
+    let ring = Ring::of(plan, rank, args.routes.clone())?;
     let health = Health::starting().await;
     let address = args.health.as_deref();
     let _probes = address.map(|address| health.listen(address)).transpose()?;
@@ -134,8 +139,9 @@ async fn serve(
     });
     let calling = clients.clone();
     // Other workers wait for the turn as long as the weights are in memory.
-    let (opened, device, _turn) =
-        tokio::task::block_in_place(|| open(plan, rank, binding, device, (&watch, calling)))?;
+    let (opened, device, _turn) = tokio::task::block_in_place(|| {
+        open((plan, rank), ring, binding, device, (&watch, calling))
+    })?;
     drop(watch);
     let options = ServerOptions {
         tls,
@@ -216,7 +222,7 @@ fn routes(worker: &Arc<Worker>, routes: Routes, clients: Clients) -> Routes {
 /// lost.
 async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
     let mut since = None;
-    let mut layers = Layers::default();
+    let mut layers = Layers::new("layer");
     loop {
         tokio::time::sleep(HEALTH_PERIOD).await;
         layers.end_if_stuck(engine.at_layer_for());
@@ -273,14 +279,13 @@ enum Opened {
 }
 
 fn open(
-    plan: &InferencePlanSpec,
-    rank: &PlanRank,
+    (plan, rank): (&InferencePlanSpec, &PlanRank),
+    ring: Option<Ring>,
     binding: Arc<Binding>,
     (mut device, host): (DeviceOptions, CpuOptions),
     (watch, clients): (&LoadWatch, Clients),
 ) -> anyhow::Result<(Opened, String, Turn)> {
-    let ring = Ring::of(plan, rank)?;
-    let part = ring.as_ref().map(Ring::part).transpose()?;
+    let part = ring.as_ref().map(Ring::part).cloned();
     let trace = device.traced();
     let directory = Path::new(&plan.model.path);
     let kv = rank
@@ -317,17 +322,26 @@ fn open(
         },
     )?;
     turn.loaded();
-    let place = Place {
-        plan,
-        rank,
-        kv,
-        ring,
-        clients,
+    let (opened, device) = match (ring, rank.role) {
+        (Some(Ring::Stage(place)), _) => on_device!(loaded, loaded => {
+            start_stage((place, kv), loaded, &binding, clients)
+        })?,
+        (_, PlanRole::Stage) => bail!("the plan gives {} no place in a ring", rank.name),
+        (head, _) => {
+            let ring = head.and_then(|ring| match ring {
+                Ring::Head(head) => Some(head),
+                Ring::Stage(_) => None,
+            });
+            let place = Place {
+                plan,
+                rank,
+                kv,
+                ring,
+                clients,
+            };
+            on_device!(loaded, loaded => start(place, loaded, binding, trace, &waits))?
+        }
     };
-    let (opened, device) = on_device!(loaded, loaded => match rank.role {
-        PlanRole::Stage => start_stage(place, loaded, &binding),
-        _ => start(place, loaded, binding, trace, &waits),
-    })?;
     Ok((opened, device, turn))
 }
 
@@ -336,25 +350,24 @@ struct Place<'a> {
     plan: &'a InferencePlanSpec,
     rank: &'a PlanRank,
     kv: &'a PlanKv,
-    ring: Option<Ring>,
+    /// The ring that it is the head of.
+    ring: Option<ring::Head>,
     /// Connections to other ranks.
     clients: Clients,
 }
 
 /// Starts a stage on its part of a model; also returns a description of the device.
 fn start_stage<B: Backend>(
-    place: Place<'_>,
+    (place, kv): (ring::Place, &PlanKv),
     loaded: LoadedOn<B>,
     binding: &Binding,
+    clients: Clients,
 ) -> anyhow::Result<(Opened, String)> {
     binding.take(loaded.model.backend(), loaded.host.as_ref());
     let device = loaded.model.backend().describe();
-    let ring = place
-        .ring
-        .with_context(|| format!("the plan gives {} no ring", place.rank.name))?;
-    let cache = (place.kv.block_tokens as usize, kv_dtype(place.kv)?);
+    let cache = (kv.block_tokens as usize, kv_dtype(kv)?);
     let weights = weight_files(&loaded.checkpoint);
-    let stage = StageWorker::start(place.plan, ring, loaded, cache, place.clients)?;
+    let stage = StageWorker::start(place, loaded, cache, clients)?;
     binding.loaded(&weights);
     Ok((Opened::Stage(stage), device))
 }
@@ -383,7 +396,7 @@ fn start<B: Backend>(
     let mut membership = None;
     if let Some(ring) = ring {
         budget = KvBudget::Blocks(ring.kv_blocks(&layout));
-        membership = Some(ring.lead(plan, &mut loaded, &layout, clients, waits)?);
+        membership = Some(ring.lead(&mut loaded, &layout, clients, waits)?);
     }
     let numerics = load::numerics(&loaded.model, kv_dtype);
     let options = EngineOptions {

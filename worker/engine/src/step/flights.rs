@@ -148,9 +148,10 @@ impl<F: Forward> StepLoop<F> {
             Err(reason) => {
                 // Everyone in a step on top of this one is in this one, too.
                 self.wait_for_all();
-                // A group that has lost a member computes all of it again.
-                if self.forward.group_lost().is_none() {
-                    self.failed(&work, reason);
+                match self.forward.group_lost() {
+                    // It computes all of it again.
+                    Some(why) => self.count_loss(&work, &why),
+                    None => self.failed(&work, reason),
                 }
             }
         }

@@ -6,7 +6,7 @@
 use std::sync::mpsc::{RecvError, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use super::{Command, StepLoop};
+use super::{Command, StepLoop, StepWork};
 use crate::{EngineError, Health, forward::Forward};
 
 /// Time between two looks at commands while the group is not complete.
@@ -15,6 +15,10 @@ const JOIN_PERIOD: Duration = Duration::from_secs(1);
 const LOOK_PERIOD: Duration = Duration::from_millis(500);
 /// Time after which requests are told that the group does not form: another worker may answer them.
 const GROUP_PATIENCE: Duration = Duration::from_secs(120);
+
+/// Losses of a member in steps of one sequence, with no token between them, after which the sequence is given up: it may be what
+/// ends the members.
+const MOST_LOSSES: u32 = 3;
 
 /// A group that is not complete.
 pub(super) struct Apart {
@@ -65,6 +69,20 @@ impl<F: Forward> StepLoop<F> {
             RecvTimeoutError::Timeout => TryRecvError::Empty,
             RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
         })
+    }
+
+    /// Counts a member's loss for the sequences that were computed meanwhile, and ends those that have seen too many.
+    pub(super) fn count_loss(&mut self, work: &StepWork, why: &str) {
+        for sequence in &work.sequences {
+            let losses = self.losses.entry(*sequence).or_insert(0);
+            *losses += 1;
+            if *losses >= MOST_LOSSES {
+                let reason = format!(
+                    "the group was lost {losses} times while it computed this request, most recently with: {why}"
+                );
+                self.fail(*sequence, EngineError::Forward { reason });
+            }
+        }
     }
 
     /// Records that a member is lost.

@@ -5,15 +5,16 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use futures::Stream;
-use hearth_parallel::{Group, Tag};
+use hearth_parallel::{Group, Route, Tag};
 use hearth_transport::{Clients, v1};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 use tonic::{Request, Response, Status, Streaming};
 use v1::parcel::Parcel as Content;
 
 use super::link::{self, BEAT_PERIOD, SILENCE};
-use super::net::{Member, NetGroup};
+use super::net::NetGroup;
+use super::terms::Terms;
 
 /// Metadata of a refusal: the epoch that the member knows, which is not older than the one that it refuses.
 pub(super) const EPOCH: &str = "hearth-epoch";
@@ -31,13 +32,19 @@ struct State {
 
 /// A member that joins when the head asks it to.
 pub(super) struct Follower {
-    /// What its own plan says.
-    pub(super) expected: v1::Join,
-    pub(super) members: Vec<Member>,
+    pub(super) terms: Terms,
     pub(super) numerics: String,
     pub(super) clients: Clients,
     /// Receives each group that it has joined.
-    pub(super) joined: Mutex<Sender<Arc<NetGroup>>>,
+    pub(super) joined: Mutex<Sender<JoinedGroup>>,
+}
+
+/// A group that was joined, for the thread that is to compute for it.
+pub(super) struct JoinedGroup {
+    pub(super) group: Arc<NetGroup>,
+    pub(super) route: Route,
+    /// Tells that the thread has taken it: it may still be computing for the group before.
+    pub(super) taken: oneshot::Sender<()>,
 }
 
 impl Membership {
@@ -70,7 +77,12 @@ impl Membership {
     }
 
     /// Joins a group that the head forms.
-    fn join(&self, epoch: u64, from: usize, asked: v1::Join) -> Result<Arc<NetGroup>, Status> {
+    fn join(
+        &self,
+        epoch: u64,
+        from: usize,
+        asked: &v1::Join,
+    ) -> Result<(Arc<NetGroup>, oneshot::Receiver<()>), Status> {
         let Some(follower) = &self.0.follower else {
             return Err(Status::failed_precondition(
                 "this rank is the head of its ring",
@@ -81,7 +93,10 @@ impl Membership {
                 "rank {from} is not the head, which alone forms groups"
             )));
         }
-        unlike(&asked, &follower.expected).map_err(Status::failed_precondition)?;
+        let (route, members) = follower
+            .terms
+            .agree(asked)
+            .map_err(Status::failed_precondition)?;
         let known = self
             .0
             .current
@@ -94,15 +109,21 @@ impl Membership {
         let group = Arc::new(NetGroup::new(
             epoch,
             asked.rank as usize,
-            follower.members.clone(),
+            members,
             asked.waiting_bytes as usize,
             follower.clients.clone(),
         ));
         self.enter(&group);
         let joined = follower.joined.lock();
         let joined = joined.unwrap_or_else(PoisonError::into_inner);
-        match joined.send(Arc::clone(&group)) {
-            Ok(()) => Ok(group),
+        let (taken, is_taken) = oneshot::channel();
+        let given = JoinedGroup {
+            group: Arc::clone(&group),
+            route,
+            taken,
+        };
+        match joined.send(given) {
+            Ok(()) => Ok((group, is_taken)),
             Err(_) => Err(Status::unavailable("this rank is about to end")),
         }
     }
@@ -133,44 +154,6 @@ fn stale(epoch: u64, known: u64) -> Status {
     status
 }
 
-/// Compares what the head asks with what this rank's plan says.
-fn unlike(asked: &v1::Join, expected: &v1::Join) -> Result<(), String> {
-    let names = |join: &v1::Join| {
-        let names = join.members.iter().map(|member| member.name.clone());
-        names.collect::<Vec<_>>().join(", ")
-    };
-    let legs = |join: &v1::Join| {
-        let legs = join.legs.iter();
-        let legs = legs.map(|leg| format!("{}:{}-{}", leg.rank, leg.first_layer, leg.end_layer));
-        legs.collect::<Vec<_>>().join(" ")
-    };
-    let fields: [(&str, [String; 2]); 6] = [
-        (
-            "plan generation",
-            [asked, expected].map(|join| join.plan_generation.to_string()),
-        ),
-        (
-            "model",
-            [asked, expected].map(|join| join.model_fingerprint.clone()),
-        ),
-        ("members", [asked, expected].map(names)),
-        ("layers by rank", [asked, expected].map(legs)),
-        (
-            "cache",
-            [asked, expected].map(|join| format!("{} blocks, {}", join.kv_blocks, join.kv_layout)),
-        ),
-        ("rank", [asked, expected].map(|join| join.rank.to_string())),
-    ];
-    for (field, [asked, expected]) in fields {
-        if asked != expected {
-            return Err(format!(
-                "its {field} is {expected}, and the head's is {asked}: start all ranks of a ring with one plan and one model"
-            ));
-        }
-    }
-    Ok(())
-}
-
 #[tonic::async_trait]
 impl v1::group_server::Group for Membership {
     type ExchangeStream = Pin<Box<dyn Stream<Item = Result<v1::Sign, Status>> + Send>>;
@@ -189,10 +172,12 @@ impl v1::group_server::Group for Membership {
             return Err(Status::invalid_argument("the first parcel is a hello"));
         };
         let from = hello.from as usize;
-        let has_joined = hello.join.is_some();
-        let group = match hello.join {
-            Some(join) => self.join(hello.epoch, from, join)?,
-            None => self.group(hello.epoch).await?,
+        let (group, is_taken) = match &hello.join {
+            Some(join) => {
+                let (group, is_taken) = self.join(hello.epoch, from, join)?;
+                (group, Some(is_taken))
+            }
+            None => (self.group(hello.epoch).await?, None),
         };
         if from >= group.size() || from == group.rank() {
             let size = group.size();
@@ -207,7 +192,11 @@ impl v1::group_server::Group for Membership {
             reading.lose(from, &why);
         });
         let signs = async_stream::stream! {
-            if has_joined {
+            if let Some(mut is_taken) = is_taken {
+                // Until the thread has taken it, beats say that this process lives.
+                while timeout(BEAT_PERIOD, &mut is_taken).await.is_err() {
+                    yield Ok(sign(v1::sign::Sign::Beat(v1::Beat {})));
+                }
                 let joined = v1::Joined { numerics: numerics.unwrap_or_default() };
                 yield Ok(sign(v1::sign::Sign::Joined(joined)));
             }

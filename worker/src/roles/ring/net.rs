@@ -22,6 +22,16 @@ pub(super) struct Member {
     pub(super) endpoint: Endpoint,
 }
 
+impl Member {
+    /// As others are told of it.
+    pub(super) fn told(&self) -> v1::Member {
+        v1::Member {
+            name: self.name.clone(),
+            endpoint: self.endpoint.to_string(),
+        }
+    }
+}
+
 /// One member's view of a group, for one epoch.
 pub(super) struct NetGroup {
     pub(super) epoch: u64,

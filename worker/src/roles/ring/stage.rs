@@ -1,30 +1,84 @@
 //! A stage: a process that computes its layers for the head of its ring.
 
+use std::convert::Infallible;
+use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use hearth_crds::{InferencePlanSpec, WorkerReport};
+use anyhow::{Context, bail};
+use hearth_crds::{InferencePlanSpec, PlanRank, PlanRing, PlanRole, WorkerReport};
 use hearth_kernels::{Backend, KvDType};
-use hearth_parallel::{Stage, StageError};
+use hearth_model::Part;
+use hearth_parallel::{Group, Stage, StageError, StageProgress};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{Clients, Health, Listener, ServerOptions, server};
 use tokio::sync::oneshot;
 
-use super::Ring;
-use super::membership::{Follower, Membership};
-use super::net::NetGroup;
+use super::membership::{Follower, JoinedGroup, Membership};
+use super::terms::Terms;
+use super::{kv_blocks, of_one_layer, windows, wrong};
 use crate::load::{self, LoadedOn};
 use crate::lost::DeviceLost;
+use crate::roles::layers::Layers;
 use crate::roles::report::{send_report, stay_alive};
 use crate::signals;
 
 /// Time between two looks at whether the head still needs a stage that is to end.
 const LOOK_PERIOD: Duration = Duration::from_millis(50);
 
+/// Time between two looks at whether its computation goes on.
+const PROGRESS_PERIOD: Duration = Duration::from_secs(1);
+
+/// What a stage is in its plan. The others of its ring may change while it stays.
+pub(in crate::roles) struct Place {
+    name: String,
+    place: usize,
+    part: Part,
+    /// Layers of the model.
+    layers: usize,
+    /// Bytes of its cache.
+    kv_bytes: u64,
+}
+
+impl Place {
+    /// A stage's place.
+    ///
+    /// # Errors
+    /// An error if the rank is none, or its layers are not the model's.
+    pub(super) fn of(
+        plan: &InferencePlanSpec,
+        rank: &PlanRank,
+        ring: &PlanRing,
+    ) -> anyhow::Result<Self> {
+        if rank.role != PlanRole::Stage {
+            bail!(
+                "{}: place {} is {}'s, a {} rank",
+                wrong(&ring.head),
+                ring.place,
+                rank.name,
+                rank.role.as_str()
+            );
+        }
+        let layers = plan.model.layers as usize;
+        let part = Part::new(windows(ring).collect(), false, layers);
+        Ok(Self {
+            name: rank.name.clone(),
+            place: ring.place as usize,
+            part: part.with_context(|| wrong(&ring.head))?,
+            layers,
+            kv_bytes: rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes),
+        })
+    }
+
+    /// The layers that it computes.
+    pub(super) fn part(&self) -> &Part {
+        &self.part
+    }
+}
+
 /// A stage at work in a thread of its own.
 pub(in crate::roles) struct StageWorker {
+    progress: StageProgress,
     /// Takes what other members send.
     membership: Membership,
     /// Receives why it cannot go on.
@@ -37,8 +91,7 @@ impl StageWorker {
     /// # Errors
     /// An error if its cache cannot be allocated, or no thread be started.
     pub(in crate::roles) fn start<B: Backend>(
-        plan: &InferencePlanSpec,
-        ring: Ring,
+        place: Place,
         loaded: LoadedOn<B>,
         (block_tokens, kv_dtype): (usize, KvDType),
         clients: Clients,
@@ -47,38 +100,45 @@ impl StageWorker {
             model, checkpoint, ..
         } = loaded;
         let layout = model.kv_layout(block_tokens, kv_dtype);
-        let expected = ring.join(
-            plan,
-            &checkpoint.fingerprint(),
-            &layout,
-            model.config().hidden_size,
-        );
+        let kv_blocks = kv_blocks(place.kv_bytes, place.part.layers(), &layout);
         let kv = model
-            .kv_alloc(layout, expected.kv_blocks as usize)
-            .with_context(|| format!("the cache of {} blocks", expected.kv_blocks))?;
+            .kv_alloc(layout, kv_blocks as usize)
+            .with_context(|| format!("the cache of {kv_blocks} blocks"))?;
         let numerics = load::numerics(&model, kv_dtype);
         let (joined, groups) = channel();
         let membership = Membership::of_follower(Follower {
-            expected,
-            members: ring.members.clone(),
+            terms: Terms {
+                name: place.name,
+                place: place.place,
+                part: place.part,
+                layers: place.layers,
+                model_fingerprint: checkpoint.fingerprint().to_owned(),
+                kv_layout: of_one_layer(&layout),
+                kv_blocks,
+            },
             numerics,
             clients,
             joined: Mutex::new(joined),
         });
         let (failed, fault) = oneshot::channel();
         let stage = Stage::new(model, kv);
+        let progress = stage.progress();
         std::thread::Builder::new()
             .name("stage".to_owned())
             .spawn(move || {
                 // Files stay mapped as long as their weights are used.
                 let _files = checkpoint;
-                if let Err(error) = follow(stage, &ring, &groups) {
+                if let Err(error) = follow(stage, &groups) {
                     // Without a receiver the process ends anyway.
                     let _ = failed.send(error);
                 }
             })
             .context("the stage's thread cannot be started")?;
-        Ok(Self { membership, fault })
+        Ok(Self {
+            progress,
+            membership,
+            fault,
+        })
     }
 
     /// Serves until the process is told to stop, or the stage cannot go on. Then it goes on for `grace` at most, until its head
@@ -109,6 +169,7 @@ impl StageWorker {
             served = served => Ok(served?),
             () = stopped => Ok(()),
             never = stay_alive() => match never {},
+            never = watch(self.progress) => match never {},
             fault = self.fault => match fault {
                 Ok(error) => Err(error),
                 Err(_) => Err(anyhow::anyhow!("the stage's thread has ended\n  its panic is in the log above")),
@@ -117,17 +178,32 @@ impl StageWorker {
     }
 }
 
+/// Ends the process if its computation stands still: the head would wait for it without end.
+async fn watch(progress: StageProgress) -> Infallible {
+    let mut windows = Layers::new("window of layers");
+    loop {
+        tokio::time::sleep(PROGRESS_PERIOD).await;
+        windows.end_if_stuck(progress.at_window_for());
+    }
+}
+
 /// Computes for one group after the other, until none is to come.
-fn follow<B: Backend>(
-    mut stage: Stage<B>,
-    ring: &Ring,
-    groups: &Receiver<Arc<NetGroup>>,
-) -> anyhow::Result<()> {
+fn follow<B: Backend>(mut stage: Stage<B>, groups: &Receiver<JoinedGroup>) -> anyhow::Result<()> {
     stage.bind_thread()?;
-    while let Ok(group) = groups.recv() {
+    while let Ok(joined) = groups.recv() {
+        let JoinedGroup {
+            group,
+            route,
+            taken,
+        } = joined;
+        // The head may have given it up meanwhile, and formed another.
+        if group.lost().is_some() || taken.send(()).is_err() {
+            group.leave();
+            continue;
+        }
         // The head tells what becomes of the ring, and tries again and again while a member is missing.
         tracing::debug!(epoch = group.epoch, "joined the ring");
-        let followed = stage.follow(&*group, &ring.route, || true);
+        let followed = stage.follow(&*group, &route, || true);
         group.leave();
         match followed {
             Ok(()) => {}

@@ -1,0 +1,80 @@
+//! Where the members of a ring serve.
+
+use std::io::ErrorKind;
+use std::path::PathBuf;
+
+use anyhow::Context;
+use hearth_crds::{PlanRank, Routes, read_versioned};
+use hearth_transport::Endpoint;
+
+use super::net::Member;
+
+/// What tells the head where the others are.
+pub(super) enum Addresses {
+    /// The plan did, once and for all: by rank.
+    Planned(Vec<Endpoint>),
+    /// A file of routes, which is read whenever a group forms: members that are started again may be elsewhere.
+    Listed(PathBuf),
+}
+
+impl Addresses {
+    /// The endpoints of a plan's ranks, in order.
+    ///
+    /// # Errors
+    /// An error if a rank has none.
+    pub(super) fn planned<'a>(ranks: impl Iterator<Item = &'a PlanRank>) -> anyhow::Result<Self> {
+        let endpoint = |rank: &PlanRank| {
+            let endpoint = rank.endpoint.as_deref();
+            let endpoint =
+                endpoint.with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
+            Ok(endpoint.parse()?)
+        };
+        let endpoints = ranks.map(endpoint).collect::<anyhow::Result<_>>()?;
+        Ok(Self::Planned(endpoints))
+    }
+
+    /// The members of these names, in order, or the name of the first one whose address is not known yet.
+    ///
+    /// # Errors
+    /// An error if the file cannot be read.
+    pub(super) fn of(&self, names: &[String]) -> anyhow::Result<Result<Vec<Member>, String>> {
+        let listed = match self {
+            Self::Planned(endpoints) => {
+                let members = names.iter().zip(endpoints);
+                let member = |(name, endpoint): (&String, &Endpoint)| Member {
+                    name: name.clone(),
+                    endpoint: endpoint.clone(),
+                };
+                return Ok(Ok(members.map(member).collect()));
+            }
+            Self::Listed(file) => {
+                let text = match std::fs::read(file) {
+                    Ok(text) => text,
+                    Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+                    Err(error) => {
+                        return Err(error).with_context(|| format!("--routes {}", file.display()));
+                    }
+                };
+                if text.trim_ascii().is_empty() {
+                    Vec::new()
+                } else {
+                    let routes: Routes = read_versioned(&text)
+                        .with_context(|| format!("--routes {}", file.display()))?;
+                    routes.workers
+                }
+            }
+        };
+        let mut members = Vec::with_capacity(names.len());
+        for name in names {
+            let Some(route) = listed.iter().find(|route| route.name == *name) else {
+                return Ok(Err(name.clone()));
+            };
+            let endpoint = route.endpoint.parse().with_context(|| name.clone())?;
+            members.push(Member {
+                name: name.clone(),
+                endpoint,
+            });
+        }
+        Ok(Ok(members))
+    }
+}

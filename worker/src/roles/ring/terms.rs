@@ -1,0 +1,199 @@
+//! What a stage agrees to when the head of a ring asks it to join.
+
+use hearth_model::Part;
+use hearth_parallel::{Leg, Route};
+use hearth_transport::v1;
+
+use super::net::Member;
+
+/// What a stage has: it does not change as long as the process runs.
+pub(super) struct Terms {
+    /// Name of its rank.
+    pub(super) name: String,
+    pub(super) place: usize,
+    pub(super) part: Part,
+    /// Layers of the model.
+    pub(super) layers: usize,
+    pub(super) model_fingerprint: String,
+    /// What each layer of its cache is.
+    pub(super) kv_layout: String,
+    /// Blocks that its cache has.
+    pub(super) kv_blocks: u32,
+}
+
+impl Terms {
+    /// The route and the members of a group that this stage can join.
+    ///
+    /// # Errors
+    /// Says what does not fit, and what to do.
+    pub(super) fn agree(&self, asked: &v1::Join) -> Result<(Route, Vec<Member>), String> {
+        let route = self.route(asked)?;
+        let own = asked.members.get(self.place).map(|member| &*member.name);
+        let windows = |part: &Part| {
+            let windows = part.windows().iter();
+            let windows: Vec<String> = windows
+                .map(|layers| format!("{}-{}", layers.start, layers.end - 1))
+                .collect();
+            windows.join(", ")
+        };
+        let asked_part = route.part(self.place);
+        let fields = [
+            ("rank", asked.rank.to_string(), self.place.to_string()),
+            (
+                "name",
+                own.unwrap_or("not there").to_owned(),
+                self.name.clone(),
+            ),
+            (
+                "model",
+                asked.model_fingerprint.clone(),
+                self.model_fingerprint.clone(),
+            ),
+            (
+                "windows of layers",
+                asked_part.as_ref().map_or("none".to_owned(), windows),
+                windows(&self.part),
+            ),
+            ("cache", asked.kv_layout.clone(), self.kv_layout.clone()),
+        ];
+        for (field, asked, own) in fields {
+            if asked != own {
+                return Err(format!(
+                    "its {field}: {own}, and the head wants {asked}: start all ranks of a ring with one plan and one model"
+                ));
+            }
+        }
+        if asked.kv_blocks > self.kv_blocks {
+            return Err(format!(
+                "its cache has {} blocks, and the head wants {}: start all ranks of a ring with one plan",
+                self.kv_blocks, asked.kv_blocks
+            ));
+        }
+        Ok((route, members(asked)?))
+    }
+
+    fn route(&self, asked: &v1::Join) -> Result<Route, String> {
+        let leg = |leg: &v1::Leg| Leg {
+            rank: leg.rank as usize,
+            layers: leg.first_layer as usize..leg.end_layer as usize,
+        };
+        let legs = asked.legs.iter().map(leg).collect();
+        let route = Route::new(legs, self.layers).map_err(|error| error.to_string())?;
+        match route.ranks() <= asked.members.len() {
+            true => Ok(route),
+            false => Err(format!(
+                "the head names {} members, and gives layers to {}",
+                asked.members.len(),
+                route.ranks()
+            )),
+        }
+    }
+}
+
+fn members(asked: &v1::Join) -> Result<Vec<Member>, String> {
+    let member = |member: &v1::Member| {
+        let endpoint = member.endpoint.parse();
+        Ok(Member {
+            name: member.name.clone(),
+            endpoint: endpoint.map_err(|error| {
+                format!("the head gives an address of {}: {error}", member.name)
+            })?,
+        })
+    };
+    asked.members.iter().map(member).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn terms() -> Terms {
+        Terms {
+            name: "stage-0".to_owned(),
+            place: 1,
+            part: Part::new(vec![1..2, 4..6], false, 8).expect("a part"),
+            layers: 8,
+            model_fingerprint: "demo".to_owned(),
+            kv_layout: "f32 4".to_owned(),
+            kv_blocks: 100,
+        }
+    }
+
+    fn join(edit: impl FnOnce(&mut v1::Join)) -> v1::Join {
+        let leg = |(rank, first_layer, end_layer)| v1::Leg {
+            rank,
+            first_layer,
+            end_layer,
+        };
+        let member = |(name, endpoint): (&str, &str)| v1::Member {
+            name: name.to_owned(),
+            endpoint: endpoint.to_owned(),
+        };
+        let mut join = v1::Join {
+            rank: 1,
+            members: [("decode-0", "10.0.0.1:80"), ("stage-0", "10.0.0.2:80")]
+                .map(member)
+                .to_vec(),
+            model_fingerprint: "demo".to_owned(),
+            legs: [(0, 0, 1), (1, 1, 2), (0, 2, 4), (1, 4, 6), (0, 6, 8)]
+                .map(leg)
+                .to_vec(),
+            kv_layout: "f32 4".to_owned(),
+            kv_blocks: 90,
+            waiting_bytes: 1,
+        };
+        edit(&mut join);
+        join
+    }
+
+    #[test]
+    fn a_stage_joins_whatever_the_others_do_as_long_as_its_own_part_is_the_same() {
+        let (route, members) = terms().agree(&join(|_| {})).expect("it fits");
+        assert_eq!(route.ranks(), 2);
+        assert_eq!(members[1].name, "stage-0");
+        let moved = join(|join| {
+            join.members[0].endpoint = "10.9.9.9:80".to_owned();
+            join.members.push(v1::Member {
+                name: "stage-1".to_owned(),
+                endpoint: "[fd00::3]:80".to_owned(),
+            });
+            join.legs[2].rank = 2;
+        });
+        let (route, members) = terms().agree(&moved).expect("it fits");
+        assert_eq!((route.ranks(), members.len()), (3, 3));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_said() {
+        let cases: [(fn(&mut v1::Join), &str); 9] = [
+            (|join| join.rank = 0, "its rank: 1"),
+            (
+                |join| join.members[1].name = "stage-1".into(),
+                "its name: stage-0",
+            ),
+            (
+                |join| join.model_fingerprint = "other".into(),
+                "its model: demo",
+            ),
+            (
+                |join| join.legs[1].end_layer = 3,
+                "where layer 3 comes next",
+            ),
+            (
+                |join| join.legs[4].rank = 1,
+                "its windows of layers: 1-1, 4-5, and the head wants 1-1, 4-7",
+            ),
+            (|join| join.kv_layout = "bf16 4".into(), "its cache: f32 4"),
+            (|join| join.kv_blocks = 101, "its cache has 100 blocks"),
+            (|join| drop(join.members.pop()), "1 members"),
+            (
+                |join| join.members[0].endpoint = "x".into(),
+                "an address of decode-0",
+            ),
+        ];
+        for (edit, words) in cases {
+            let error = terms().agree(&join(edit)).expect_err(words);
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}

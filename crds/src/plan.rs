@@ -292,6 +292,11 @@ impl<'a> RankDevice<'a> {
 }
 
 impl PlanRank {
+    /// Whether this rank is the head of a ring: it finds the other members by routes, as a gateway finds workers.
+    pub fn is_ring_head(&self) -> bool {
+        self.ring.as_ref().is_some_and(|ring| ring.place == 0)
+    }
+
     /// Returns the device that holds this rank's weights and KV cache and does its arithmetic.
     pub fn device(&self) -> RankDevice<'_> {
         match self.gpu_uuids.first() {

@@ -15,14 +15,22 @@ use sha2::{Digest, Sha256};
 use super::lines::Lines;
 use super::template;
 
-/// The plan as a Pod receives it: with its ranks alone, each with the endpoint beside it, and without the reasons.
+/// The plan as a Pod receives it: with its ranks alone, each with the endpoint beside it, and without the reasons. The head of a
+/// ring also gets the other members, whose addresses it is told by routes.
 pub(super) fn slice(plan: &InferencePlanSpec, ranks: &[(&PlanRank, String)]) -> InferencePlanSpec {
     let with_endpoint = |(rank, endpoint): &(&PlanRank, String)| PlanRank {
         endpoint: Some(endpoint.clone()),
         ..(*rank).clone()
     };
+    let head = ranks.iter().find(|(rank, _)| rank.is_ring_head());
+    let others = head.map(|(head, _)| plan.ring_of(&head.name));
+    let others = others.into_iter().flatten().skip(1);
     InferencePlanSpec {
-        ranks: ranks.iter().map(with_endpoint).collect(),
+        ranks: ranks
+            .iter()
+            .map(with_endpoint)
+            .chain(others.map(|(rank, _)| rank.clone()))
+            .collect(),
         mixed_numerics: Vec::new(),
         inputs: None,
         objectives: ObjectivesSpec::default(),
@@ -86,6 +94,12 @@ impl Essence<'_> {
         put_rank(lines, self.rank);
         if let Some(second) = self.second {
             put_rank(lines, second);
+        }
+        // A ring is replaced as a whole: a member that two rings had would be taken from one by the other, again and again.
+        if let Some(ring) = &self.rank.ring {
+            let members = self.plan.ring_of(&ring.head).into_iter();
+            let others = members.filter(|(member, _)| member.name != self.rank.name);
+            others.for_each(|(member, _)| put_rank(lines, member));
         }
         if self.rank.role == PlanRole::Gateway {
             let EndpointSpec {

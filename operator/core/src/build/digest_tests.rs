@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 
 use hearth_crds::{
     EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, PlanActivations, PlanMlaForm,
-    PlanRingLength, ResidencyPolicy, SecretRef, TolerationSpec,
+    PlanRing, PlanRingLength, PlanRole, PlanWindow, ResidencyPolicy, SecretRef, TolerationSpec,
 };
 use serde_json::json;
 
 use super::DesiredPod;
 use super::tests::pods_of;
+use crate::names::ANNOTATION_PLAN;
 use crate::observed::Settings;
 use crate::testing::samples::{deployment, deployment_of, plan, settings};
 
@@ -229,6 +230,63 @@ fn a_digest_changes_with_everything_that_matters_and_only_then() {
             .collect();
         assert_eq!(&differing, reached, "{what}");
     }
+}
+
+#[test]
+fn a_ring_is_replaced_as_a_whole() {
+    let in_ring = |window: u32| {
+        let mut plan = plan();
+        for (place, n) in [(0, 2), (1, 3)] {
+            let rank = &mut plan.ranks[n];
+            rank.ring = Some(PlanRing {
+                head: "decode-0".to_owned(),
+                place,
+                windows: vec![PlanWindow {
+                    first_layer: place * window,
+                    layers: window,
+                }],
+            });
+            if place > 0 {
+                (rank.name, rank.role) = ("stage-0".to_owned(), PlanRole::Stage);
+            }
+        }
+        plan
+    };
+    let hashes = |plan: &InferencePlanSpec| hashes(&settings(), &deployment(), plan);
+    let before = hashes(&in_ring(2));
+    let mut moved = in_ring(2);
+    moved.ranks[3].node = "c".to_owned();
+    for after in [hashes(&in_ring(3)), hashes(&moved)] {
+        let differs: Vec<bool> = (0..4).map(|n| before[n] != after[n]).collect();
+        assert_eq!(differs, [false, false, true, true]);
+    }
+}
+
+#[test]
+fn the_head_of_a_ring_alone_gets_the_others_and_their_addresses() {
+    let (settings, deployment, mut plan) = (settings(), deployment(), plan());
+    for (place, n) in [(0, 2), (1, 3)] {
+        plan.ranks[n].ring = Some(PlanRing {
+            head: "decode-0".to_owned(),
+            place,
+            windows: Vec::new(),
+        });
+    }
+    (plan.ranks[3].name, plan.ranks[3].role) = ("stage-0".to_owned(), PlanRole::Stage);
+    let pods = pods_of(&settings, &deployment, &plan);
+    let names = |n: usize| {
+        let notes = pods[n].pod.metadata.annotations.clone().unwrap_or_default();
+        let slice: InferencePlanSpec = serde_json::from_str(&notes[ANNOTATION_PLAN]).expect("plan");
+        let names = slice.ranks.into_iter().map(|rank| rank.name);
+        names.collect::<Vec<_>>()
+    };
+    assert_eq!(names(2), ["decode-0", "stage-0"]);
+    assert_eq!(names(3), ["stage-0"]);
+    let reads_routes = |n: usize| {
+        let pod = serde_json::to_string(&pods[n].pod).expect("JSON");
+        pod.contains("\"--routes\"") && pod.contains("routes.json\"")
+    };
+    assert_eq!([0, 1, 2, 3].map(reads_routes), [true, false, true, false]);
 }
 
 #[test]

@@ -121,29 +121,25 @@ fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
 }
 
 /// Workers are called by the gateway and by decode workers, and call prefill workers, which may be the second of a decode
-/// worker's Pod. They are given addresses, so
-/// they need no DNS. The kubelet's probes come from the node itself, which is always allowed.
+/// worker's Pod. Decode workers and stages of rings call each other. They are given addresses, so they need no DNS. The kubelet's probes come from the node itself, which is always allowed.
 fn workers_policy(context: &BuildContext<'_>) -> DynamicObject {
-    let (gateway, prefill, decode) = (
-        PlanRole::Gateway.as_str(),
-        PlanRole::Prefill.as_str(),
-        PlanRole::Decode.as_str(),
-    );
+    let (gateway, prefill) = (PlanRole::Gateway.as_str(), PlanRole::Prefill.as_str());
+    let (decode, stage) = (PlanRole::Decode.as_str(), PlanRole::Stage.as_str());
     let spec = json!({
-        "podSelector": of_roles(context, &[prefill, decode, ROLE_INSPECT]),
+        "podSelector": of_roles(context, &[prefill, decode, stage, ROLE_INSPECT]),
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [{
-            "from": [{"podSelector": of_roles(context, &[gateway, decode])}],
+            "from": [{"podSelector": of_roles(context, &[gateway, decode, stage])}],
             "ports": [tcp(WORKER_PORT), tcp(SECOND_WORKER_PORT)],
         }],
         "egress": [
             {
-                "to": [{"podSelector": of_roles(context, &[prefill])}],
+                "to": [{"podSelector": of_roles(context, &[prefill, stage])}],
                 "ports": [tcp(WORKER_PORT)],
             },
             {
                 "to": [{"podSelector": of_roles(context, &[decode])}],
-                "ports": [tcp(SECOND_WORKER_PORT)],
+                "ports": [tcp(WORKER_PORT), tcp(SECOND_WORKER_PORT)],
             },
         ],
     });

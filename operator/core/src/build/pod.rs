@@ -1,7 +1,7 @@
 //! Pods of ranks, and Pods that read a model's facts.
 
 use hearth_crds::{
-    InferencePlanSpec, ModelSource, PLACE_DIRECTORY, PlanRank, PlanRole, TLS_DIRECTORY,
+    InferencePlanSpec, ModelSource, PLACE_DIRECTORY, PlanRank, PlanRing, PlanRole, TLS_DIRECTORY,
     TolerationSpec, tls_name,
 };
 use k8s_openapi::api::core::v1::{
@@ -55,11 +55,16 @@ pub fn rank_pod(
     let held = Held::of(plan, rank);
     let image = image(context, plan);
     let arguments = rank_arguments(context, (rank, second), is_gateway);
+    let has_routes = is_gateway || rank.is_ring_head();
     let mut container = container(context, role, image, arguments);
     container.ports = Some(ports(is_gateway, second.is_some()));
     container.resources = Some(held.resources());
     watch_over(&mut container, rank, second);
-    let mut spec = pod_spec(context, container, rank_volumes(context, is_gateway));
+    let mut spec = pod_spec(
+        context,
+        container,
+        rank_volumes(context, is_gateway, has_routes),
+    );
     spec.affinity = Some(on_node(&rank.node));
     let claim_template = hold_gpus(context, rank, &mut spec);
     spec.restart_policy = Some("Always".to_owned());
@@ -105,6 +110,10 @@ pub fn rank_pod(
         rank: rank.name.clone(),
         role: rank.role,
         second: second.map(SecondRank::of),
+        ring: match rank.is_ring_head() {
+            true => names_of(&plan.ring_of(&rank.name)),
+            false => Vec::new(),
+        },
         form,
         name,
         node: rank.node.clone(),
@@ -118,6 +127,11 @@ pub fn rank_pod(
     }
 }
 
+fn names_of(members: &[(&PlanRank, &PlanRing)]) -> Vec<String> {
+    let names = members.iter().map(|(member, _)| member.name.clone());
+    names.collect()
+}
+
 /// Grace period of a Pod in seconds.
 fn grace_s(role: PlanRole) -> i64 {
     i64::from(EXIT_S)
@@ -128,11 +142,15 @@ fn grace_s(role: PlanRole) -> i64 {
 }
 
 /// The volumes of a rank's Pod, each with its mount path.
-fn rank_volumes(context: &BuildContext<'_>, is_gateway: bool) -> Vec<(Volume, &'static str)> {
+fn rank_volumes(
+    context: &BuildContext<'_>,
+    is_gateway: bool,
+    has_routes: bool,
+) -> Vec<(Volume, &'static str)> {
     let spec = &context.deployment.spec;
     let certificates = certificates_secret(&context.name());
     let mut volumes = vec![
-        (place_volume(is_gateway), PLACE_DIRECTORY),
+        (place_volume(has_routes), PLACE_DIRECTORY),
         (secret_volume("tls", &certificates), TLS_DIRECTORY),
     ];
     let keys = spec.endpoint.api_keys_secret_ref.as_ref();
@@ -237,13 +255,12 @@ fn rank_arguments(
         "--grace",
         &grace_s.to_string(),
     ]));
+    if is_gateway || rank.is_ring_head() {
+        let routes = format!("{PLACE_DIRECTORY}/routes.json");
+        arguments.extend(words(["--routes", &routes]));
+    }
     if is_gateway {
-        arguments.extend(words([
-            "--routes",
-            &format!("{PLACE_DIRECTORY}/routes.json"),
-            METRICS_FLAG,
-            &format!("[::]:{METRICS_PORT}"),
-        ]));
+        arguments.extend(words([METRICS_FLAG, &format!("[::]:{METRICS_PORT}")]));
         if context
             .deployment
             .spec
@@ -423,7 +440,7 @@ fn toleration(asked: &TolerationSpec) -> Toleration {
 }
 
 /// Annotations as files. The file of a missing annotation is empty.
-fn place_volume(is_gateway: bool) -> Volume {
+fn place_volume(has_routes: bool) -> Volume {
     let file = |path: &str, annotation: &str| DownwardAPIVolumeFile {
         path: path.to_owned(),
         field_ref: Some(ObjectFieldSelector {
@@ -433,7 +450,7 @@ fn place_volume(is_gateway: bool) -> Volume {
         ..DownwardAPIVolumeFile::default()
     };
     let mut items = vec![file("plan.json", ANNOTATION_PLAN)];
-    if is_gateway {
+    if has_routes {
         items.push(file("routes.json", ANNOTATION_ROUTES));
     }
     Volume {

@@ -4,6 +4,7 @@ use hearth_crds::{PlanRank, PlanRole};
 use jiff::Timestamp;
 
 use crate::names::ROLE_INSPECT;
+use crate::routes::{endpoints, routes_of};
 
 /// Role of a Pod among those of its deployment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -77,7 +78,7 @@ pub struct PodView {
     pub plan_generation: u64,
     /// Digest of the model source, for inspect Pods.
     pub source: String,
-    /// The routes that it was last given, for gateways.
+    /// The routes that it was last given, for gateways and heads of rings.
     pub routes: String,
     /// The annotation that it reads its routes from, if that is not [`crate::names::ANNOTATION_ROUTES`].
     pub routes_annotation: Option<String>,
@@ -128,6 +129,15 @@ pub struct PodView {
 }
 
 impl PodView {
+    /// Whether it is the head of a ring of which `other` is another member.
+    pub fn is_head_of(&self, other: &Self) -> bool {
+        let is_worker = self.role == PodRole::Rank(PlanRole::Decode) && self.name != other.name;
+        is_worker
+            && routes_of(self)
+                .iter()
+                .any(|route| endpoints(other).any(|endpoint| endpoint == route.endpoint))
+    }
+
     /// Whether it runs a rank of that role.
     pub fn has_role(&self, role: PlanRole) -> bool {
         let second = self.second.as_ref();

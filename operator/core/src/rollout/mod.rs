@@ -21,6 +21,7 @@
 //! - A gateway that is kept continues with the extras that it routes to until the target's workers are ready (Surge)
 //!   or the extras must make room (old down first). No Pod is deleted while a gateway that will stay routes to it, except
 //!   that old workers make room for a gateway of the target that has no other place.
+//! - The head of a ring has routes to its members. The members of a ring that is replaced stay as long as its head.
 //! - An extra worker is deleted at once while it is not ready if its plan differs from the target only in numbers of
 //!   workers.
 
@@ -96,9 +97,9 @@ pub(crate) struct Progress {
 /// Actions to take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Steps {
-    /// Indices of wants to create, with their routes (gateways).
+    /// Indices of wants to create, with their routes (gateways, heads of rings).
     pub(crate) create: Vec<(usize, Option<String>)>,
-    /// Gateways whose routes change, by name.
+    /// Gateways and heads of rings whose routes change, by name.
     pub(crate) routes: Vec<(String, String)>,
     pub(crate) end: Vec<PodEnd>,
     pub(crate) progress: Progress,
@@ -115,9 +116,12 @@ pub(crate) fn step(input: &RolloutInput<'_>) -> Steps {
     let create = create
         .into_iter()
         .map(|index| {
-            let is_gateway = input.wants[index].is_gateway();
-            let routes = is_gateway.then(|| text(&sorted.first_routes(mode)));
-            (index, routes)
+            let want = &input.wants[index];
+            let routes = match want.is_gateway() {
+                true => Some(sorted.first_routes(mode)),
+                false => want.is_ring_head().then(|| sorted.ring_routes(want)),
+            };
+            (index, routes.map(|routes| text(&routes)))
         })
         .collect();
     let is_serving = sorted.is_ready(|_| true);
@@ -395,7 +399,7 @@ impl<'a> Sorted<'a> {
         }
         let gateways = self.leftovers().any(is_gateway);
         let blocked = self.blocked_gateway(mode);
-        let may_go = |pod: &&&PodView| {
+        let may_go = |pod: &PodView| {
             if let Some(place) = blocked {
                 return place.has(pod) && self.may_unblock(pod, place);
             }
@@ -409,10 +413,11 @@ impl<'a> Sorted<'a> {
                 _ => !gateways && !self.is_routed(pod),
             }
         };
-        let ended = self
-            .extra
-            .iter()
-            .filter(|pod| self.is_useless(pod) || may_go(pod));
+        let goes = |pod: &PodView| self.is_useless(pod) || may_go(pod);
+        let ended = self.extra.iter().filter(|pod| {
+            let mut heads = self.extra.iter().filter(|head| head.is_head_of(pod));
+            goes(pod) && heads.all(|head| goes(head))
+        });
         ended.map(|pod| end_of(pod, grace_of(pod))).collect()
     }
 

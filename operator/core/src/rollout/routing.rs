@@ -1,8 +1,8 @@
-//! The routes of gateways during a rollout.
+//! The routes of gateways and of heads of rings during a rollout.
 
-use hearth_crds::Route;
+use hearth_crds::{PlanRole, Route};
 
-use super::{Mode, Sorted};
+use super::{Mode, Sorted, Want};
 use crate::observed::PodView;
 use crate::routes::{endpoints, is_gateway, routes_of, routes_to, text};
 
@@ -20,13 +20,29 @@ impl Sorted<'_> {
             })
     }
 
-    /// The target's workers that have an address.
+    /// The target's workers that take requests and have an address.
     fn target_routes(&self) -> Vec<Route> {
-        self.wants()
-            .filter(|(_, want)| !want.is_gateway())
+        let workers = self.wants().filter(|(_, want)| !want.is_gateway());
+        self.routes_of_made(workers)
+            .filter(takes_requests)
+            .collect()
+    }
+
+    /// The members of a ring of the target that have an address, its head among them.
+    pub(super) fn ring_routes(&self, head: &Want) -> Vec<Route> {
+        let members = self
+            .wants()
+            .filter(|(_, want)| head.ring.contains(&want.rank));
+        self.routes_of_made(members).collect()
+    }
+
+    fn routes_of_made<'w>(
+        &'w self,
+        wants: impl Iterator<Item = (usize, &'w Want)> + 'w,
+    ) -> impl Iterator<Item = Route> + 'w {
+        wants
             .filter_map(|(index, want)| Some(routes_to(self.made[index]?, want.ranks())))
             .flatten()
-            .collect()
     }
 
     /// Whether a Pod's plan serves the target's model in the same way.
@@ -48,6 +64,7 @@ impl Sorted<'_> {
         });
         workers
             .flat_map(|pod| routes_to(pod, pod.ranks()))
+            .filter(takes_requests)
             .collect()
     }
 
@@ -103,12 +120,20 @@ impl Sorted<'_> {
     pub(super) fn changed_routes(&self, mode: Mode) -> Vec<(String, String)> {
         let made = self.made.iter().flatten();
         let gateways = made.chain(&self.extra).filter(|pod| is_gateway(pod));
-        gateways
-            .filter_map(|gateway| {
-                let routes = self.routes(gateway, mode);
-                let is_same = !gateway.routes.is_empty() && routes == routes_of(gateway);
-                (!is_same).then(|| (gateway.name.clone(), text(&routes)))
-            })
+        let of_gateways = gateways.map(|gateway| (*gateway, self.routes(gateway, mode)));
+        // The head of a ring that is replaced keeps its own.
+        let heads = self.wants().filter(|(_, want)| want.is_ring_head());
+        let of_heads =
+            heads.filter_map(|(index, want)| Some((self.made[index]?, self.ring_routes(want))));
+        of_gateways
+            .chain(of_heads)
+            .filter(|(pod, routes)| pod.routes.is_empty() || *routes != routes_of(pod))
+            .map(|(pod, routes)| (pod.name.clone(), text(&routes)))
             .collect()
     }
+}
+
+/// Whether gateways send requests there: stages of rings compute for their heads alone.
+fn takes_requests(route: &Route) -> bool {
+    route.role != PlanRole::Stage
 }

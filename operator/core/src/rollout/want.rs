@@ -13,6 +13,8 @@ pub(crate) struct Want {
     pub(crate) rank: String,
     /// See [`DesiredPod::second`].
     pub(crate) second: Option<SecondRank>,
+    /// See [`DesiredPod::ring`].
+    pub(crate) ring: Vec<String>,
     /// See [`DesiredPod::form`].
     pub(crate) form: String,
     pub(crate) role: PlanRole,
@@ -31,6 +33,7 @@ impl Want {
             name: pod.name.clone(),
             rank: pod.rank.clone(),
             second: pod.second.clone(),
+            ring: pod.ring.clone(),
             form: pod.form.clone(),
             role: pod.role,
             node: pod.node.clone(),
@@ -61,6 +64,10 @@ impl Want {
             let gpus = want.gpus * u32::from(want.claimed_gpus.is_empty());
             sum.with(want.cpu_millis, want.memory_bytes, gpus)
         })
+    }
+
+    pub(super) fn is_ring_head(&self) -> bool {
+        !self.ring.is_empty()
     }
 
     pub(super) fn is_gateway(&self) -> bool {

@@ -10,6 +10,7 @@ mod models;
 mod nodes;
 mod progress;
 mod refusals;
+mod rings;
 mod rollout;
 mod scale;
 mod scaling;

@@ -297,11 +297,11 @@ impl Sim {
         })
     }
 
-    /// Whether some open gateway routes to a ready Pod of every worker of `wants`.
+    /// Whether some open gateway routes to a ready Pod of every worker of `wants` that takes requests.
     pub(super) fn serves(&self, wants: &[Want]) -> bool {
         let workers: Vec<&Want> = wants
             .iter()
-            .filter(|want| want.role != PlanRole::Gateway)
+            .filter(|want| matches!(want.role, PlanRole::Prefill | PlanRole::Decode))
             .collect();
         self.open_gateways().any(|gateway| {
             let routes: Routes = serde_json::from_str(&gateway.routes).unwrap_or_default();
@@ -397,11 +397,13 @@ pub(super) fn want(rank: &str, hash: &str, node: &str, mib: u64) -> Want {
     let role = match rank.split('-').next() {
         Some("gateway") => PlanRole::Gateway,
         Some("prefill") => PlanRole::Prefill,
+        Some("stage") => PlanRole::Stage,
         _ => PlanRole::Decode,
     };
     Want {
         name: format!("demo-{rank}-{hash}"),
         second: None,
+        ring: Vec::new(),
         rank: rank.to_owned(),
         form: hash.to_owned(),
         role,

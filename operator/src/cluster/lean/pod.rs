@@ -10,6 +10,7 @@ use hearth_controller_core::names::{
 use hearth_controller_core::observed::{
     AgentEndpoint, ContainerEnd, ContainerView, PodRole, PodView, SecondRank,
 };
+use hearth_crds::PlanRole;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;

@@ -12,8 +12,9 @@ use crate::scaling::ScalingMode;
 /// Models that come with Hearth.
 pub const BUILTIN_MODELS: [&str; 1] = ["hearth-demo"];
 
-/// Remedy for a strategy that needs a ring of nodes.
-pub const NO_RINGS_SAYS: &str = "this engine has no rings of nodes: write Auto or Hybrid";
+/// Remedy for the strategy that this engine does not have.
+pub const NOT_INTERLEAVED_SAYS: &str =
+    "this engine has no interleaved pipeline: write Auto, Hybrid or PipedRing";
 
 /// Remedy for a KV cache number format that the engine lacks.
 pub const KV_TYPES_SAYS: &str =

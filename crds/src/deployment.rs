@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
-use crate::capability::NO_RINGS_SAYS;
+use crate::capability::NOT_INTERLEAVED_SAYS;
 use crate::decode::DecodeSpec;
 use crate::model::{ModelSpec, SecretRef};
 use crate::pod_template::PodTemplateSpec;
@@ -68,11 +68,12 @@ use crate::status::InferenceDeploymentStatus;
 pub struct InferenceDeploymentSpec {
     /// The model and how it is offered.
     pub model: ModelSpec,
-    /// Distribution of the model over devices and nodes. Auto lets the planner choose; Hybrid has prefill and decode
-    /// workers. PipedRing and Interleaved would pass activations around a ring of nodes and are refused: this engine
-    /// has neither yet.
+    /// Distribution of the model over devices and nodes. Auto lets the planner choose: prefill and decode workers where
+    /// any node holds the model, else a ring of nodes. Hybrid has prefill and decode workers alone. With PipedRing the
+    /// layers are on the nodes of a ring that each token passes; nodes that would make it slower are left out.
+    /// Interleaved is refused: this engine does not have it yet.
     #[serde(default)]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_RINGS).message(NO_RINGS_SAYS)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NOT_INTERLEAVED).message(NOT_INTERLEAVED_SAYS)))]
     pub strategy: Strategy,
     /// Workers that read prompts (prefill).
     #[serde(default)]

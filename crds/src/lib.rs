@@ -54,7 +54,7 @@ mod rules;
 #[cfg(feature = "kube")]
 mod structural;
 
-pub use capability::{BUILTIN_MODELS, KV_TYPES_SAYS, NO_RINGS_SAYS, Target, unsupported};
+pub use capability::{BUILTIN_MODELS, KV_TYPES_SAYS, NOT_INTERLEAVED_SAYS, Target, unsupported};
 pub use convert::Conversion;
 pub use decode::*;
 pub use deployment::*;

@@ -62,7 +62,7 @@ pub(crate) const NATIVE_WEIGHTS: &str = "self == 'Native'";
 pub(crate) const NATIVE_WEIGHTS_SAYS: &str = "this engine runs weights as the checkpoint has them: write Native, and choose a checkpoint in FP8 for less memory";
 pub(crate) const NO_ADAPTERS_SAYS: &str =
     "this engine does not run LoRA adapters: remove them, or merge them into the checkpoint";
-pub(crate) const NO_RINGS: &str = "self in ['Auto', 'Hybrid']";
+pub(crate) const NOT_INTERLEAVED: &str = "self in ['Auto', 'Hybrid', 'PipedRing']";
 pub(crate) const NO_DISTRIBUTED_STREAMING: &str = "self in ['Auto', 'Chunked', 'StreamLoading']";
 pub(crate) const NO_DISTRIBUTED_STREAMING_SAYS: &str = "this engine streams experts through one GPU a worker and not through several together: write Auto, Chunked or StreamLoading";
 /// Rule against streaming onto a GPU that no worker may use.

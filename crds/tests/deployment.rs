@@ -56,7 +56,7 @@ fn every_field_of_the_design_is_read_and_what_the_engine_lacks_is_refused() {
     contextLength: 16384
     quantization: W4A8
     adapters: [{name: poems, source: {http: {url: https://nas.lan/poems.tar, sha256: "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}}}]
-  strategy: PipedRing
+  strategy: Interleaved
   prefill: {scaling: {mode: External}, mode: DistributedStreamLoading, gpusPerWorker: 2}
   decode:
     scaling: {mode: External, minReplicas: 2, maxReplicas: 4}

@@ -61,7 +61,7 @@ fn refused_now() -> [Value; 2] {
             "refused",
             json!({
                 "model": {"source": {"huggingFace": {"repo": "Qwen/Qwen3-30B-A3B"}}, "quantization": "W4A8", "adapters": adapters},
-                "strategy": "PipedRing",
+                "strategy": "Interleaved",
                 "prefill": {"minReplicas": 0, "maxReplicas": 2, "mode": "DistributedStreamLoading"},
                 "decode": {
                     "minReplicas": 1, "maxReplicas": 4,
@@ -95,7 +95,7 @@ const REFUSALS: [(&str, &str); 16] = [
     ),
     ("spec.model.quantization", "write Native"),
     ("spec.model.adapters", "does not run LoRA adapters"),
-    ("spec.strategy", "no rings of nodes: write Auto or Hybrid"),
+    ("spec.strategy", "write Auto, Hybrid or PipedRing"),
     ("spec.prefill.mode", "write Auto, Chunked or StreamLoading"),
     ("spec.prefill.minReplicas", "write spec.prefill.replicas"),
     ("spec.prefill.maxReplicas", "write spec.prefill.replicas"),

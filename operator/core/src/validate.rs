@@ -179,7 +179,7 @@ mod tests {
     #[test]
     fn what_an_older_operator_found_valid_is_checked_all_the_same() {
         let mut deployment = deployment("");
-        deployment.spec.strategy = hearth_crds::Strategy::PipedRing;
+        deployment.spec.strategy = hearth_crds::Strategy::Interleaved;
         deployment.metadata.generation = Some(7);
         let mut status = hearth_crds::InferenceDeploymentStatus::default();
         status.conditions.push(hearth_crds::Condition {

@@ -1,8 +1,8 @@
 //! Checks before placement: usable profiles, a context that the model supports, a KV cache that it can use.
 
 use hearth_crds::{
-    FieldError, InferenceDeploymentSpec, KV_TYPES_SAYS, KvShape, KvType, ModelFacts, NO_RINGS_SAYS,
-    NodeProfileStatus, PlanKvType, Strategy,
+    FieldError, InferenceDeploymentSpec, KV_TYPES_SAYS, KvShape, KvType, ModelFacts,
+    NOT_INTERLEAVED_SAYS, NodeProfileStatus, PlanKvType, Strategy,
 };
 
 use crate::error::PlanError;
@@ -65,14 +65,12 @@ pub(crate) fn context_length(
 /// Rejects a strategy that this planner cannot plan.
 pub(crate) fn check_strategy(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
     match spec.strategy {
-        Strategy::Auto | Strategy::Hybrid => Ok(()),
-        Strategy::PipedRing | Strategy::Interleaved => {
-            Err(PlanError::Unsupported(vec![FieldError::new(
-                "spec.strategy",
-                format!("is \"{:?}\"", spec.strategy),
-                NO_RINGS_SAYS,
-            )]))
-        }
+        Strategy::Auto | Strategy::Hybrid | Strategy::PipedRing => Ok(()),
+        Strategy::Interleaved => Err(PlanError::Unsupported(vec![FieldError::new(
+            "spec.strategy",
+            format!("is \"{:?}\"", spec.strategy),
+            NOT_INTERLEAVED_SAYS,
+        )])),
     }
 }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use hearth_crds::{FieldError, format_bytes};
 
 use crate::gpus::LEAST_CAPABILITY;
+use crate::ring_error::RingError;
 
 /// A change to the spec that the planner has tried and found to fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -181,6 +182,9 @@ pub enum PlanError {
         /// Changes that fit, each on its own; at least one.
         advice: Vec<Advice>,
     },
+    /// No ring of the nodes has room, or its problem is none.
+    #[error("the model fits no ring of the nodes\n  {0}")]
+    NoRing(RingError),
     /// A KV budget that does not hold one stream of the requested length.
     #[error(
         "spec.decode.kvCache.memory is {memory} and holds {holds_tokens} tokens, contextLength is {context_length}\n  \

@@ -29,6 +29,7 @@ mod memory;
 mod node_ranks;
 mod numerics;
 mod operations;
+mod piped_ring;
 mod place;
 mod plan;
 mod predict;

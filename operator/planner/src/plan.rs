@@ -1,6 +1,6 @@
 //! The planner's entry point: from its input to a plan.
 
-use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType};
+use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType, Strategy};
 
 use crate::advice;
 use crate::candidates::Asked;
@@ -13,6 +13,7 @@ use crate::input::PlanInput;
 use crate::memory::Demand;
 use crate::node_ranks::{Device, Devices};
 use crate::numerics::alike;
+use crate::piped_ring::{self, RingPlanning};
 use crate::place::{NoRoom, Objection, Refused, Wanted, place};
 
 /// Prompt tokens per step of a prefill rank: enough for matrix products to be compute-bound.
@@ -28,6 +29,7 @@ const PREFILL_CHUNK_TOKENS: u32 = 512;
 pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     let spec = input.spec;
     check_strategy(spec)?;
+    piped_ring::check(spec)?;
     let asked = Asked::of(spec, input.facts)?;
     let nodes = checked_nodes(input)?;
     let (key_type, value_type) = kv_types(spec, input.facts)?;
@@ -62,7 +64,7 @@ pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
         key_type,
         value_type,
     }
-    .best()
+    .chosen()
 }
 
 /// What all candidates have in common.
@@ -76,6 +78,41 @@ struct Planning<'a> {
 }
 
 impl Planning<'_> {
+    /// The plan that the spec's strategy asks for. With Auto that is a ring where no node holds the model.
+    fn chosen(&self) -> Result<InferencePlanSpec, PlanError> {
+        if self.input.spec.strategy == Strategy::PipedRing {
+            return self.ring().plan("as spec.strategy says");
+        }
+        let refused = match self.best() {
+            Err(refused) if self.may_be_ring(&refused) => refused,
+            decided => return decided,
+        };
+        let plan = self.ring().plan("no node holds the model");
+        plan.map_err(|_| refused)
+    }
+
+    fn ring(&self) -> RingPlanning<'_> {
+        RingPlanning {
+            input: self.input,
+            demand: &self.demand,
+            estimator: self.estimator,
+            key_type: self.key_type,
+            value_type: self.value_type,
+        }
+    }
+
+    /// Whether a ring may be planned after this refusal: memory is short, and the spec asks for nothing that a ring lacks.
+    fn may_be_ring(&self, refused: &PlanError) -> bool {
+        let (spec, nodes) = (self.input.spec, self.estimator.nodes());
+        let is_short_of_memory = matches!(refused, PlanError::InsufficientMemory { .. });
+        let candidates = self.asked.candidates(false, self.demand.reader_version);
+        spec.strategy == Strategy::Auto
+            && is_short_of_memory
+            && nodes.len() > 1
+            && candidates.contains(&Devices::CPUS)
+            && spec.decode.planned_replicas() == 1
+    }
+
     /// The plan on the best devices with room. Experts that stay in the node's memory while the rest is on a GPU are
     /// chosen where they were asked for, or where the plan is predicted to be faster than that of the CPUs alone.
     fn best(&self) -> Result<InferencePlanSpec, PlanError> {

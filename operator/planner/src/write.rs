@@ -18,7 +18,7 @@ use crate::predict::{Predictor, rounded};
 use crate::reasons;
 
 /// Longest stall of a decode rank's streams caused by one chunk, if the spec sets no time per output token.
-const DEFAULT_STALL_MS: f64 = 100.0;
+pub(crate) const DEFAULT_STALL_MS: f64 = 100.0;
 /// Version of plans that streams experts, has CPUs compute them, or has a virtual device.
 const EXPERTS_VERSION: u32 = 2;
 
@@ -41,18 +41,51 @@ fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
     }
 }
 
+/// What differs between plans of one input.
+pub(crate) struct Written {
+    pub strategy: PlanStrategy,
+    pub ranks: Vec<PlanRank>,
+    pub routing: PlanRouting,
+    pub predicted: PlanPrediction,
+    pub mixed_numerics: Vec<String>,
+    pub why: Vec<String>,
+    pub not_chosen: Vec<String>,
+}
+
 impl Draft<'_> {
     /// Writes the plan.
     pub(crate) fn to_plan(&self) -> InferencePlanSpec {
         let mut ranks = self.ranks();
-        let input = self.input;
-        let facts = input.facts;
         let routing = self.routing(&ranks);
         self.predict_streamed(&mut ranks, routing.chunked_below_tokens);
         let predicted = self.prediction(&ranks, &routing);
         let mixed_numerics = mixed_pools(self.nodes, &ranks);
         let (mut why, not_chosen) = reasons::write(self, &ranks, &routing, &predicted);
         why.extend(mixed_numerics.iter().cloned());
+        self.written(Written {
+            strategy: PlanStrategy::Hybrid,
+            ranks,
+            routing,
+            predicted,
+            mixed_numerics,
+            why,
+            not_chosen,
+        })
+    }
+
+    /// The plan with these parts.
+    pub(crate) fn written(&self, parts: Written) -> InferencePlanSpec {
+        let input = self.input;
+        let facts = input.facts;
+        let Written {
+            strategy,
+            ranks,
+            routing,
+            predicted,
+            mixed_numerics,
+            why,
+            not_chosen,
+        } = parts;
         InferencePlanSpec {
             generation: input.generation,
             min_version: min_version(&ranks),
@@ -61,7 +94,7 @@ impl Draft<'_> {
                 name: input.name.to_owned(),
                 namespace: input.namespace.to_owned(),
             },
-            strategy: PlanStrategy::Hybrid,
+            strategy,
             model: PlanModel {
                 served_name: input.spec.served_name(),
                 path: input.model_path.to_owned(),
@@ -86,7 +119,7 @@ impl Draft<'_> {
     }
 
     /// Ranks by role, then by index.
-    fn ranks(&self) -> Vec<PlanRank> {
+    pub(crate) fn ranks(&self) -> Vec<PlanRank> {
         let roles = PlanRole::ALL.into_iter();
         let mut ranks: Vec<PlanRank> = roles.flat_map(|role| self.ranks_of_role(role)).collect();
         self.share_pods(&mut ranks);

@@ -370,7 +370,7 @@ fn other_refusals_name_the_field_and_the_value() {
       deepseek_v3 supports at most 4096 tokens here: write at most 4096
     ");
     let error = plan(&plan_input(
-        &spec("strategy: PipedRing\n"),
+        &spec("strategy: Interleaved\n"),
         &demo_model(),
         &[small_vm()],
     ))
@@ -378,7 +378,7 @@ fn other_refusals_name_the_field_and_the_value() {
     assert!(
         error
             .to_string()
-            .starts_with("spec.strategy is \"PipedRing\"\n"),
+            .starts_with("spec.strategy is \"Interleaved\"\n"),
         "{error}"
     );
     let mixed = spec("decode: {kvCache: {keyType: F32}}\n");

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
     ComputeCapability, DualBatch, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
-    NodeProfileStatus, Pinning, PlanRank, PlanRole, PrefillMode,
+    NodeProfileStatus, Pinning, PlanRank, PlanRole, PlanStrategy, PrefillMode,
 };
 use hearth_planner::{Advice, AskedBy, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanInput, plan};
 use proptest::prelude::*;
@@ -259,10 +259,15 @@ proptest! {
                 assert_cpus_fit(&made, &profiles, cpus);
                 prop_assert_eq!(made.ranks_of(PlanRole::Gateway).count(), deployment.gateway.replicas as usize);
                 prop_assert_eq!(made.ranks_of(PlanRole::Decode).count() as u32, deployment.decode.planned_replicas());
-                prop_assert_eq!(made.ranks_of(PlanRole::Prefill).count() as u32, deployment.prefill.planned_replicas());
-                for rank in made.ranks.iter().filter(|rank| rank.role != PlanRole::Gateway) {
-                    let kv = rank.kv.as_ref().unwrap().memory_bytes;
-                    let one = u64::from(made.model.context_length) * made.model.kv_bytes_per_token;
+                let is_ring = made.strategy == PlanStrategy::PipedRing;
+                let prefill = if is_ring { 0 } else { deployment.prefill.planned_replicas() };
+                prop_assert_eq!(made.ranks_of(PlanRole::Prefill).count() as u32, prefill);
+                let workers = || made.ranks.iter().filter(|rank| rank.role != PlanRole::Gateway);
+                let one = u64::from(made.model.context_length) * made.model.kv_bytes_per_token;
+                let of_ring: u64 = workers().map(|rank| rank.kv.as_ref().unwrap().memory_bytes).sum();
+                for rank in workers() {
+                    // The members of a ring have the KV of their own layers.
+                    let kv = if is_ring { of_ring } else { rank.kv.as_ref().unwrap().memory_bytes };
                     prop_assert!(kv >= one, "{} cannot hold one stream", rank.name);
                 }
                 let numbers = [made.predicted.ttft_ms, made.predicted.tpot_ms, made.predicted.tokens_per_second];

@@ -183,7 +183,7 @@ impl Refusal {
             PlanError::Unsupported(_) => "Unsupported",
             PlanError::NoNodes(_) => "NoNodes",
             PlanError::BadProfile { .. } => "BadProfile",
-            PlanError::InsufficientMemory { .. } => "InsufficientMemory",
+            PlanError::InsufficientMemory { .. } | PlanError::NoRing(_) => "InsufficientMemory",
             PlanError::KvBudgetTooSmall { .. } | PlanError::KvBudgetTiny { .. } => {
                 "KvBudgetTooSmall"
             }
@@ -219,6 +219,7 @@ pub(super) fn lacks_nodes(error: &PlanError) -> bool {
         error,
         PlanError::NoNodes(_)
             | PlanError::InsufficientMemory { .. }
+            | PlanError::NoRing(_)
             | PlanError::TooFewCores { .. }
             | PlanError::InsufficientCpu { .. }
             | PlanError::TooFewGpus { .. }

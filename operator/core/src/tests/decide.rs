@@ -133,7 +133,7 @@ fn a_gateway_is_made_with_certificate_and_routes() {
 
 #[test]
 fn a_wrong_spec_is_told_and_what_runs_goes_on() {
-    let mut cluster = FakeCluster::new("strategy: PipedRing\n");
+    let mut cluster = FakeCluster::new("strategy: Interleaved\n");
     let decision = cluster.reconcile();
     assert!(!decision.writes_objects());
     assert_eq!(cluster.says(PLANNED), ("False", "InvalidSpec"));
@@ -141,13 +141,13 @@ fn a_wrong_spec_is_told_and_what_runs_goes_on() {
         cluster
             .condition(PLANNED)
             .message
-            .contains("spec.strategy is \"PipedRing\"")
+            .contains("spec.strategy is \"Interleaved\"")
     );
     assert_eq!(cluster.says(MODEL_READY), ("Unknown", "InvalidSpec"));
     cluster.change("");
     cluster.settle();
     assert_eq!(cluster.condition(READY).status, "True");
-    cluster.change("strategy: PipedRing\n");
+    cluster.change("strategy: Interleaved\n");
     cluster.settle();
     assert_eq!(cluster.condition(READY).status, "True");
     assert_eq!(cluster.says(PLANNED), ("False", "InvalidSpec"));

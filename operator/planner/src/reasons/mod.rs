@@ -64,7 +64,7 @@ fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
 }
 
 /// Nodes of the gateways if there are several; a single one is on the first decode rank's node.
-fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
+pub(crate) fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
     let all: Vec<&PlanRank> = ranks_of(ranks, PlanRole::Gateway).collect();
     let mut nodes: Vec<&str> = all.iter().map(|rank| rank.node.as_str()).collect();
     nodes.sort_unstable();
@@ -79,7 +79,7 @@ fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
 }
 
 /// Warns of nodes that were busy while they were measured, and of those whose workers are of an earlier version.
-fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
+pub(crate) fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
     let is_moe = draft.demand.facts.experts > 0;
     for node in draft.nodes {
         if is_moe && !node.gpus.is_empty() && node.reads_up_to() < STREAMED_DENSE_VERSION {
@@ -272,7 +272,7 @@ fn route(draft: &Draft<'_>, ranks: &[PlanRank], routing: &PlanRouting, why: &mut
     ));
 }
 
-fn objectives(draft: &Draft<'_>, predicted: &PlanPrediction, why: &mut Vec<String>) {
+pub(crate) fn objectives(draft: &Draft<'_>, predicted: &PlanPrediction, why: &mut Vec<String>) {
     let asked = &draft.input.spec.objectives;
     if let Some(limit) = asked.time_to_first_token
         && predicted.ttft_ms > limit.as_millis_f64()
@@ -297,19 +297,19 @@ fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
     let total = format_bytes(draft.demand.facts.bytes.total());
     if draft.nodes.len() < 2 {
         not_chosen.push(format!(
-            "piped ring, interleaved: a ring needs 2 nodes and there is 1 (weights {total})"
+            "piped ring: it needs 2 nodes and there is 1 (weights {total})"
         ));
         return;
     }
     let why = if draft.is_prefetching() {
-        "this engine does not support rings of nodes".to_owned()
+        "one node reads what it has no room for from its disk; write strategy: PipedRing to plan a ring".to_owned()
     } else {
         format!(
             "the weights ({total}) fit on one node, and each additional node would add a round trip to every token"
         )
     };
     not_chosen.push(format!(
-        "piped ring, interleaved over {} nodes: {why}",
+        "piped ring over {} nodes: {why}",
         draft.nodes.len()
     ));
 }
@@ -381,7 +381,7 @@ fn pinning_alternative(
 }
 
 /// Milliseconds in readable form: `0.6 ms`, `41 ms`, `1.4 s`.
-fn ms(ms: f64) -> String {
+pub(crate) fn ms(ms: f64) -> String {
     match ms {
         ms if ms < 10.0 => format!("{ms:.1} ms"),
         ms if ms < 1000.0 => format!("{ms:.0} ms"),

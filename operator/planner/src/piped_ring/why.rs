@@ -1,0 +1,204 @@
+//! A ring in sentences: what each member does, and what was left out.
+
+use hearth_crds::{PlanPrediction, PlanRank, PlanRole, format_bytes};
+
+use super::problem::{UNMEASURED_LINK, measured_link};
+use super::write::Kept;
+use super::{Chosen, RingPlanning, too_old};
+use crate::draft::{Draft, ranks_of};
+use crate::reasons::{gateways, moment, ms, objectives};
+
+/// Most slower rings that are told.
+const MOST_ALTERNATIVES: usize = 3;
+
+/// Returns `(why, notChosen)`.
+pub(super) fn write(
+    planning: &RingPlanning<'_>,
+    (chosen, kept): (&Chosen<'_>, &[Kept]),
+    (draft, ranks): (&Draft<'_>, &[PlanRank]),
+    predicted: &PlanPrediction,
+    instead: &str,
+) -> (Vec<String>, Vec<String>) {
+    let mut why = Vec::new();
+    topology(chosen, instead, &mut why);
+    gateways(ranks, &mut why);
+    moment(draft, &mut why);
+    if !chosen.members.too_old.is_empty() {
+        why.push(format!("warning: {}", too_old(&chosen.members.too_old)));
+    }
+    members(chosen, kept, &mut why);
+    kv(planning, kept, &mut why);
+    prompts(planning, ranks, predicted, &mut why);
+    links(chosen, &mut why);
+    objectives(draft, predicted, &mut why);
+    let mut not_chosen = Vec::new();
+    left_out(chosen, &mut not_chosen);
+    alternatives(chosen, &mut not_chosen);
+    gpus(chosen, &mut not_chosen);
+    (why, not_chosen)
+}
+
+fn nodes(chosen: &Chosen<'_>, order: &[usize]) -> String {
+    let names = order
+        .iter()
+        .map(|device| &*chosen.members.nodes[*device].node.node);
+    names.collect::<Vec<_>>().join(", ")
+}
+
+fn topology(chosen: &Chosen<'_>, instead: &str, why: &mut Vec<String>) {
+    let choice = &chosen.choice;
+    let over = nodes(chosen, &choice.order);
+    if chosen.size() == 1 {
+        why.push(format!(
+            "{over} alone is faster than any ring ({instead}): predicted TPOT {}",
+            ms(choice.tpot_ms)
+        ));
+        return;
+    }
+    let rounds = match choice.rounds {
+        1 => "once around for each token".to_owned(),
+        rounds => format!(
+            "{rounds} times around for each token, {} layers a round",
+            choice.layers_a_round
+        ),
+    };
+    why.push(format!(
+        "piped ring over {over} ({instead}): {rounds}, predicted TPOT {}",
+        ms(choice.tpot_ms)
+    ));
+}
+
+fn members(chosen: &Chosen<'_>, kept: &[Kept], why: &mut Vec<String>) {
+    for (place, kept) in kept.iter().enumerate() {
+        let windows: Vec<String> = chosen
+            .windows(place)
+            .map(|window| match window.layers.len() {
+                1 => window.layers.start.to_string(),
+                _ => format!("{}-{}", window.layers.start, window.layers.end - 1),
+            })
+            .collect();
+        let weights = format_bytes(kept.weight_bytes);
+        let memory = match kept.weight_bytes - kept.budget_bytes {
+            0 => format!("all {weights} of their weights in memory"),
+            _ => format!(
+                "{} of their {weights} in memory, the rest read from disk for each token, ahead where it can be",
+                format_bytes(kept.budget_bytes)
+            ),
+        };
+        let ends = match place {
+            0 => ", embedding and output head",
+            _ => "",
+        };
+        why.push(format!(
+            "{}: layers {}{ends}, {memory}",
+            chosen.node(place),
+            windows.join(", ")
+        ));
+    }
+}
+
+fn kv(planning: &RingPlanning<'_>, kept: &[Kept], why: &mut Vec<String>) {
+    let bytes: u64 = kept.iter().map(|kept| kept.kv_bytes).sum();
+    let tokens = bytes / planning.demand.kv_bytes_per_token.max(1);
+    why.push(format!(
+        "KV: {tokens} tokens, {} over the ring, each member's layers at home",
+        format_bytes(bytes)
+    ));
+}
+
+fn prompts(
+    planning: &RingPlanning<'_>,
+    ranks: &[PlanRank],
+    predicted: &PlanPrediction,
+    why: &mut Vec<String>,
+) {
+    let Some(head) = ranks_of(ranks, PlanRole::Decode).next() else {
+        return;
+    };
+    let workers = match planning.input.spec.prefill.planned_replicas() {
+        0 => "",
+        _ => "; a ring has no prefill workers",
+    };
+    why.push(format!(
+        "prompts are read by the ring itself in chunks of {} tokens: predicted TTFT {} at {} tokens{workers}",
+        head.chunk_tokens,
+        ms(predicted.ttft_ms),
+        predicted.ttft_prompt_tokens
+    ));
+}
+
+fn links(chosen: &Chosen<'_>, why: &mut Vec<String>) {
+    let order = &chosen.choice.order;
+    let next = order.iter().skip(1).chain(order.first());
+    let mut unmeasured: Vec<String> = Vec::new();
+    for (from, to) in order.iter().zip(next) {
+        let [from, to] = [from, to].map(|device| chosen.members.nodes[*device].node);
+        if from.node != to.node && measured_link(from, to).is_none() {
+            unmeasured.push(format!("{} to {}", from.node, to.node));
+        }
+    }
+    if !unmeasured.is_empty() {
+        why.push(format!(
+            "warning: links were not measured and are taken for {} GB/s and {} ms: {}",
+            UNMEASURED_LINK.gbps,
+            UNMEASURED_LINK.latency_ms,
+            unmeasured.join(", ")
+        ));
+    }
+}
+
+fn left_out(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
+    let tpot_ms = chosen.choice.tpot_ms;
+    for dropped in &chosen.choice.dropped {
+        let node = nodes(chosen, &[dropped.device]);
+        not_chosen.push(match dropped.with_tpot_ms {
+            // Less than a thousandth faster is no reason to have one more machine that may fail.
+            Some(with_ms) if with_ms <= tpot_ms => {
+                format!(
+                    "{node} in the ring: no faster, predicted TPOT {}",
+                    ms(with_ms)
+                )
+            }
+            Some(with_ms) => format!(
+                "{node} in the ring: predicted TPOT {} against {}",
+                ms(with_ms),
+                ms(tpot_ms)
+            ),
+            None => format!("{node} in the ring: no split of the layers fits with it"),
+        });
+    }
+}
+
+fn alternatives(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
+    let choice = &chosen.choice;
+    for other in choice.alternatives.iter().take(MOST_ALTERNATIVES) {
+        let rounds = match other.rounds {
+            1 => "once around".to_owned(),
+            rounds => format!("{rounds} times around"),
+        };
+        not_chosen.push(format!(
+            "{} over {}, {rounds}: predicted TPOT {} against {}",
+            match other.order.len() {
+                1 => "one worker",
+                _ => "piped ring",
+            },
+            nodes(chosen, &other.order),
+            ms(other.tpot_ms),
+            ms(choice.tpot_ms)
+        ));
+    }
+}
+
+fn gpus(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
+    let with_gpus: Vec<&str> = (0..chosen.size())
+        .map(|place| chosen.members.nodes[chosen.choice.order[place]].node)
+        .filter(|node| !node.gpus.is_empty())
+        .map(|node| &*node.node)
+        .collect();
+    if !with_gpus.is_empty() {
+        not_chosen.push(format!(
+            "GPUs of {}: the planner gives members of a ring layers on CPUs alone",
+            with_gpus.join(", ")
+        ));
+    }
+}

@@ -1,0 +1,260 @@
+//! A chosen ring, written down as a plan.
+
+use hearth_crds::{
+    InferencePlanSpec, PlanPrediction, PlanRank, PlanRing, PlanRole, PlanStrategy, PlanWindow,
+    RankPrediction, ResidencyPolicy,
+};
+
+use super::problem::{kv_layer_bytes, ranks};
+use super::{Chosen, RingPlanning, why};
+use crate::draft::Draft;
+use crate::halda::{Problem, Window};
+use crate::memory::{BLOCK_TOKENS, NodeBudget, free_bytes};
+use crate::node_ranks::{Devices, NodeRanks};
+use crate::place::Placement;
+use crate::predict::rounded;
+use crate::write::{DEFAULT_STALL_MS, Written};
+
+/// Tokens of a chunk that the head reads of a prompt, best first.
+const CHUNKS: [u32; 4] = [256, 128, 64, 32];
+
+/// What a member keeps in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Kept {
+    /// Bytes of its weights.
+    pub(super) weight_bytes: u64,
+    /// Bytes of them that are in memory at a time.
+    pub(super) budget_bytes: u64,
+    /// Bytes of the KV of its layers.
+    pub(super) kv_bytes: u64,
+}
+
+impl Chosen<'_> {
+    /// Number of members.
+    pub(super) fn size(&self) -> usize {
+        self.choice.order.len()
+    }
+
+    /// Windows of the member at a place, in the order of the layers.
+    pub(super) fn windows(&self, place: usize) -> impl Iterator<Item = &Window> {
+        let device = self.choice.order[place];
+        let windows = self.choice.windows.iter();
+        windows.filter(move |window| window.device == device)
+    }
+
+    /// Number of layers of the member at a place.
+    fn layers(&self, place: usize) -> u64 {
+        self.windows(place)
+            .map(|window| window.layers.len() as u64)
+            .sum()
+    }
+
+    /// Name of the node at a place.
+    pub(super) fn node(&self, place: usize) -> &str {
+        &self.members.nodes[self.choice.order[place]].node.node
+    }
+}
+
+impl RingPlanning<'_> {
+    pub(super) fn write(&self, chosen: &Chosen<'_>, instead: &str) -> InferencePlanSpec {
+        let kept = self.kept(chosen);
+        let draft = self.draft(chosen, &kept);
+        let mut ranks = draft.ranks();
+        self.form(chosen, &kept, &mut ranks);
+        let predicted = self.predict(chosen, &mut ranks);
+        let routing = draft.routing(&ranks);
+        let (why, not_chosen) =
+            why::write(self, (chosen, &kept), (&draft, &ranks), &predicted, instead);
+        draft.written(Written {
+            strategy: PlanStrategy::PipedRing,
+            ranks,
+            routing,
+            predicted,
+            mixed_numerics: Vec::new(),
+            why,
+            not_chosen,
+        })
+    }
+
+    /// What each member keeps, by place. Room that all of them have beside weights and least KV is for more KV: the blocks of
+    /// a ring are the same at each member.
+    pub(super) fn kept(&self, chosen: &Chosen<'_>) -> Vec<Kept> {
+        let problem = chosen.members.problem(self);
+        let kv_layer = kv_layer_bytes(self);
+        let facts = self.demand.facts;
+        let mut kept: Vec<Kept> = (0..chosen.size())
+            .map(|place| {
+                let device = chosen.choice.order[place];
+                let share = &chosen.choice.shares[device];
+                let head_bytes = match place {
+                    0 => problem.head.stored_bytes,
+                    _ => 0,
+                };
+                let kv_bytes = chosen.layers(place) * kv_layer;
+                let weight_bytes = share.stored_bytes + head_bytes;
+                let budget_bytes = match share.overflow_bytes {
+                    0 => weight_bytes,
+                    overflow => (weight_bytes - overflow.min(weight_bytes))
+                        .max(2 * facts.largest_layer_bytes + head_bytes)
+                        .min(problem.room_bytes(device).saturating_sub(kv_bytes) + head_bytes)
+                        .min(weight_bytes),
+                };
+                Kept {
+                    weight_bytes,
+                    budget_bytes,
+                    kv_bytes,
+                }
+            })
+            .collect();
+        let more_bytes = self.more_kv_layer_bytes(chosen, &kept, &problem);
+        for (place, kept) in kept.iter_mut().enumerate() {
+            kept.kv_bytes += chosen.layers(place) * more_bytes;
+        }
+        kept
+    }
+
+    /// Bytes that each layer's KV may have beside the least, up to that of a full batch of whole contexts.
+    fn more_kv_layer_bytes(&self, chosen: &Chosen<'_>, kept: &[Kept], problem: &Problem) -> u64 {
+        let demand = self.demand;
+        if demand.kv_memory_bytes.is_some() {
+            return 0;
+        }
+        let layers = u64::from(demand.facts.layers.max(1));
+        let block_bytes = (demand.kv_bytes(BLOCK_TOKENS) / layers).max(1);
+        let spare_blocks = kept.iter().enumerate().map(|(place, kept)| {
+            let device = chosen.choice.order[place];
+            let taken = problem.fixed_bytes(device)
+                + chosen.choice.shares[device].stored_bytes
+                + kept.kv_bytes;
+            let spare = match kept.budget_bytes < kept.weight_bytes {
+                true => 0,
+                false => problem.devices[device].memory_bytes.saturating_sub(taken),
+            };
+            spare / (chosen.layers(place).max(1) * block_bytes)
+        });
+        let most = kv_layer_bytes(self) * u64::from(demand.max_batch.saturating_sub(1));
+        (spare_blocks.min().unwrap_or(0) * block_bytes).min(most)
+    }
+
+    /// One decode rank on each member's node, and the gateways on them in turn.
+    fn draft(&self, chosen: &Chosen<'_>, kept: &[Kept]) -> Draft<'_> {
+        let nodes = self.estimator.nodes();
+        let mut placed = vec![NodeRanks::default(); nodes.len()];
+        let mut budgets = vec![None; nodes.len()];
+        for (place, kept) in kept.iter().enumerate() {
+            let n = chosen.members.nodes[chosen.choice.order[place]].n;
+            placed[n] = ranks(self, false);
+            budgets[n] = Some(NodeBudget {
+                policy: match kept.budget_bytes < kept.weight_bytes {
+                    true => ResidencyPolicy::MmapPrefetch,
+                    false => ResidencyPolicy::Resident,
+                },
+                weight_budget_bytes: kept.budget_bytes,
+                expert_budget_bytes: None,
+                decode_kv_bytes: kept.kv_bytes,
+                prefill_kv_bytes: 0,
+                decode_kv_wanted_bytes: kept.kv_bytes,
+                free_bytes: free_bytes(nodes[n]),
+                page_cache_bytes: 0,
+            });
+        }
+        let gateways = self.input.spec.gateway.replicas.max(1) as usize;
+        let gateways: Vec<usize> = (0..gateways)
+            .map(|gateway| chosen.members.nodes[chosen.choice.order[gateway % chosen.size()]].n)
+            .collect();
+        for n in &gateways {
+            placed[*n].gateways += 1;
+        }
+        for ranks in placed.iter_mut() {
+            ranks.devices = Devices::CPUS;
+        }
+        Draft {
+            input: self.input,
+            nodes,
+            demand: *self.demand,
+            placement: Placement {
+                ranks: placed,
+                gateways,
+                budgets,
+            },
+            refused: Vec::new(),
+            estimator: self.estimator,
+            key_type: self.key_type,
+            value_type: self.value_type,
+        }
+    }
+
+    /// Makes decode ranks, one on each member's node, the head and the stages of the ring, in the order of its places.
+    fn form(&self, chosen: &Chosen<'_>, kept: &[Kept], ranks: &mut Vec<PlanRank>) {
+        let place_of = |rank: &PlanRank| {
+            let mut places = 0..chosen.size();
+            places.find(|place| chosen.node(*place) == rank.node)
+        };
+        let name = |role: PlanRole, index: usize| format!("{}-{index}", role.as_str());
+        for rank in ranks.iter_mut().filter(|r| r.role == PlanRole::Decode) {
+            let Some(place) = place_of(rank) else {
+                continue;
+            };
+            let (role, index) = match place.checked_sub(1) {
+                None => (PlanRole::Decode, 0),
+                Some(index) => (PlanRole::Stage, index),
+            };
+            (rank.name, rank.role, rank.index) = (name(role, index), role, index as u32);
+            if let Some(residency) = &mut rank.residency {
+                residency.weight_bytes = kept[place].weight_bytes;
+            }
+            match place {
+                0 => rank.chunk_tokens = self.chunk_tokens(chosen),
+                _ => (rank.chunk_tokens, rank.max_batch) = (0, 0),
+            }
+            rank.predicted = None;
+            let window = |window: &Window| PlanWindow {
+                first_layer: window.layers.start as u32,
+                layers: window.layers.len() as u32,
+            };
+            rank.ring = (chosen.size() > 1).then(|| PlanRing {
+                head: name(PlanRole::Decode, 0),
+                place: place as u32,
+                windows: chosen.windows(place).map(window).collect(),
+            });
+        }
+        let order = |rank: &PlanRank| match rank.role {
+            PlanRole::Gateway => 0,
+            PlanRole::Prefill => 1,
+            PlanRole::Decode => 2,
+            PlanRole::Stage => 3,
+        };
+        ranks.sort_by_key(|rank| (order(rank), rank.index));
+    }
+
+    /// The largest chunk of a prompt that does not stall streams for longer than allowed.
+    fn chunk_tokens(&self, chosen: &Chosen<'_>) -> u32 {
+        let allowed = self.input.spec.objectives.time_per_output_token;
+        let allowed_ms = allowed.map_or(DEFAULT_STALL_MS, |time| time.as_millis_f64());
+        let token_ms = chosen.choice.ttft_ms / f64::from(self.estimator.prompt_tokens());
+        let fits = |chunk: &u32| token_ms * f64::from(*chunk) <= allowed_ms;
+        let chunk = CHUNKS.into_iter().find(fits).unwrap_or(16);
+        chunk.min(self.demand.context_length)
+    }
+
+    fn predict(&self, chosen: &Chosen<'_>, ranks: &mut [PlanRank]) -> PlanPrediction {
+        let (batch, choice) = (self.demand.max_batch, &chosen.choice);
+        let pass_ms = chosen.members.pass_ms(self, choice, batch);
+        let tokens_per_second = rounded(f64::from(batch) / pass_ms * 1e3);
+        let tpot_ms = rounded(choice.tpot_ms);
+        for head in ranks.iter_mut().filter(|r| r.role == PlanRole::Decode) {
+            head.predicted = Some(RankPrediction {
+                ttft_ms: None,
+                prompt_tokens: None,
+                tpot_ms: Some(tpot_ms),
+                tokens_per_second,
+            });
+        }
+        PlanPrediction {
+            ttft_ms: rounded(choice.ttft_ms),
+            ttft_prompt_tokens: self.estimator.prompt_tokens(),
+            tpot_ms,
+            tokens_per_second,
+        }
+    }
+}

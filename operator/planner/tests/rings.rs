@@ -1,0 +1,296 @@
+//! Plans of piped rings.
+
+mod support;
+
+use hearth_crds::{
+    InferencePlanSpec, LinkProfile, ModelFacts, NodeProfileStatus, PlanRank, PlanRole,
+    PlanStrategy, RING_VERSION, ResidencyPolicy,
+};
+use hearth_planner::plan;
+use proptest::prelude::*;
+use support::{GIB, MIB, Machine, demo_model, plan_input, plan_input_here, qwen3_30b, spec};
+
+/// A box with `gib` GiB of free memory; all boxes are linked by gigabit Ethernet.
+fn machine(name: &'static str, cores: u32, gib: u64) -> NodeProfileStatus {
+    let mut profile = Machine {
+        name,
+        sockets: 1,
+        cores,
+        smt: 1,
+        available_bytes: gib * GIB,
+        one_thread_gbps: 12.0,
+        socket_gbps: 36.0,
+        core_gflops: 60.0,
+    }
+    .profile();
+    profile.links = ["attic", "cellar", "office"]
+        .iter()
+        .filter(|peer| **peer != name)
+        .map(|peer| LinkProfile {
+            peer: (*peer).to_owned(),
+            gbps: 0.117,
+            rtt_us: 300.0,
+        })
+        .collect();
+    profile
+}
+
+/// Three boxes of which none holds Qwen3-30B-A3B with its 29 GiB, and a spec that fits them together.
+fn boxes() -> Vec<NodeProfileStatus> {
+    vec![
+        machine("attic", 8, 14),
+        machine("cellar", 4, 10),
+        machine("office", 6, 12),
+    ]
+}
+
+const RING: &str = "strategy: PipedRing\n";
+
+fn ring(yaml: &str, facts: &ModelFacts, nodes: &[NodeProfileStatus]) -> InferencePlanSpec {
+    let spec = spec(yaml);
+    let plan = plan(&plan_input(&spec, facts, nodes)).unwrap();
+    check(&plan, facts, nodes);
+    plan
+}
+
+fn members(plan: &InferencePlanSpec) -> Vec<&PlanRank> {
+    match plan.ring_of("decode-0") {
+        members if members.is_empty() => {
+            let mut heads = plan.ranks.iter();
+            vec![heads.find(|rank| rank.role == PlanRole::Decode).unwrap()]
+        }
+        members => members.into_iter().map(|(rank, _)| rank).collect(),
+    }
+}
+
+/// What workers check of a ring, and that no node is promised more memory than it has.
+fn check(plan: &InferencePlanSpec, facts: &ModelFacts, nodes: &[NodeProfileStatus]) {
+    let rings = plan.ring_of("decode-0");
+    let mut layers = Vec::new();
+    for (place, (rank, ring)) in rings.iter().enumerate() {
+        assert_eq!(ring.place as usize, place);
+        let role = match place {
+            0 => PlanRole::Decode,
+            _ => PlanRole::Stage,
+        };
+        assert_eq!(rank.role, role);
+        assert_eq!(ring.head, "decode-0");
+        assert!(!ring.windows.is_empty(), "{} has no layer", rank.name);
+        for window in &ring.windows {
+            layers.extend(window.first_layer..window.first_layer + window.layers);
+        }
+    }
+    if !rings.is_empty() {
+        assert_eq!(plan.min_version, RING_VERSION);
+        assert_eq!(rings[0].1.windows[0].first_layer, 0, "the head begins");
+        layers.sort_unstable();
+        assert_eq!(layers, (0..facts.layers).collect::<Vec<_>>());
+    }
+    let context_bytes = u64::from(plan.model.context_length) * plan.model.kv_bytes_per_token;
+    let kv: u64 = members(plan)
+        .iter()
+        .filter_map(|rank| Some(rank.kv.as_ref()?.memory_bytes))
+        .sum();
+    assert!(
+        kv >= context_bytes,
+        "one context has room: {kv} of {context_bytes}"
+    );
+    for node in nodes {
+        let here = plan.ranks.iter().filter(|rank| rank.node == node.node);
+        let bytes: u64 = here
+            .map(|rank| {
+                let weights = rank.residency.as_ref().map_or(0, |r| r.budget_bytes);
+                let kv = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
+                weights + kv + rank.scratch_bytes
+            })
+            .sum();
+        let available = node.memory.available_bytes;
+        let reserve = (available / 20).max(128 * MIB);
+        assert!(
+            bytes <= available - reserve,
+            "{} is promised {bytes} of {available}",
+            node.node
+        );
+    }
+}
+
+#[test]
+fn a_model_that_no_box_holds_is_on_a_ring_of_them() {
+    let plan = ring(RING, &qwen3_30b(), &boxes());
+    assert_eq!(plan.strategy, PlanStrategy::PipedRing);
+    let nodes: Vec<&str> = members(&plan).iter().map(|rank| &*rank.node).collect();
+    assert_eq!(nodes.len(), 3, "{nodes:?}");
+    for rank in members(&plan) {
+        let residency = rank.residency.as_ref().unwrap();
+        assert_eq!(residency.policy, ResidencyPolicy::Resident, "{}", rank.name);
+        assert_eq!(residency.budget_bytes, residency.weight_bytes);
+    }
+    let total: u64 = members(&plan)
+        .iter()
+        .filter_map(|rank| Some(rank.residency.as_ref()?.weight_bytes))
+        .sum();
+    assert!(total.abs_diff(qwen3_30b().bytes.total()) < MIB);
+    assert!(plan.predicted.tpot_ms > 0.0 && plan.predicted.ttft_ms > plan.predicted.tpot_ms);
+    let said = [plan.why, plan.not_chosen].concat().join("\n");
+    insta::assert_snapshot!(said);
+}
+
+#[test]
+fn the_order_of_profiles_does_not_matter() {
+    let forward = ring(RING, &qwen3_30b(), &boxes());
+    let mut turned = boxes();
+    turned.reverse();
+    assert_eq!(forward, ring(RING, &qwen3_30b(), &turned));
+}
+
+#[test]
+fn a_node_that_would_drag_is_left_out() {
+    let mut nodes = boxes();
+    nodes[0].memory.available_bytes = 40 * GIB;
+    nodes[0].numa_nodes[0].memory_bytes = 40 * GIB;
+    let plan = ring(RING, &qwen3_30b(), &nodes);
+    // Each hop of gigabit Ethernet takes longer than what another machine computes.
+    assert_eq!(members(&plan).len(), 1, "{:#?}", plan.why);
+    assert!(
+        plan.why[0].starts_with("attic alone is faster than any ring"),
+        "{:?}",
+        plan.why
+    );
+    let left_out = |node: &str| {
+        let begin = format!("{node} in the ring: predicted TPOT");
+        plan.not_chosen.iter().any(|line| line.starts_with(&begin))
+    };
+    assert!(
+        left_out("cellar") && left_out("office"),
+        "{:#?}",
+        plan.not_chosen
+    );
+}
+
+#[test]
+fn auto_makes_a_ring_only_where_no_node_holds_the_model() {
+    let facts = qwen3_30b();
+    // No box has room for so much KV, even if it reads nearly all weights from its disk.
+    let yaml = |strategy: &str| {
+        let text = format!(
+            "model: {{source: {{builtin: {{name: hearth-demo}}}}, contextLength: 4096}}\ndecode: {{kvCache: {{memory: 10Gi}}}}\nstrategy: {strategy}\n"
+        );
+        serde_norway::from_str(&text).unwrap()
+    };
+    let nodes = [
+        machine("attic", 8, 9),
+        machine("cellar", 4, 9),
+        machine("office", 6, 9),
+    ];
+    let (auto, hybrid) = (yaml("Auto"), yaml("Hybrid"));
+    let error = plan(&plan_input(&hybrid, &facts, &nodes))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("needs"), "{error}");
+    let ring = plan(&plan_input(&auto, &facts, &nodes)).unwrap();
+    assert_eq!(ring.strategy, PlanStrategy::PipedRing);
+    check(&ring, &facts, &nodes);
+    assert!(
+        ring.why[0].contains("no node holds the model"),
+        "{:?}",
+        ring.why
+    );
+    // Where one does, nothing changes.
+    let held = spec("");
+    let large = [machine("attic", 8, 64), machine("cellar", 4, 9)];
+    let plan = plan(&plan_input(&held, &facts, &large)).unwrap();
+    assert_eq!(plan.strategy, PlanStrategy::Hybrid);
+}
+
+#[test]
+fn what_a_ring_does_not_have_is_refused_by_field() {
+    for (yaml, field) in [
+        ("prefill: {mode: StreamLoading}\n", "spec.prefill.mode"),
+        (
+            "prefill: {gpusPerWorker: 1}\n",
+            "spec.prefill.gpusPerWorker",
+        ),
+        ("decode: {replicas: 2}\n", "spec.decode.replicas"),
+        ("decode: {dualBatch: \"On\"}\n", "spec.decode.dualBatch"),
+    ] {
+        let spec = spec(&format!("{RING}{yaml}"));
+        let error = plan(&plan_input(&spec, &qwen3_30b(), &boxes())).unwrap_err();
+        assert!(error.to_string().starts_with(field), "{error}");
+    }
+    let spec = spec(RING);
+    let small = [machine("attic", 8, 1)];
+    let error = plan(&plan_input(&spec, &qwen3_30b(), &small)).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("the model fits no ring of the nodes"),
+        "{error}"
+    );
+    let mut old = boxes();
+    for node in &mut old {
+        node.reader_version = Some(RING_VERSION - 1);
+    }
+    let error = plan(&plan_input(&spec, &qwen3_30b(), &old))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("attic, cellar, office: the workers' image"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_node_of_an_earlier_version_is_no_member() {
+    let mut nodes = boxes();
+    nodes.push(machine("shed", 32, 64));
+    nodes[3].reader_version = Some(RING_VERSION - 1);
+    let plan = ring(RING, &qwen3_30b(), &nodes);
+    assert!(plan.ranks.iter().all(|rank| rank.node != "shed"));
+    assert!(
+        plan.why
+            .iter()
+            .any(|line| line.contains("shed: the workers' image"))
+    );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn rings_hold(
+        memory_mib in prop::collection::vec(300..3000_u64, 1..5),
+        cores in prop::collection::vec(1..9_u32, 4),
+        gateways in 1..3_u32,
+        is_demo in any::<bool>(),
+    ) {
+        const NAMES: [&str; 4] = ["a", "b", "c", "d"];
+        let facts = match is_demo {
+            true => demo_model(),
+            false => {
+                let mut facts = qwen3_30b();
+                // A twentieth of it.
+                facts.bytes.attention /= 20;
+                facts.bytes.routed_experts /= 20;
+                facts.bytes.embedding /= 20;
+                facts.bytes.head /= 20;
+                facts.bytes.router /= 20;
+                facts.largest_layer_bytes /= 20;
+                facts
+            }
+        };
+        let nodes: Vec<NodeProfileStatus> = memory_mib
+            .iter()
+            .enumerate()
+            .map(|(n, mib)| {
+                let mut node = machine(NAMES[n], cores[n], 1);
+                node.memory.available_bytes = mib * MIB;
+                node
+            })
+            .collect();
+        let spec = spec(&format!("{RING}gateway: {{replicas: {gateways}}}\n"));
+        if let Ok(made) = plan(&plan_input_here(&spec, &facts, &nodes)) {
+            check(&made, &facts, &nodes);
+            prop_assert_eq!(&made, &plan(&plan_input_here(&spec, &facts, &nodes)).unwrap());
+        }
+    }
+}

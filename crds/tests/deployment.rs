@@ -240,7 +240,7 @@ fn shapes_are_checked_before_rules() {
     );
     refused(
         "  strategy: Fast",
-        "spec.strategy is \"Fast\"\n  write one of Auto, Hybrid",
+        "spec.strategy is \"Fast\"\n  write one of Auto, Hybrid, PipedRing",
     );
     refused(
         "  decode:",
@@ -400,7 +400,7 @@ fn what_the_engine_lacks_is_refused_in_the_same_words_at_either_target() {
         (
             "strategy",
             "Interleaved",
-            "spec.strategy is \"Interleaved\"\n  this engine has no rings of nodes: write Auto or Hybrid",
+            "spec.strategy is \"Interleaved\"\n  this engine has no interleaved pipeline: write Auto, Hybrid or PipedRing",
         ),
         (
             "prefill.mode",

@@ -2,6 +2,7 @@
 
 mod archive;
 mod ask;
+mod boxes;
 mod files;
 mod hint;
 mod ports;
@@ -88,6 +89,10 @@ pub(crate) struct MachineArgs {
     /// A device of that memory, computed by the CPUs, in place of this machine's GPUs, such as virtual:memory=8Gi
     #[arg(long, value_name = "DEVICE", env = "HEARTH_VIRTUAL_DEVICE")]
     pub(crate) virtual_device: Option<String>,
+    /// A node that a part of this machine stands for, such as attic:memory=2Gi,cpus=0-1; may be repeated. Plans are made over
+    /// these nodes, and all workers run here: to try a ring of several machines on one
+    #[arg(long = "node", value_name = "NODE", conflicts_with = "virtual_device")]
+    pub(crate) nodes: Vec<boxes::BoxArg>,
 }
 
 fn ip_address(text: &str) -> Result<IpAddr, String> {

@@ -15,7 +15,7 @@ use hearth_crds::{
 use hearth_planner::{CpuOffer, GpuOffer, PlanInput};
 use serde::Deserialize;
 
-use super::{MachineArgs, UpArgs, files};
+use super::{MachineArgs, UpArgs, boxes, files};
 use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::terminal::{table, ui};
@@ -168,7 +168,7 @@ fn plan_without(
         spec: &deployment.spec,
         facts: &facts,
         model_path: &directory.display().to_string(),
-        profiles: &[profile],
+        profiles: &boxes::split(profile, &machine.nodes)?,
         gpus: GpuOffer::Machine,
         cpus: CpuOffer::Machine,
     })?;

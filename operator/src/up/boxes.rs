@@ -1,0 +1,216 @@
+//! Nodes that parts of this machine stand for, so that plans over several nodes can be tried, tested and measured on one.
+
+use std::str::FromStr;
+
+use anyhow::bail;
+use hearth_crds::{LinkProfile, MemoryQuantity, NodeProfileStatus, NumaNodeProfile, format_bytes};
+
+const FORM: &str =
+    "write a name, its memory, and its CPUs where it has not all, as in attic:memory=2Gi,cpus=0-3";
+/// GB/s and round trip in microseconds between two processes of this machine.
+const LOOPBACK: (f64, f64) = (1.0, 50.0);
+
+/// A node that a part of this machine stands for: `attic:memory=2Gi,cpus=0-3`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct BoxArg {
+    name: String,
+    memory_bytes: u64,
+    /// Its CPUs by the kernel's number; `None`: all of the machine, together with other nodes.
+    cpus: Option<Vec<u32>>,
+}
+
+impl FromStr for BoxArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, rest) = text.split_once(':').ok_or(FORM)?;
+        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if name.is_empty() || !name.chars().all(is_name) {
+            return Err(format!(
+                "the node's name is {name:?}: write lower-case letters, digits and -"
+            ));
+        }
+        let (mut memory_bytes, mut cpus) = (None, None);
+        // A list of CPUs has commas of its own.
+        for field in rest
+            .replace(",cpus=", ";cpus=")
+            .replace(",memory=", ";memory=")
+            .split(';')
+        {
+            match field.split_once('=').ok_or(FORM)? {
+                ("memory", value) => {
+                    let quantity: MemoryQuantity = value
+                        .parse()
+                        .map_err(|error| format!("memory is {value:?}: {error}"))?;
+                    memory_bytes = Some(quantity.bytes());
+                }
+                ("cpus", value) => cpus = Some(cpu_list(value)?),
+                (other, _) => return Err(format!("{other} is not known: {FORM}")),
+            }
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            memory_bytes: memory_bytes.ok_or(FORM)?,
+            cpus,
+        })
+    }
+}
+
+/// Reads `0-3,8`.
+fn cpu_list(text: &str) -> Result<Vec<u32>, String> {
+    let wrong = || format!("cpus is {text:?}: write numbers and ranges, as in 0-3,8");
+    let mut cpus = Vec::new();
+    for run in text.split(',') {
+        let (first, last) = run.split_once('-').unwrap_or((run, run));
+        let [first, last] = [first, last].map(|n| n.parse::<u32>().map_err(|_| wrong()));
+        let (first, last) = (first?, last?);
+        if first > last || last - first > 4096 {
+            return Err(wrong());
+        }
+        cpus.extend(first..=last);
+    }
+    Ok(cpus)
+}
+
+/// Profiles of the nodes that this machine stands for: itself alone if none is asked for. They have no GPUs, and each is linked
+/// to the others by loopback.
+///
+/// # Errors
+/// An error if nodes have one name, together more memory than there is, or CPUs that there are not.
+pub(crate) fn split(
+    machine: NodeProfileStatus,
+    boxes: &[BoxArg],
+) -> anyhow::Result<Vec<NodeProfileStatus>> {
+    if boxes.is_empty() {
+        return Ok(vec![machine]);
+    }
+    let available = machine.memory.available_bytes;
+    let asked = boxes.iter().map(|it| it.memory_bytes);
+    let asked = asked.fold(0, u64::saturating_add);
+    if asked > available {
+        bail!(
+            "--node asks for {} of memory in all, and this machine has {} free\n  give the nodes less",
+            format_bytes(asked),
+            format_bytes(available)
+        );
+    }
+    boxes
+        .iter()
+        .enumerate()
+        .map(|(n, it)| {
+            if boxes[..n].iter().any(|other| other.name == it.name) {
+                bail!(
+                    "--node {} is given twice\n  give each node a name of its own",
+                    it.name
+                );
+            }
+            part(&machine, it, boxes)
+        })
+        .collect()
+}
+
+fn part(
+    machine: &NodeProfileStatus,
+    it: &BoxArg,
+    boxes: &[BoxArg],
+) -> anyhow::Result<NodeProfileStatus> {
+    let mut node = machine.clone();
+    node.node.clone_from(&it.name);
+    node.gpus.clear();
+    if let Some(cpus) = &it.cpus {
+        let missing = cpus
+            .iter()
+            .find(|cpu| machine.cpus.iter().all(|has| has.id != **cpu));
+        if let Some(cpu) = missing {
+            bail!(
+                "--node {} has CPU {cpu}, and this machine has no such CPU\n  see: lscpu --extended",
+                it.name
+            );
+        }
+        node.cpus.retain(|cpu| cpus.contains(&cpu.id));
+        for numa in &mut node.numa_nodes {
+            numa.cpus.retain(|cpu| cpus.contains(cpu));
+        }
+        node.numa_nodes.retain(|numa| !numa.cpus.is_empty());
+    }
+    node.memory.available_bytes = it.memory_bytes;
+    let count = node.numa_nodes.len().max(1) as u64;
+    for numa in &mut node.numa_nodes {
+        let NumaNodeProfile {
+            memory_bytes,
+            free_bytes,
+            ..
+        } = numa;
+        *memory_bytes = it.memory_bytes / count;
+        *free_bytes = it.memory_bytes / count;
+    }
+    let (gbps, rtt_us) = LOOPBACK;
+    let others = boxes.iter().filter(|other| other.name != it.name);
+    node.links = others
+        .map(|other| LinkProfile {
+            peer: other.name.clone(),
+            gbps,
+            rtt_us,
+        })
+        .collect();
+    Ok(node)
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_crds::CpuProfile;
+
+    use super::*;
+
+    fn machine() -> NodeProfileStatus {
+        let cpu = |id| CpuProfile {
+            id,
+            core: id,
+            ..CpuProfile::default()
+        };
+        let mut machine = NodeProfileStatus {
+            node: "here".to_owned(),
+            cpus: (0..4).map(cpu).collect(),
+            ..NodeProfileStatus::default()
+        };
+        machine.memory.available_bytes = 8 << 30;
+        machine
+    }
+
+    fn nodes(texts: &[&str]) -> anyhow::Result<Vec<NodeProfileStatus>> {
+        let boxes: Result<Vec<BoxArg>, String> = texts.iter().map(|text| text.parse()).collect();
+        split(machine(), &boxes.map_err(anyhow::Error::msg)?)
+    }
+
+    #[test]
+    fn a_machine_stands_for_several_nodes() {
+        assert_eq!(nodes(&[]).expect("itself"), [machine()]);
+        let nodes = nodes(&["attic:memory=4Gi,cpus=0-1,3", "office:cpus=2,memory=1Gi"]);
+        let nodes = nodes.expect("two nodes");
+        let [attic, office] = nodes.as_slice() else {
+            panic!("{nodes:?}");
+        };
+        let cpus = |node: &NodeProfileStatus| node.cpus.iter().map(|c| c.id).collect::<Vec<_>>();
+        assert_eq!((cpus(attic), cpus(office)), (vec![0, 1, 3], vec![2]));
+        assert_eq!(attic.memory.available_bytes, 4 << 30);
+        assert_eq!(attic.links[0].peer, "office");
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_with_the_value() {
+        for (texts, words) in [
+            (&["attic"][..], "attic:memory=2Gi"),
+            (&["Attic:memory=1Gi"], "\"Attic\""),
+            (&["attic:memory=lots"], "memory is \"lots\""),
+            (&["attic:cpus=0"], "attic:memory=2Gi"),
+            (&["attic:memory=1Gi,cpus=3-1"], "cpus is \"3-1\""),
+            (&["attic:memory=1Gi,cpus=9"], "no such CPU"),
+            (&["attic:memory=1Gi,disk=2"], "cpus"),
+            (&["a:memory=1Gi", "a:memory=1Gi"], "given twice"),
+            (&["a:memory=7Gi", "b:memory=7Gi"], "8.0 GiB free"),
+        ] {
+            let error = nodes(texts).expect_err(words).to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}

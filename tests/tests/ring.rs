@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use futures::future::join_all;
-use hearth_tests::{Answer, Rank, Ranks, chat_body, chat_stream, free_port};
+use hearth_tests::{Answer, Rank, Ranks, Up, UpOptions, chat_body, chat_stream, free_port, root};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -111,14 +111,18 @@ async fn answers_that_begin(
     begun: impl Fn(usize),
 ) -> Vec<Answer> {
     let v1 = format!("{}/v1", gateway.base());
+    streams(&v1, numbers, begun).await
+}
+
+async fn streams(v1: &str, numbers: std::ops::Range<usize>, begun: impl Fn(usize)) -> Vec<Answer> {
     let ask = async |number| {
         let each = |pieces, _: &str| {
             if pieces == 1 {
                 begun(number);
             }
         };
-        let answer = chat_stream(&v1, &body(number), each).await;
-        answer.unwrap_or_else(|error| panic!("{number}: {error:#}\n{}", gateway.output()))
+        let answer = chat_stream(v1, &body(number), each).await;
+        answer.unwrap_or_else(|error| panic!("{number}: {error:#}"))
     };
     join_all(numbers.map(ask)).await
 }
@@ -225,6 +229,38 @@ async fn stages_that_are_told_to_end_wait_for_their_head() {
     assert_eq!(begun.get(), 4);
     for member in &mut ring.members {
         assert!(member.wait().success(), "{}", member.name);
+    }
+}
+
+#[tokio::test]
+async fn hearth_up_runs_a_ring_on_one_machine_that_stands_for_three() {
+    let want = expected(0..4).await;
+    let nodes = [
+        "attic:memory=420Mi",
+        "cellar:memory=350Mi",
+        "office:memory=300Mi",
+    ];
+    let up = Up::start(&UpOptions {
+        file: Some(root().join("manifests/examples/demo-ring.yaml")),
+        arguments: nodes
+            .iter()
+            .flat_map(|node| ["--node".to_owned(), (*node).to_owned()])
+            .collect(),
+        ..UpOptions::default()
+    });
+    for rank in ["gateway-0", "decode-0", "stage-0", "stage-1"] {
+        assert!(up.pid(rank) > 0);
+    }
+    assert_eq!(streams(&up.v1(), 0..4, |_| {}).await, want);
+    for rank in ["stage-1", "decode-0"] {
+        let begun = Cell::new(0);
+        let kill = |_| {
+            begun.set(begun.get() + 1);
+            if begun.get() == 2 {
+                up.signal(rank, Signal::KILL);
+            }
+        };
+        assert_eq!(streams(&up.v1(), 0..4, kill).await, want, "{rank}");
     }
 }
 

@@ -2,7 +2,9 @@
 
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
-use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
+use hearth_crds::{
+    InferencePlanSpec, PlanRank, PlanRole, PlanStrategy, RankDevice, ResidencyPolicy,
+};
 use hearth_planner::format_cpu_list;
 
 use crate::terminal::ui::{bytes, milliseconds};
@@ -26,7 +28,11 @@ pub(crate) fn headline(plan: &InferencePlanSpec) -> String {
     nodes.dedup();
     format!(
         "{} on {}, TTFT {} at {} tokens, TPOT {}",
-        format!("{:?}", plan.strategy).to_lowercase(),
+        match plan.strategy {
+            PlanStrategy::Hybrid => "hybrid",
+            PlanStrategy::PipedRing => "piped ring",
+            PlanStrategy::Interleaved => "interleaved",
+        },
         nodes.join(", "),
         milliseconds(plan.predicted.ttft_ms),
         plan.predicted.ttft_prompt_tokens,

@@ -117,6 +117,8 @@ fn part(
     let mut node = machine.clone();
     node.node.clone_from(&it.name);
     node.gpus.clear();
+    // It is said once.
+    node.busy_percent = node.busy_percent.filter(|_| it == &boxes[0]);
     if let Some(cpus) = &it.cpus {
         let missing = cpus
             .iter()

@@ -11,6 +11,7 @@ mod pinning;
 mod ready;
 mod refusals;
 mod release;
+mod rings;
 mod scaling;
 #[path = "../../../worker/fetch/tests/support/mod.rs"]
 mod server;

@@ -276,13 +276,13 @@ fn node_of_decode(cluster: &Cluster) -> String {
     node.unwrap_or_default().to_owned()
 }
 
-fn plan_of(cluster: &Cluster, found: &Value) -> Value {
+pub(crate) fn plan_of(cluster: &Cluster, found: &Value) -> Value {
     let name = found["status"]["plan"]["name"].as_str().expect("a plan");
     let plan = cluster.get("inferenceplan", "default", name);
     plan.expect("the plan")["spec"].clone()
 }
 
-fn rank<'a>(plan: &'a Value, role: &str) -> &'a Value {
+pub(crate) fn rank<'a>(plan: &'a Value, role: &str) -> &'a Value {
     let ranks = plan["ranks"].as_array().expect("ranks");
     let found = ranks.iter().find(|rank| rank["role"] == role);
     found.unwrap_or_else(|| panic!("no {role} in {plan:#}"))

@@ -90,8 +90,9 @@ fn members(chosen: &Chosen<'_>, kept: &[Kept], why: &mut Vec<String>) {
             _ => "",
         };
         why.push(format!(
-            "{}: layers {}{ends}, {memory}",
+            "{}: layer{} {}{ends}, {memory}",
             chosen.node(place),
+            if chosen.layers(place) == 1 { "" } else { "s" },
             windows.join(", ")
         ));
     }
@@ -171,7 +172,10 @@ fn left_out(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
 
 fn alternatives(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
     let choice = &chosen.choice;
-    for other in choice.alternatives.iter().take(MOST_ALTERNATIVES) {
+    // One worker passes its layers in one round.
+    let others = choice.alternatives.iter();
+    let others = others.filter(|other| other.order.len() > 1 || other.rounds == 1);
+    for other in others.take(MOST_ALTERNATIVES) {
         let rounds = match other.rounds {
             1 => "once around".to_owned(),
             rounds => format!("{rounds} times around"),

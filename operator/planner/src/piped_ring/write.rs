@@ -43,7 +43,7 @@ impl Chosen<'_> {
     }
 
     /// Number of layers of the member at a place.
-    fn layers(&self, place: usize) -> u64 {
+    pub(super) fn layers(&self, place: usize) -> u64 {
         self.windows(place)
             .map(|window| window.layers.len() as u64)
             .sum()

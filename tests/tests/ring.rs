@@ -16,6 +16,8 @@ const MEMBERS: [(&str, &str, &[[u32; 2]]); 3] = [
 ];
 /// Tokens of an answer.
 const LONG: u32 = 96;
+/// Time that a process gets for its answers once it is told to end, by default.
+const GRACE: Duration = Duration::from_secs(30);
 /// Longest time until something happens; a busy machine with an unoptimised build needs some.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -227,9 +229,12 @@ async fn stages_that_are_told_to_end_wait_for_their_head() {
         want
     );
     assert_eq!(begun.get(), 4);
+    let drained = Instant::now();
     for member in &mut ring.members {
         assert!(member.wait().success(), "{}", member.name);
     }
+    // Nobody waits for the end of the grace period.
+    assert!(drained.elapsed() < GRACE / 2, "{:?}", drained.elapsed());
 }
 
 #[tokio::test]

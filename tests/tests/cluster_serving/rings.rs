@@ -18,6 +18,8 @@ fn rings_lose_no_token_when_members_die_or_are_replaced() {
     let spec = json!({
         "strategy": "PipedRing",
         "model": {"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512},
+        // Where KV is bound to NUMA nodes, all of it is touched, and there is no machine behind each node.
+        "placement": {"numa": "Any"},
         "decode": {"maxBatch": 8, "kvCache": {"memory": more_than_a_node_has(&cluster)}},
     });
     cluster.apply(&deployment("demo", spec).to_string());

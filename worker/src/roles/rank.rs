@@ -168,6 +168,7 @@ async fn serve(
 
     let grace = Duration::from_secs(u64::from(args.process.grace));
     let engine = worker.engine.clone();
+    let membership = worker.membership.clone();
     let ending = health.clone();
     let (has_drained, drained) = oneshot::channel();
     let shutdown = async move {
@@ -177,6 +178,10 @@ async fn serve(
         ending.end().await;
         if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
+        }
+        // Its streams would keep the listener open.
+        if let Some(membership) = membership {
+            membership.leave();
         }
         let _ = has_drained.send(until);
     };

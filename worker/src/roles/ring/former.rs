@@ -143,6 +143,9 @@ impl Former for NetFormer {
             std::thread::sleep(left.min(RETRY_PERIOD));
             Ok(None)
         };
+        if self.membership.has_left() {
+            return later();
+        }
         let members = match self.addresses.of(&self.names) {
             Ok(Ok(members)) => members,
             Ok(Err(name)) => {

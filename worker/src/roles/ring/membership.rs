@@ -1,6 +1,7 @@
 //! The service of a member: takes messages of the group that it belongs to now.
 
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -28,6 +29,8 @@ struct State {
     current: watch::Sender<Option<Arc<NetGroup>>>,
     /// What a member that is not the head agrees to.
     follower: Option<Follower>,
+    /// Set once this rank is about to end.
+    has_left: AtomicBool,
 }
 
 /// A member that joins when the head asks it to.
@@ -53,6 +56,7 @@ impl Membership {
         Self(Arc::new(State {
             current: watch::Sender::new(None),
             follower: None,
+            has_left: AtomicBool::new(false),
         }))
     }
 
@@ -60,7 +64,21 @@ impl Membership {
         Self(Arc::new(State {
             current: watch::Sender::new(None),
             follower: Some(follower),
+            has_left: AtomicBool::new(false),
         }))
+    }
+
+    /// Leaves its group for good, so that no stream of it is open: the others learn that this rank is about to end.
+    pub(in crate::roles) fn leave(&self) {
+        self.0.has_left.store(true, Ordering::Relaxed);
+        if let Some(group) = self.0.current.borrow().as_ref() {
+            group.leave();
+        }
+    }
+
+    /// Whether it has left for good.
+    pub(super) fn has_left(&self) -> bool {
+        self.0.has_left.load(Ordering::Relaxed)
     }
 
     /// Whether nobody needs this rank: it belongs to no group that can go on.
@@ -73,6 +91,9 @@ impl Membership {
     pub(super) fn enter(&self, group: &Arc<NetGroup>) {
         if let Some(before) = self.0.current.send_replace(Some(Arc::clone(group))) {
             before.leave();
+        }
+        if self.has_left() {
+            group.leave();
         }
     }
 

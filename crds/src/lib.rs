@@ -24,6 +24,7 @@ mod model;
 mod place;
 mod plan;
 mod plan_record;
+mod plan_ring;
 mod plan_weights;
 mod pod_template;
 mod process;
@@ -65,6 +66,7 @@ pub use model::*;
 pub use place::{PLACE_DIRECTORY, TLS_DIRECTORY, tls_name};
 pub use plan::*;
 pub use plan_record::*;
+pub use plan_ring::*;
 pub use plan_weights::*;
 pub use pod_template::*;
 pub use process::{

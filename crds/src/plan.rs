@@ -9,6 +9,7 @@ use crate::deployment::{ObjectivesSpec, Pinning};
 #[cfg(feature = "kube")]
 use crate::plan_record::InferencePlanStatus;
 use crate::plan_record::PlanInputs;
+use crate::plan_ring::PlanRing;
 use crate::plan_weights::{PlanDeviceMemory, PlanResidency, ResidencyPolicy};
 
 /// All decisions for one generation of a deployment. Immutable: a new decision is a new plan.
@@ -292,11 +293,6 @@ impl<'a> RankDevice<'a> {
 }
 
 impl PlanRank {
-    /// Whether this rank is the head of a ring: it finds the other members by routes, as a gateway finds workers.
-    pub fn is_ring_head(&self) -> bool {
-        self.ring.as_ref().is_some_and(|ring| ring.place == 0)
-    }
-
     /// Returns the device that holds this rank's weights and KV cache and does its arithmetic.
     pub fn device(&self) -> RankDevice<'_> {
         match self.gpu_uuids.first() {
@@ -461,31 +457,6 @@ impl PlanRole {
     }
 }
 
-/// A rank's place in a ring: a pass goes from the head through the other places in their order, and around again until all
-/// layers are computed (prima.cpp, section 3.1).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase")]
-pub struct PlanRing {
-    /// Name of the head, the decode rank that has embedding and output head.
-    pub head: String,
-    /// Its place, from 0, which is the head's.
-    pub place: u32,
-    /// Its layers: a window a round, in the order of the layers.
-    pub windows: Vec<PlanWindow>,
-}
-
-/// Layers that a rank computes without a break.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
-#[serde(rename_all = "camelCase")]
-pub struct PlanWindow {
-    /// The first of them, from 0.
-    pub first_layer: u32,
-    /// Their number.
-    pub layers: u32,
-}
-
 /// The KV cache of a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
@@ -583,15 +554,6 @@ impl InferencePlanSpec {
     pub fn second_in_pod_of(&self, name: &str) -> Option<&PlanRank> {
         let mut ranks = self.ranks.iter();
         ranks.find(|rank| rank.in_pod_of.as_deref() == Some(name))
-    }
-
-    /// Returns the ranks of the ring whose head has that name, in the order of their places; empty if there is none.
-    pub fn ring_of(&self, head: &str) -> Vec<(&PlanRank, &PlanRing)> {
-        let in_rings = self.ranks.iter();
-        let in_rings = in_rings.filter_map(|rank| Some((rank, rank.ring.as_ref()?)));
-        let mut members: Vec<_> = in_rings.filter(|(_, ring)| ring.head == head).collect();
-        members.sort_by_key(|(_, ring)| ring.place);
-        members
     }
 
     /// Returns all ranks of a role, by ascending index.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hearth_crds::{InferencePlan, PlanRank, PlanRole, Route, Routes};
 
 use crate::names::{GATEWAY_PORT, SECOND_WORKER_PORT, WORKER_PORT, host_port};
-use crate::observed::PodView;
+use crate::observed::{PodRole, PodView};
 
 /// Numbers of ready Pods that a gateway can send requests to now, by role: `(decode, prefill)`.
 pub fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) {
@@ -75,6 +75,15 @@ pub fn endpoint(pod: &PodView) -> Option<String> {
 pub fn routes_of(gateway: &PodView) -> Vec<Route> {
     let routes: Result<Routes, _> = serde_json::from_str(&gateway.routes);
     routes.unwrap_or_default().workers
+}
+
+/// Whether a Pod is the head of a ring of which `other` is another member.
+pub fn leads(head: &PodView, other: &PodView) -> bool {
+    let is_worker = head.role == PodRole::Rank(PlanRole::Decode) && head.name != other.name;
+    is_worker
+        && routes_of(head)
+            .iter()
+            .any(|route| endpoints(other).any(|endpoint| endpoint == route.endpoint))
 }
 
 /// Encodes routes as gateways read them.

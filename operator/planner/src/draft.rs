@@ -1,6 +1,9 @@
 //! A finished placement, before it is written down as a plan.
 
-use hearth_crds::{NodeProfileStatus, PlanKvType, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
+use hearth_crds::{
+    NodeProfileStatus, PlanKvType, PlanPrediction, PlanRank, PlanRole, PlanRouting, PlanStrategy,
+    RankDevice, ResidencyPolicy,
+};
 
 use crate::gpus::GpuSlot;
 use crate::host_experts::HostChoice;
@@ -11,6 +14,9 @@ use crate::estimator::Estimator;
 use crate::input::PlanInput;
 use crate::memory::Demand;
 use crate::place::{Placement, Refused};
+
+/// Longest stall of a decode rank's streams caused by one chunk, if the spec sets no time per output token.
+pub(crate) const DEFAULT_STALL_MS: f64 = 100.0;
 
 /// A placement with everything needed to write it down as a plan.
 pub(crate) struct Draft<'a> {
@@ -23,6 +29,17 @@ pub(crate) struct Draft<'a> {
     pub estimator: &'a Estimator<'a>,
     pub key_type: PlanKvType,
     pub value_type: PlanKvType,
+}
+
+/// What differs between plans of one input.
+pub(crate) struct Written {
+    pub strategy: PlanStrategy,
+    pub ranks: Vec<PlanRank>,
+    pub routing: PlanRouting,
+    pub predicted: PlanPrediction,
+    pub mixed_numerics: Vec<String>,
+    pub why: Vec<String>,
+    pub not_chosen: Vec<String>,
 }
 
 impl<'a> Draft<'a> {

@@ -39,6 +39,7 @@ mod ring_error;
 mod ring_problem;
 mod ring_simulator;
 mod routing;
+mod sentences;
 mod stream_loading;
 mod write;
 

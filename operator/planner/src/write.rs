@@ -8,7 +8,7 @@ use hearth_crds::{
 };
 
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
-use crate::draft::{Draft, ranks_of};
+use crate::draft::{DEFAULT_STALL_MS, Draft, Written, ranks_of};
 use crate::gpus::{GpuSlot, NodeOffer};
 use crate::host_experts::HostChoice;
 use crate::memory::{BLOCK_TOKENS, NodeBudget, PREFILL_BATCH};
@@ -17,8 +17,6 @@ use crate::numerics::mixed_pools;
 use crate::predict::{Predictor, rounded};
 use crate::reasons;
 
-/// Longest stall of a decode rank's streams caused by one chunk, if the spec sets no time per output token.
-pub(crate) const DEFAULT_STALL_MS: f64 = 100.0;
 /// Version of plans that streams experts, has CPUs compute them, or has a virtual device.
 const EXPERTS_VERSION: u32 = 2;
 
@@ -39,17 +37,6 @@ fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
         (PlanRole::Prefill, None) => host.budget.prefill_kv_bytes,
         (PlanRole::Decode, None) => host.budget.decode_kv_bytes,
     }
-}
-
-/// What differs between plans of one input.
-pub(crate) struct Written {
-    pub strategy: PlanStrategy,
-    pub ranks: Vec<PlanRank>,
-    pub routing: PlanRouting,
-    pub predicted: PlanPrediction,
-    pub mixed_numerics: Vec<String>,
-    pub why: Vec<String>,
-    pub not_chosen: Vec<String>,
 }
 
 impl Draft<'_> {

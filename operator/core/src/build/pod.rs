@@ -1,7 +1,7 @@
 //! Pods of ranks, and Pods that read a model's facts.
 
 use hearth_crds::{
-    InferencePlanSpec, ModelSource, PLACE_DIRECTORY, PlanRank, PlanRing, PlanRole, TLS_DIRECTORY,
+    InferencePlanSpec, ModelSource, PLACE_DIRECTORY, PlanRank, PlanRole, TLS_DIRECTORY,
     TolerationSpec, tls_name,
 };
 use k8s_openapi::api::core::v1::{
@@ -49,9 +49,7 @@ pub fn rank_pod(
     let role = rank.role.as_str();
     let is_gateway = rank.role == PlanRole::Gateway;
     let second = plan.second_in_pod_of(&rank.name);
-    let mut ranks = vec![(rank, endpoint(is_gateway))];
-    ranks.extend(second.map(|second| (second, any_address(SECOND_WORKER_PORT))));
-    let slice = slice(plan, &ranks);
+    let slice = slice(plan, &addressed((rank, second), is_gateway));
     let held = Held::of(plan, rank);
     let image = image(context, plan);
     let arguments = rank_arguments(context, (rank, second), is_gateway);
@@ -96,24 +94,12 @@ pub fn rank_pod(
     let form = short_digest(serde_json::to_string(&pod).unwrap_or_default());
     let name = format!("{}-{}-{hash}", context.name(), rank.name);
     pod.metadata.name = Some(name.clone());
-    let slice = serde_json::to_string(&slice).unwrap_or_default();
-    let generation = plan.generation.to_string();
-    let annotations = [
-        (ANNOTATION_PLAN, &*slice),
-        (ANNOTATION_PLAN_GENERATION, &generation),
-        (ANNOTATION_RANK_HASH, &hash),
-        (ANNOTATION_FORM, &form),
-    ];
-    let all = pod.metadata.annotations.get_or_insert_default();
-    all.extend(texts(annotations));
+    annotate(&mut pod, &slice, (&hash, &form));
     DesiredPod {
         rank: rank.name.clone(),
         role: rank.role,
         second: second.map(SecondRank::of),
-        ring: match rank.is_ring_head() {
-            true => names_of(&plan.ring_of(&rank.name)),
-            false => Vec::new(),
-        },
+        ring: ring_of(plan, rank),
         form,
         name,
         node: rank.node.clone(),
@@ -127,9 +113,34 @@ pub fn rank_pod(
     }
 }
 
-fn names_of(members: &[(&PlanRank, &PlanRing)]) -> Vec<String> {
-    let names = members.iter().map(|(member, _)| member.name.clone());
-    names.collect()
+/// Writes what a Pod is told of its plan, and what is kept of how it was made.
+fn annotate(pod: &mut Pod, slice: &InferencePlanSpec, (hash, form): (&str, &str)) {
+    let text = serde_json::to_string(slice).unwrap_or_default();
+    let generation = slice.generation.to_string();
+    let annotations = [
+        (ANNOTATION_PLAN, &*text),
+        (ANNOTATION_PLAN_GENERATION, &generation),
+        (ANNOTATION_RANK_HASH, hash),
+        (ANNOTATION_FORM, form),
+    ];
+    let all = pod.metadata.annotations.get_or_insert_default();
+    all.extend(texts(annotations));
+}
+
+/// The ranks of a Pod, each with the address that it listens on.
+fn addressed<'a>(
+    (rank, second): (&'a PlanRank, Option<&'a PlanRank>),
+    is_gateway: bool,
+) -> Vec<(&'a PlanRank, String)> {
+    let mut ranks = vec![(rank, endpoint(is_gateway))];
+    ranks.extend(second.map(|second| (second, any_address(SECOND_WORKER_PORT))));
+    ranks
+}
+
+/// Names of the members of the ring whose head a rank is; none for others.
+fn ring_of(plan: &InferencePlanSpec, rank: &PlanRank) -> Vec<String> {
+    let members = plan.ring_of(&rank.name).into_iter();
+    members.map(|(member, _)| member.name.clone()).collect()
 }
 
 /// Grace period of a Pod in seconds.

@@ -4,7 +4,6 @@ use hearth_crds::{PlanRank, PlanRole};
 use jiff::Timestamp;
 
 use crate::names::ROLE_INSPECT;
-use crate::routes::{endpoints, routes_of};
 
 /// Role of a Pod among those of its deployment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,10 +51,11 @@ impl SecondRank {
         }
     }
 
-    /// The rank of that name; `None` if it begins with no role that this version knows.
+    /// The rank of that name; `None` if it begins with no role that this version knows, or is a stage: the head of a ring is
+    /// told of those, which are in Pods of their own.
     pub fn named(rank: String) -> Option<Self> {
         let role = PlanRole::named(rank.rsplit_once('-')?.0)?;
-        Some(Self { rank, role })
+        (role != PlanRole::Stage).then_some(Self { rank, role })
     }
 }
 
@@ -129,15 +129,6 @@ pub struct PodView {
 }
 
 impl PodView {
-    /// Whether it is the head of a ring of which `other` is another member.
-    pub fn is_head_of(&self, other: &Self) -> bool {
-        let is_worker = self.role == PodRole::Rank(PlanRole::Decode) && self.name != other.name;
-        is_worker
-            && routes_of(self)
-                .iter()
-                .any(|route| endpoints(other).any(|endpoint| endpoint == route.endpoint))
-    }
-
     /// Whether it runs a rank of that role.
     pub fn has_role(&self, role: PlanRole) -> bool {
         let second = self.second.as_ref();

@@ -42,7 +42,7 @@ use crate::cause::node_of;
 use crate::decision::{Grace, PodEnd};
 use crate::observed::forbidden::Quota;
 use crate::observed::{PodRole, PodView, Requests};
-use crate::routes::{is_gateway, text};
+use crate::routes::{is_gateway, leads, text};
 
 /// Minimum age of a waiting Pod before it is created again because its form would be different now.
 const REFORM_AFTER: Duration = Duration::from_secs(10);
@@ -415,7 +415,7 @@ impl<'a> Sorted<'a> {
         };
         let goes = |pod: &PodView| self.is_useless(pod) || may_go(pod);
         let ended = self.extra.iter().filter(|pod| {
-            let mut heads = self.extra.iter().filter(|head| head.is_head_of(pod));
+            let mut heads = self.extra.iter().filter(|head| leads(head, pod));
             goes(pod) && heads.all(|head| goes(head))
         });
         ended.map(|pod| end_of(pod, grace_of(pod))).collect()

@@ -6,7 +6,7 @@ use super::problem::{UNMEASURED_LINK, measured_link};
 use super::write::Kept;
 use super::{Chosen, RingPlanning, too_old};
 use crate::draft::{Draft, ranks_of};
-use crate::reasons::{gateways, moment, ms, objectives};
+use crate::sentences::{gateways, moment, ms, objectives};
 
 /// Most slower rings that are told.
 const MOST_ALTERNATIVES: usize = 3;
@@ -22,7 +22,7 @@ pub(super) fn write(
     let mut why = Vec::new();
     topology(chosen, instead, &mut why);
     gateways(ranks, &mut why);
-    moment(draft, &mut why);
+    moment(draft.nodes, draft.demand.facts, &mut why);
     if !chosen.members.too_old.is_empty() {
         why.push(format!("warning: {}", too_old(&chosen.members.too_old)));
     }
@@ -30,7 +30,7 @@ pub(super) fn write(
     kv(planning, kept, &mut why);
     prompts(planning, ranks, predicted, &mut why);
     links(chosen, &mut why);
-    objectives(draft, predicted, &mut why);
+    objectives(&planning.input.spec.objectives, predicted, &mut why);
     let mut not_chosen = Vec::new();
     left_out(chosen, &mut not_chosen);
     alternatives(chosen, &mut not_chosen);

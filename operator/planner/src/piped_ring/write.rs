@@ -7,13 +7,12 @@ use hearth_crds::{
 
 use super::problem::{kv_layer_bytes, ranks};
 use super::{Chosen, RingPlanning, why};
-use crate::draft::Draft;
+use crate::draft::{DEFAULT_STALL_MS, Draft, Written};
 use crate::halda::{Problem, Window};
 use crate::memory::{BLOCK_TOKENS, NodeBudget, free_bytes};
 use crate::node_ranks::{Devices, NodeRanks};
 use crate::place::Placement;
 use crate::predict::rounded;
-use crate::write::{DEFAULT_STALL_MS, Written};
 
 /// Tokens of a chunk that the head reads of a prompt, best first.
 const CHUNKS: [u32; 4] = [256, 128, 64, 32];
@@ -185,7 +184,7 @@ impl RingPlanning<'_> {
     }
 
     /// Makes decode ranks, one on each member's node, the head and the stages of the ring, in the order of its places.
-    fn form(&self, chosen: &Chosen<'_>, kept: &[Kept], ranks: &mut Vec<PlanRank>) {
+    fn form(&self, chosen: &Chosen<'_>, kept: &[Kept], ranks: &mut [PlanRank]) {
         let place_of = |rank: &PlanRank| {
             let mut places = 0..chosen.size();
             places.find(|place| chosen.node(*place) == rank.node)

@@ -4,8 +4,7 @@ mod experts;
 mod gpus;
 
 use hearth_crds::{
-    NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode,
-    STREAMED_DENSE_VERSION, format_bytes,
+    NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode, format_bytes,
 };
 
 use crate::cpus::{CpuLack, core_count, format_cpu_list};
@@ -13,6 +12,7 @@ use crate::draft::{Draft, ranks_of};
 use crate::memory::PREFILL_BATCH;
 use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
+use crate::sentences::{gateways, moment, ms, objectives};
 
 /// Returns `(why, notChosen)`.
 pub(crate) fn write(
@@ -24,14 +24,14 @@ pub(crate) fn write(
     let mut why = Vec::new();
     topology(draft, ranks, &mut why);
     gateways(ranks, &mut why);
-    moment(draft, &mut why);
+    moment(draft.nodes, draft.demand.facts, &mut why);
     weights(draft, ranks, &mut why);
     kv(draft, ranks, &mut why);
     cpus(draft, ranks, &mut why);
     gpus::used(draft, ranks, &mut why);
     experts::used(draft, ranks, &mut why);
     route(draft, ranks, routing, &mut why);
-    objectives(draft, predicted, &mut why);
+    objectives(&draft.input.spec.objectives, predicted, &mut why);
     let mut not_chosen = Vec::new();
     gpus::not_chosen(draft, ranks, &mut not_chosen);
     rings(draft, &mut not_chosen);
@@ -61,40 +61,6 @@ fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
         }
         (_, nodes) => format!("hybrid over {}: {devices}", nodes.join(", ")),
     });
-}
-
-/// Nodes of the gateways if there are several; a single one is on the first decode rank's node.
-pub(crate) fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
-    let all: Vec<&PlanRank> = ranks_of(ranks, PlanRole::Gateway).collect();
-    let mut nodes: Vec<&str> = all.iter().map(|rank| rank.node.as_str()).collect();
-    nodes.sort_unstable();
-    nodes.dedup();
-    if all.len() > 1 {
-        why.push(format!(
-            "{} gateways on {}: while one of them is missing, the others answer new requests",
-            all.len(),
-            nodes.join(", ")
-        ));
-    }
-}
-
-/// Warns of nodes that were busy while they were measured, and of those whose workers are of an earlier version.
-pub(crate) fn moment(draft: &Draft<'_>, why: &mut Vec<String>) {
-    let is_moe = draft.demand.facts.experts > 0;
-    for node in draft.nodes {
-        if is_moe && !node.gpus.is_empty() && node.reads_up_to() < STREAMED_DENSE_VERSION {
-            why.push(format!(
-                "warning: the workers' image, as the agent of {} has it, is of an earlier version: dense modules that stream, and experts that exceed memory beside a GPU, are not planned",
-                node.node
-            ));
-        }
-        if let Some(percent) = node.busy_percent {
-            why.push(format!(
-                "warning: other programs had {percent} % of the CPUs of {} while it was measured: predictions for it are too slow",
-                node.node
-            ));
-        }
-    }
 }
 
 fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
@@ -272,27 +238,6 @@ fn route(draft: &Draft<'_>, ranks: &[PlanRank], routing: &PlanRouting, why: &mut
     ));
 }
 
-pub(crate) fn objectives(draft: &Draft<'_>, predicted: &PlanPrediction, why: &mut Vec<String>) {
-    let asked = &draft.input.spec.objectives;
-    if let Some(limit) = asked.time_to_first_token
-        && predicted.ttft_ms > limit.as_millis_f64()
-    {
-        why.push(format!(
-            "warning: objective timeToFirstToken {limit} will be missed: predicted {} at {} tokens",
-            ms(predicted.ttft_ms),
-            predicted.ttft_prompt_tokens
-        ));
-    }
-    if let Some(limit) = asked.time_per_output_token
-        && predicted.tpot_ms > limit.as_millis_f64()
-    {
-        why.push(format!(
-            "warning: objective timePerOutputToken {limit} will be missed: predicted {} at batch 1",
-            ms(predicted.tpot_ms)
-        ));
-    }
-}
-
 fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
     let total = format_bytes(draft.demand.facts.bytes.total());
     if draft.nodes.len() < 2 {
@@ -377,14 +322,5 @@ fn pinning_alternative(
             "pinning Exclusive on {}: {line}",
             draft.nodes[n].node
         ));
-    }
-}
-
-/// Milliseconds in readable form: `0.6 ms`, `41 ms`, `1.4 s`.
-pub(crate) fn ms(ms: f64) -> String {
-    match ms {
-        ms if ms < 10.0 => format!("{ms:.1} ms"),
-        ms if ms < 1000.0 => format!("{ms:.0} ms"),
-        ms => format!("{:.1} s", ms / 1e3),
     }
 }

@@ -10,7 +10,6 @@ use hearth_controller_core::names::{
 use hearth_controller_core::observed::{
     AgentEndpoint, ContainerEnd, ContainerView, PodRole, PodView, SecondRank,
 };
-use hearth_crds::PlanRole;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;
@@ -429,9 +428,7 @@ fn read_slice(json: &str) -> (u64, SliceRank, Option<SecondRank>) {
     let slice: Slice = serde_json::from_str(json).unwrap_or_default();
     let mut ranks = slice.ranks.into_iter();
     let first = ranks.next().unwrap_or_default();
-    // The head of a ring is told of the stages, which are in Pods of their own.
     let second = ranks.next().and_then(|rank| SecondRank::named(rank.name));
-    let second = second.filter(|second| second.role != PlanRole::Stage);
     (slice.generation, first, second)
 }
 

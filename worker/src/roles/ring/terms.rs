@@ -165,7 +165,8 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_said() {
-        let cases: [(fn(&mut v1::Join), &str); 9] = [
+        type Edit = fn(&mut v1::Join);
+        let cases: [(Edit, &str); 9] = [
             (|join| join.rank = 0, "its rank: 1"),
             (
                 |join| join.members[1].name = "stage-1".into(),

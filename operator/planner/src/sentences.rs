@@ -1,0 +1,77 @@
+//! Sentences that plans of every topology have.
+
+use hearth_crds::{
+    ModelFacts, NodeProfileStatus, ObjectivesSpec, PlanPrediction, PlanRank, PlanRole,
+    STREAMED_DENSE_VERSION,
+};
+
+/// Nodes of the gateways if there are several; a single one is on the first decode rank's node.
+pub(crate) fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
+    let all: Vec<&PlanRank> = ranks
+        .iter()
+        .filter(|rank| rank.role == PlanRole::Gateway)
+        .collect();
+    let mut nodes: Vec<&str> = all.iter().map(|rank| rank.node.as_str()).collect();
+    nodes.sort_unstable();
+    nodes.dedup();
+    if all.len() > 1 {
+        why.push(format!(
+            "{} gateways on {}: while one of them is missing, the others answer new requests",
+            all.len(),
+            nodes.join(", ")
+        ));
+    }
+}
+
+/// Warns of nodes that were busy while they were measured, and of those whose workers are of an earlier version.
+pub(crate) fn moment(nodes: &[&NodeProfileStatus], facts: &ModelFacts, why: &mut Vec<String>) {
+    let is_moe = facts.experts > 0;
+    for node in nodes {
+        if is_moe && !node.gpus.is_empty() && node.reads_up_to() < STREAMED_DENSE_VERSION {
+            why.push(format!(
+                "warning: the workers' image, as the agent of {} has it, is of an earlier version: dense modules that stream, and experts that exceed memory beside a GPU, are not planned",
+                node.node
+            ));
+        }
+        if let Some(percent) = node.busy_percent {
+            why.push(format!(
+                "warning: other programs had {percent} % of the CPUs of {} while it was measured: predictions for it are too slow",
+                node.node
+            ));
+        }
+    }
+}
+
+/// Warns of objectives that the prediction misses.
+pub(crate) fn objectives(
+    asked: &ObjectivesSpec,
+    predicted: &PlanPrediction,
+    why: &mut Vec<String>,
+) {
+    if let Some(limit) = asked.time_to_first_token
+        && predicted.ttft_ms > limit.as_millis_f64()
+    {
+        why.push(format!(
+            "warning: objective timeToFirstToken {limit} will be missed: predicted {} at {} tokens",
+            ms(predicted.ttft_ms),
+            predicted.ttft_prompt_tokens
+        ));
+    }
+    if let Some(limit) = asked.time_per_output_token
+        && predicted.tpot_ms > limit.as_millis_f64()
+    {
+        why.push(format!(
+            "warning: objective timePerOutputToken {limit} will be missed: predicted {} at batch 1",
+            ms(predicted.tpot_ms)
+        ));
+    }
+}
+
+/// Milliseconds in readable form: `0.6 ms`, `41 ms`, `1.4 s`.
+pub(crate) fn ms(ms: f64) -> String {
+    match ms {
+        ms if ms < 10.0 => format!("{ms:.1} ms"),
+        ms if ms < 1000.0 => format!("{ms:.0} ms"),
+        ms => format!("{:.1} s", ms / 1e3),
+    }
+}

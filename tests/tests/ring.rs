@@ -145,13 +145,22 @@ async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
     let mut ring = Ring::start();
     assert_eq!(answers(&ring.gateway, 0..8).await, want);
 
+    // Members that the present head has lost.
+    let mut lost = 0;
     for place in [1, 2, 0, 1] {
         let name = MEMBERS[place].1;
         let begun = Instant::now();
         let mut victim = ring.members.remove(place);
-        let asked = answers(&ring.gateway, 0..8);
+        // In the middle of answers: when the last of them has begun.
+        let (begins, mut all_begun) = tokio::sync::mpsc::unbounded_channel();
+        let asked = answers_that_begin(&ring.gateway, 0..8, |number| {
+            // After the last one nobody listens.
+            let _ = begins.send(number);
+        });
         let restarted = async {
-            tokio::time::sleep(Duration::from_millis(150)).await;
+            for _ in 0..8 {
+                all_begun.recv().await;
+            }
             victim.signal(Signal::KILL);
             // Its successor listens on the same port.
             victim.wait();
@@ -164,6 +173,14 @@ async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
         );
         assert_eq!(got, want, "{name}");
         ring.members.insert(place, member);
+        if place > 0 {
+            lost += 1;
+            let output = ring.members[0].output();
+            let again = output.matches("complete again").count();
+            assert_eq!(again, lost, "{output}");
+        } else {
+            lost = 0;
+        }
     }
 }
 

@@ -39,7 +39,7 @@ impl fmt::Display for Numerics {
 }
 
 /// Kernels that a worker selects by default: the best ones that the CPUs support.
-fn of_cpus(isa: &IsaProfile) -> Numerics {
+pub(crate) fn of_cpus(isa: &IsaProfile) -> Numerics {
     if isa.avx512f && isa.avx512bw && isa.avx512vbmi {
         Numerics::Avx512
     } else if isa.avx2 {

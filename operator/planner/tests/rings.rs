@@ -137,6 +137,19 @@ fn a_model_that_no_box_holds_is_on_a_ring_of_them() {
 }
 
 #[test]
+fn members_that_compute_other_bits_are_told() {
+    let says = |plan: &InferencePlanSpec| {
+        let mut why = plan.why.iter();
+        why.any(|line| line.contains("no single machine's"))
+    };
+    assert!(!says(&ring(RING, &qwen3_30b(), &boxes())));
+    let mut nodes = boxes();
+    nodes[1].isa = hearth_crds::IsaProfile::default();
+    let plan = ring(RING, &qwen3_30b(), &nodes);
+    assert!(says(&plan), "{:#?}", plan.why);
+}
+
+#[test]
 fn the_order_of_profiles_does_not_matter() {
     let forward = ring(RING, &qwen3_30b(), &boxes());
     let mut turned = boxes();

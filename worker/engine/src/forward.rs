@@ -354,6 +354,8 @@ impl<B: Backend> Observer<B> for Observing<'_, B> {
     }
 
     fn goes_on(&mut self, done: usize, blocks: usize) -> bool {
+        // Layers on other ranks may take their time; these look after themselves.
+        self.pass.goes_on();
         if self.told_at.elapsed() >= TELL_PERIOD {
             self.told_at = Instant::now();
             self.watch.streamed((self.streamed)());

@@ -18,7 +18,7 @@ pub trait Group: Send + Sync {
     /// Sends a message. It does not wait for the receiver to take it.
     ///
     /// # Errors
-    /// [`GroupError`] if the receiver is lost, or what waits for it is more than may.
+    /// [`GroupError`] if a member is lost.
     fn send(&self, to: usize, tag: Tag, bytes: Vec<u8>) -> Result<(), GroupError>;
 
     /// Waits up to `patience` for the message of this tag; `None` if it has not come.
@@ -46,9 +46,6 @@ pub trait Group: Send + Sync {
 
     /// Records that a member does not do as it should: this rank's group is over.
     fn lose(&self, member: usize, why: &str);
-
-    /// Bytes of messages that were sent to a rank.
-    fn sent_bytes(&self, to: usize) -> u64;
 }
 
 /// A group, and what its members said of themselves when it was formed.

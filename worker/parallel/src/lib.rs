@@ -1,13 +1,13 @@
 //! Ranks that run one model together: the topology axis below the engine.
 //!
-//! A [`Group`] lets ranks send each other bytes by [`Tag`]; collectives are functions over it. A [`Route`] says which rank
+//! A [`Group`] lets ranks send each other bytes by [`Tag`]. A [`Route`] says which rank
 //! computes which window of layers. In a ring (prima.cpp, section 3.1), the head runs a [`hearth_model::Model`] whose
 //! [`hearth_model::OtherRanks`] is a [`RingHead`], and each other rank a [`Stage`], which computes what it is sent.
 //!
 //! **Invariant**: a rank's result is a function of what it is sent. The residual stream travels in f32, unrounded, so that a
 //! ring gives the bits of one process.
 //!
-//! **Invariant**: nothing here waits without an end. A member that is lost ends every wait with an error that names it.
+//! **Invariant**: a member that is lost ends every wait with an error that names it.
 #![forbid(unsafe_code)]
 
 mod group;

@@ -1,7 +1,6 @@
 //! A group whose ranks are threads of one process.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::{Group, GroupError, Mailbox, Message, Tag};
@@ -10,7 +9,6 @@ use crate::{Group, GroupError, Mailbox, Message, Tag};
 pub struct LocalGroup {
     rank: usize,
     mailboxes: Arc<[Mailbox]>,
-    sent_bytes: Vec<AtomicU64>,
 }
 
 impl LocalGroup {
@@ -20,7 +18,6 @@ impl LocalGroup {
         let rank = |rank| Self {
             rank,
             mailboxes: Arc::clone(&mailboxes),
-            sent_bytes: (0..size).map(|_| AtomicU64::new(0)).collect(),
         };
         (0..size).map(rank).collect()
     }
@@ -43,12 +40,18 @@ impl Group for LocalGroup {
         if let Some(error) = self.mailboxes[self.rank].ended() {
             return Err(error);
         }
-        self.sent_bytes[to].fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        self.mailboxes[to].put(Message {
+        let message = Message {
             from: self.rank,
             tag,
             bytes,
-        });
+        };
+        let has_room = match to {
+            0 => self.mailboxes[to].put(message),
+            _ => self.mailboxes[to].put_for_stage(message),
+        };
+        if !has_room {
+            self.lose(to, "it takes less than it is sent");
+        }
         Ok(())
     }
 
@@ -78,10 +81,6 @@ impl Group for LocalGroup {
             member: self.name(member),
             why: why.to_owned(),
         });
-    }
-
-    fn sent_bytes(&self, to: usize) -> u64 {
-        self.sent_bytes[to].load(Ordering::Relaxed)
     }
 }
 

@@ -6,6 +6,9 @@ use std::time::{Duration, Instant};
 
 use crate::{GroupError, Message, Op, Tag};
 
+/// Most messages that may wait, whatever their size: far more than any pass has.
+const MOST_MESSAGES: usize = 1 << 16;
+
 /// Messages to one rank in the order in which they came; any thread may put one.
 pub struct Mailbox {
     state: Mutex<State>,
@@ -34,6 +37,15 @@ impl Mailbox {
         }
     }
 
+    /// Puts a message for a stage. The head runs one pass at a time: it has given up those before, and what of them waits is
+    /// dropped. Returns the same as [`Mailbox::put`].
+    pub fn put_for_stage(&self, message: Message) -> bool {
+        if message.tag.op == Op::Stream {
+            self.forget(message.tag.pass);
+        }
+        self.put(message)
+    }
+
     /// Puts a message. Returns false, and drops it, if more would wait than may.
     pub fn put(&self, message: Message) -> bool {
         let mut state = self.lock();
@@ -41,7 +53,7 @@ impl Mailbox {
             return true;
         }
         let bytes = state.bytes.saturating_add(message.bytes.len());
-        if bytes > self.most_bytes {
+        if bytes > self.most_bytes || state.messages.len() >= MOST_MESSAGES {
             return false;
         }
         state.bytes = bytes;
@@ -200,6 +212,17 @@ mod tests {
         );
         assert_eq!(mailbox.next(NOW), Ok(None));
         assert!(mailbox.put(message(1, tag(1, 3), &[0; 4])));
+    }
+
+    #[test]
+    fn a_stage_takes_nothing_of_a_pass_that_was_given_up() {
+        let mailbox = Mailbox::new(100);
+        for pass in [3, 3, 4] {
+            assert!(mailbox.put_for_stage(message(1, tag(pass, 1), &[pass as u8])));
+        }
+        assert!(mailbox.put_for_stage(message(2, tag(3, 2), &[3])));
+        assert_eq!(mailbox.next(NOW).unwrap().unwrap().tag, tag(4, 1));
+        assert_eq!(mailbox.next(NOW), Ok(None));
     }
 
     #[test]

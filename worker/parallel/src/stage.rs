@@ -85,11 +85,7 @@ impl<B: Backend> Stage<B> {
             let Some(message) = group.next(CHECK_PERIOD)? else {
                 continue;
             };
-            let (from, tag) = (message.from, message.tag);
-            if from == 0 {
-                // The head runs one pass at a time: it has given up those before.
-                group.forget(tag.pass);
-            }
+            let tag = message.tag;
             self.progress.set(Some(Instant::now()));
             let computed = catch_unwind(AssertUnwindSafe(|| self.compute(route, message)));
             self.progress.set(None);

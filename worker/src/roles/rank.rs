@@ -232,8 +232,9 @@ async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
         tokio::time::sleep(HEALTH_PERIOD).await;
         layers.end_if_stuck(engine.at_layer_for());
         match engine.health() {
-            // A group that is not complete says so itself, and requests wait.
-            EngineHealth::Healthy | EngineHealth::Apart(_) => {
+            // Requests wait until the group has formed anew; the log says which member is missing.
+            EngineHealth::Apart(_) => {}
+            EngineHealth::Healthy => {
                 if since.take().is_some() {
                     health.set_ready(true).await;
                     send_report(&WorkerReport::Healthy);

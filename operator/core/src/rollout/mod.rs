@@ -401,7 +401,7 @@ impl<'a> Sorted<'a> {
         let blocked = self.blocked_gateway(mode);
         let may_go = |pod: &PodView| {
             if let Some(place) = blocked {
-                return place.has(pod) && self.may_unblock(pod, place);
+                return self.is_in_way(pod, place) && self.may_unblock(pod, place);
             }
             if !self.gateway_is_ready() {
                 return false;
@@ -441,7 +441,13 @@ impl<'a> Sorted<'a> {
     /// Whether a Pod is about to make room for a gateway of the target.
     fn makes_room(&self, pod: &PodView, mode: Mode) -> bool {
         self.blocked_gateway(mode)
-            .is_some_and(|place| place.has(pod))
+            .is_some_and(|place| self.is_in_way(pod, place))
+    }
+
+    /// Whether a Pod must end for a place to have more room: it is there, or heads a ring whose members there end with it.
+    fn is_in_way(&self, pod: &PodView, place: Place<'_>) -> bool {
+        let mut others = self.extra.iter();
+        place.has(pod) || others.any(|other| leads(pod, other) && place.has(other))
     }
 
     /// Place in which the target's gateway finds no room beside what must go.

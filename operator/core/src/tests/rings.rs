@@ -5,6 +5,7 @@ use hearth_crds::Routes;
 use super::rollout::watch;
 use super::sim::{PACE, Sim, is_quiet, rooms, want};
 use crate::rollout::{Mode, Want};
+use crate::testing::MIB;
 
 /// A gateway and a ring over three nodes.
 fn ring(hash: &str) -> Vec<Want> {
@@ -79,4 +80,16 @@ fn the_members_of_a_ring_stay_as_long_as_its_head() {
         );
         assert_eq!(routes(&sim, "demo-gateway-0-a"), ["decode-0"]);
     }
+}
+
+#[test]
+fn a_gateway_gets_the_room_of_a_stage_whose_head_is_elsewhere() {
+    let mut sim = running(400);
+    let mut new = ring("b");
+    // Its node has room for this beside the new stage, and not beside the old one.
+    new[2].memory_bytes = 250 * MIB;
+    new.push(want("gateway-1", "b", "office", 150));
+    let modes = sim.settle(&new, |sim, _| sim.assert_capacity());
+    assert_eq!(modes, [Mode::OldDownFirst, Mode::Alone]);
+    assert!(sim.serves(&new));
 }

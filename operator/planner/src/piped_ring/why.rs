@@ -6,6 +6,7 @@ use super::problem::{UNMEASURED_LINK, measured_link};
 use super::write::Kept;
 use super::{Chosen, RingPlanning, too_old};
 use crate::draft::{Draft, ranks_of};
+use crate::numerics::of_cpus;
 use crate::sentences::{gateways, moment, ms, objectives};
 
 /// Most slower rings that are told.
@@ -30,6 +31,7 @@ pub(super) fn write(
     kv(planning, kept, &mut why);
     prompts(planning, ranks, predicted, &mut why);
     links(chosen, &mut why);
+    numerics(chosen, &mut why);
     objectives(&planning.input.spec.objectives, predicted, &mut why);
     let mut not_chosen = Vec::new();
     left_out(chosen, &mut not_chosen);
@@ -144,6 +146,24 @@ fn links(chosen: &Chosen<'_>, why: &mut Vec<String>) {
             UNMEASURED_LINK.gbps,
             UNMEASURED_LINK.latency_ms,
             unmeasured.join(", ")
+        ));
+    }
+}
+
+/// Says where members compute other bits than each other: then no machine alone gives the ring's.
+fn numerics(chosen: &Chosen<'_>, why: &mut Vec<String>) {
+    let of = |place: usize| {
+        let node = chosen.members.nodes[chosen.choice.order[place]].node;
+        (of_cpus(&node.isa), &*node.node)
+    };
+    let kinds: Vec<String> = (0..chosen.size())
+        .map(of)
+        .map(|(kind, node)| format!("{node} with {kind}"))
+        .collect();
+    if (0..chosen.size()).any(|place| of(place).0 != of(0).0) {
+        why.push(format!(
+            "{} compute with different bits: answers are those of this ring, the same each time, and no single machine's",
+            kinds.join(", ")
         ));
     }
 }

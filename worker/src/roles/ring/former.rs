@@ -166,7 +166,10 @@ impl Former for NetFormer {
             self.join.waiting_bytes as usize,
             self.clients.clone(),
         ));
-        self.membership.enter(&group);
+        if let Err(known) = self.membership.enter(&group) {
+            self.last_epoch.fetch_max(known, Ordering::Relaxed);
+            return later();
+        }
         match self.invite(&group, &told, deadline) {
             Ok(Some(numerics)) => {
                 tracing::info!(

@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures::Stream;
 use hearth_parallel::{Group, Route, Tag};
@@ -19,6 +20,9 @@ use super::terms::Terms;
 
 /// Metadata of a refusal: the epoch that the member knows, which is not older than the one that it refuses.
 pub(super) const EPOCH: &str = "hearth-epoch";
+
+/// Most bytes of messages that may wait here, whatever the head asks.
+const MOST_WAITING_BYTES: u64 = 8 << 30;
 
 /// Implements `hearth.v1.Group`; clones are the same member.
 #[derive(Clone)]
@@ -88,13 +92,23 @@ impl Membership {
     }
 
     /// Belongs to this group from now on, and to none before.
-    pub(super) fn enter(&self, group: &Arc<NetGroup>) {
-        if let Some(before) = self.0.current.send_replace(Some(Arc::clone(group))) {
-            before.leave();
-        }
+    ///
+    /// # Errors
+    /// The epoch that it knows, if the group's is not later.
+    pub(super) fn enter(&self, group: &Arc<NetGroup>) -> Result<(), u64> {
+        let mut known = 0;
+        let is_later = self.0.current.send_if_modified(|current| {
+            known = current.as_ref().map_or(0, |current| current.epoch);
+            let is_later = group.epoch > known;
+            if is_later && let Some(before) = current.replace(Arc::clone(group)) {
+                before.leave();
+            }
+            is_later
+        });
         if self.has_left() {
             group.leave();
         }
+        is_later.then_some(()).ok_or(known)
     }
 
     /// Joins a group that the head forms.
@@ -118,23 +132,19 @@ impl Membership {
             .terms
             .agree(asked)
             .map_err(Status::failed_precondition)?;
-        let known = self
-            .0
-            .current
-            .borrow()
-            .as_ref()
-            .map_or(0, |group| group.epoch);
-        if epoch <= known {
-            return Err(stale(epoch, known));
+        if epoch > latest_epoch() {
+            return Err(Status::failed_precondition(format!(
+                "epoch {epoch} is more than a day ahead: set the clocks of the nodes"
+            )));
         }
         let group = Arc::new(NetGroup::new(
             epoch,
             asked.rank as usize,
             members,
-            asked.waiting_bytes as usize,
+            asked.waiting_bytes.min(MOST_WAITING_BYTES) as usize,
             follower.clients.clone(),
         ));
-        self.enter(&group);
+        self.enter(&group).map_err(|known| stale(epoch, known))?;
         let joined = follower.joined.lock();
         let joined = joined.unwrap_or_else(PoisonError::into_inner);
         let (taken, is_taken) = oneshot::channel();
@@ -164,6 +174,14 @@ impl Membership {
             ))),
         }
     }
+}
+
+/// The latest epoch that a head may give now: by its clock, which may be a day ahead. One that is later would refuse all that
+/// follow.
+fn latest_epoch() -> u64 {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(u64::MAX, |now| (now + DAY).as_millis() as u64)
 }
 
 /// Refuses an epoch that is not newer than the one that is known.
@@ -204,6 +222,11 @@ impl v1::group_server::Group for Membership {
             let size = group.size();
             return Err(Status::invalid_argument(format!(
                 "rank {from} is no other one of the {size} members"
+            )));
+        }
+        if !group.hears(from) {
+            return Err(Status::already_exists(format!(
+                "rank {from} has opened its way here already"
             )));
         }
         let numerics = self.0.follower.as_ref().map(|f| f.numerics.clone());

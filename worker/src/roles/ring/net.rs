@@ -1,7 +1,6 @@
 //! A group whose ranks are processes, over gRPC.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -43,7 +42,8 @@ pub(super) struct NetGroup {
     clients: Clients,
     runtime: Handle,
     links: Mutex<HashMap<usize, Link>>,
-    sent_bytes: Vec<AtomicU64>,
+    /// Members whose way to this one is open.
+    heard: Mutex<HashSet<usize>>,
 }
 
 /// The way to another member, open until this is dropped.
@@ -70,7 +70,7 @@ impl NetGroup {
             clients,
             runtime: Handle::current(),
             links: Mutex::default(),
-            sent_bytes: members.iter().map(|_| AtomicU64::new(0)).collect(),
+            heard: Mutex::default(),
             members,
         }
     }
@@ -95,10 +95,20 @@ impl NetGroup {
         self.waiting_bytes
     }
 
+    /// Whether a member opens its way to this one: each does so once.
+    pub(super) fn hears(&self, from: usize) -> bool {
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.insert(from)
+    }
+
     /// Takes a message that has come.
     pub(super) fn take(&self, from: usize, tag: Tag, bytes: Vec<u8>) {
         let message = Message { from, tag, bytes };
-        if !self.mailbox.put(message) {
+        let has_room = match self.rank {
+            0 => self.mailbox.put(message),
+            _ => self.mailbox.put_for_stage(message),
+        };
+        if !has_room {
             self.lose(from, "it sends more than anybody takes");
         }
     }
@@ -173,7 +183,6 @@ impl Group for NetGroup {
                 links.entry(to).or_insert(link)
             }
         };
-        self.sent_bytes[to].fetch_add(bytes.len() as u64, Ordering::Relaxed);
         for piece in link::pieces(tag, &bytes) {
             // Whoever took them says why it does not any more.
             let _ = link.messages.send(piece);
@@ -208,9 +217,5 @@ impl Group for NetGroup {
             member: self.name(member),
             why: why.to_owned(),
         });
-    }
-
-    fn sent_bytes(&self, to: usize) -> u64 {
-        self.sent_bytes[to].load(Ordering::Relaxed)
     }
 }

@@ -29,6 +29,7 @@ fn every_example_is_accepted_on_one_machine_and_in_a_cluster() {
         names,
         [
             "deepseek-v3-one-gpu.yaml",
+            "demo-ring.yaml",
             "demo.yaml",
             "http.yaml",
             "qwen3-moe-hostpath.yaml"

@@ -207,7 +207,7 @@ mod tests {
             (&["attic:cpus=0"], "attic:memory=2Gi"),
             (&["attic:memory=1Gi,cpus=3-1"], "cpus is \"3-1\""),
             (&["attic:memory=1Gi,cpus=9"], "no such CPU"),
-            (&["attic:memory=1Gi,disk=2"], "cpus"),
+            (&["attic:disk=2"], "disk is not known"),
             (&["a:memory=1Gi", "a:memory=1Gi"], "given twice"),
             (&["a:memory=7Gi", "b:memory=7Gi"], "8.0 GiB free"),
         ] {

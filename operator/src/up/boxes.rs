@@ -209,7 +209,7 @@ mod tests {
             (&["attic:memory=1Gi,cpus=9"], "no such CPU"),
             (&["attic:disk=2"], "disk is not known"),
             (&["a:memory=1Gi", "a:memory=1Gi"], "given twice"),
-            (&["a:memory=7Gi", "b:memory=7Gi"], "8.0 GiB free"),
+            (&["a:memory=7Gi", "b:memory=7Gi"], "8 GiB free"),
         ] {
             let error = nodes(texts).expect_err(words).to_string();
             assert!(error.contains(words), "{error}");

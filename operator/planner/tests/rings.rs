@@ -101,6 +101,10 @@ fn check(plan: &InferencePlanSpec, facts: &ModelFacts, nodes: &[NodeProfileStatu
         let bytes: u64 = here
             .map(|rank| {
                 let weights = rank.residency.as_ref().map_or(0, |r| r.budget_bytes);
+                if let Some(residency) = &rank.residency {
+                    let least = residency.weight_bytes.min(2 * facts.largest_layer_bytes);
+                    assert!(weights >= least, "{}: a window of {weights}", rank.name);
+                }
                 let kv = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
                 weights + kv + rank.scratch_bytes
             })
@@ -224,6 +228,12 @@ fn what_a_ring_does_not_have_is_refused_by_field() {
             "prefill: {gpusPerWorker: 1}\n",
             "spec.prefill.gpusPerWorker",
         ),
+        ("prefill: {replicas: 1}\n", "spec.prefill.replicas"),
+        (
+            "prefill: {chunkedBelowTokens: 64}\n",
+            "spec.prefill.chunkedBelowTokens",
+        ),
+        ("decode: {expertCache: \"On\"}\n", "spec.decode.expertCache"),
         ("decode: {replicas: 2}\n", "spec.decode.replicas"),
         ("decode: {dualBatch: \"On\"}\n", "spec.decode.dualBatch"),
     ] {

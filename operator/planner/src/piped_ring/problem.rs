@@ -93,7 +93,7 @@ impl<'a> Members<'a> {
     }
 
     /// What Halda is asked.
-    pub(super) fn problem(&self, planning: &RingPlanning<'_>) -> Problem {
+    pub(super) fn problem(&self, planning: &RingPlanning<'_>, chunk_tokens: u32) -> Problem {
         let demand = planning.demand;
         let facts = demand.facts;
         let prompt_tokens = planning.estimator.prompt_tokens();
@@ -107,7 +107,7 @@ impl<'a> Members<'a> {
                 _ => UNMEASURED_DISK_GBPS,
             },
             is_disk_slow: member.rates.disk_gbps < SLOW_DISK_GBPS,
-            cpus: self.times(planning, member),
+            cpus: self.times(planning, member, chunk_tokens),
             gpu: None,
         });
         let kv_bytes = kv_layer_bytes(planning);
@@ -138,7 +138,7 @@ impl<'a> Members<'a> {
             hidden_bytes: 4 * u64::from(facts.hidden),
             prompt: Prompt {
                 tokens: prompt_tokens,
-                chunk_tokens: demand.chunk_tokens.min(prompt_tokens).max(1),
+                chunk_tokens: chunk_tokens.min(prompt_tokens).max(1),
             },
         }
     }
@@ -183,9 +183,14 @@ impl<'a> Members<'a> {
         }
     }
 
-    fn times(&self, planning: &RingPlanning<'_>, member: &Member<'_>) -> LayerTimes {
+    fn times(
+        &self,
+        planning: &RingPlanning<'_>,
+        member: &Member<'_>,
+        chunk_tokens: u32,
+    ) -> LayerTimes {
         let context = planning.estimator.stream_tokens();
-        let chunk = planning.demand.chunk_tokens.max(1);
+        let chunk = chunk_tokens.max(1);
         let of_layers = |ms: &dyn Fn(Predictor<'_>) -> f64| {
             let layers = 0..planning.demand.facts.layers;
             layers

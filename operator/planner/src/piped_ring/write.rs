@@ -7,15 +7,12 @@ use hearth_crds::{
 
 use super::problem::{kv_layer_bytes, ranks};
 use super::{Chosen, RingPlanning, why};
-use crate::draft::{DEFAULT_STALL_MS, Draft, Written};
+use crate::draft::{Draft, Written};
 use crate::halda::{Problem, Window};
 use crate::memory::{BLOCK_TOKENS, NodeBudget, free_bytes};
 use crate::node_ranks::{Devices, NodeRanks};
 use crate::place::Placement;
 use crate::predict::rounded;
-
-/// Tokens of a chunk that the head reads of a prompt, best first.
-const CHUNKS: [u32; 4] = [256, 128, 64, 32];
 
 /// What a member keeps in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +75,7 @@ impl RingPlanning<'_> {
     /// What each member keeps, by place. Room that all of them have beside weights and least KV is for more KV: the blocks of
     /// a ring are the same at each member.
     pub(super) fn kept(&self, chosen: &Chosen<'_>) -> Vec<Kept> {
-        let problem = chosen.members.problem(self);
+        let problem = chosen.members.problem(self, chosen.chunk_tokens);
         let kv_layer = kv_layer_bytes(self);
         let facts = self.demand.facts;
         let mut kept: Vec<Kept> = (0..chosen.size())
@@ -203,7 +200,7 @@ impl RingPlanning<'_> {
                 residency.weight_bytes = kept[place].weight_bytes;
             }
             match place {
-                0 => rank.chunk_tokens = self.chunk_tokens(chosen),
+                0 => rank.chunk_tokens = chosen.chunk_tokens,
                 _ => (rank.chunk_tokens, rank.max_batch) = (0, 0),
             }
             rank.predicted = None;
@@ -224,16 +221,6 @@ impl RingPlanning<'_> {
             PlanRole::Stage => 3,
         };
         ranks.sort_by_key(|rank| (order(rank), rank.index));
-    }
-
-    /// The largest chunk of a prompt that does not stall streams for longer than allowed.
-    fn chunk_tokens(&self, chosen: &Chosen<'_>) -> u32 {
-        let allowed = self.input.spec.objectives.time_per_output_token;
-        let allowed_ms = allowed.map_or(DEFAULT_STALL_MS, |time| time.as_millis_f64());
-        let token_ms = chosen.choice.ttft_ms / f64::from(self.estimator.prompt_tokens());
-        let fits = |chunk: &u32| token_ms * f64::from(*chunk) <= allowed_ms;
-        let chunk = CHUNKS.into_iter().find(fits).unwrap_or(16);
-        chunk.min(self.demand.context_length)
     }
 
     fn predict(&self, chosen: &Chosen<'_>, ranks: &mut [PlanRank]) -> PlanPrediction {

@@ -311,7 +311,9 @@ impl Draft<'_> {
     fn pinning(&self, role: PlanRole) -> Pinning {
         match (role, self.input.spec.placement.pinning) {
             (PlanRole::Gateway, Pinning::Exclusive) => GATEWAY_UNDER_EXCLUSIVE,
-            (_, asked) => asked,
+            (PlanRole::Gateway | PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage, asked) => {
+                asked
+            }
         }
     }
 

@@ -160,9 +160,7 @@ impl RingPlanning<'_> {
             (None, None) => Err(PlanError::NoNodes(self.input.name.to_owned())),
         }
     }
-}
 
-impl RingPlanning<'_> {
     /// The best split among members, none of which reads weights through a window that two layers do not fit into.
     fn split(
         &self,
@@ -201,7 +199,10 @@ impl RingPlanning<'_> {
         let mut chosen = chosen;
         for chunk_tokens in CHUNKS {
             let chunk_tokens = chunk_tokens.min(self.demand.context_length);
-            if let Ok(choice) = self.split(&chosen.members, chunk_tokens, limits) {
+            // The first ones were what all heads were compared with.
+            if chunk_tokens != chosen.chunk_tokens
+                && let Ok(choice) = self.split(&chosen.members, chunk_tokens, limits)
+            {
                 chosen = Chosen {
                     choice,
                     chunk_tokens,

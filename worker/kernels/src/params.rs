@@ -25,7 +25,7 @@ pub struct RopeTable {
 
 /// Rows of a batch that belong to one sequence: `rows` consecutive tokens starting at absolute position
 /// `start`, whose KV (and that of all earlier positions) lies in `blocks`, in order.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     /// First row in the batch.
     pub first_row: usize,

@@ -1,14 +1,15 @@
 //! Declarative description of a decoder-only model: its blocks, their shapes and the names of their tensors.
 
 use hearth_formats::ModelConfig;
-use hearth_kernels::{KvDType, KvLayout};
+use hearth_kernels::{Backend, KvDType, KvLayout};
 
+use crate::blocks::Pass;
 use crate::blocks::ffn::SwiGlu;
 use crate::blocks::gqa::Gqa;
 use crate::blocks::layer_name;
 use crate::blocks::mla::Mla;
 use crate::blocks::moe::Moe;
-use crate::{ModuleId, ModuleSpec, TensorSpec};
+use crate::{ModelError, ModuleId, ModuleSpec, ModuleWeights, TensorSpec};
 
 /// A pre-norm decoder: embedding, layers of attention and feed-forward block on a residual stream, final norm, head.
 #[derive(Clone, Debug)]
@@ -30,6 +31,58 @@ pub(crate) struct Decoder {
 pub(crate) enum Attention {
     Gqa(Gqa),
     Mla(Mla),
+}
+
+impl Attention {
+    /// `x` `[rows, hidden]`, normalised → `[rows, hidden]`.
+    pub(crate) fn forward<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &mut B::Kv,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        match self {
+            Self::Gqa(gqa) => gqa.forward(pass, kv, weights, x),
+            Self::Mla(mla) => mla.forward(pass, kv, weights, x),
+        }
+    }
+
+    /// Columns of [`Attention::queries`].
+    pub(crate) fn query_cols(&self) -> usize {
+        match self {
+            Self::Gqa(gqa) => gqa.query_cols(),
+            Self::Mla(mla) => mla.query_cols(),
+        }
+    }
+
+    /// The first half of [`Attention::forward`]: stores the keys and values of the rows, and returns their queries.
+    pub(crate) fn queries<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &mut B::Kv,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        match self {
+            Self::Gqa(gqa) => gqa.queries(pass, kv, weights, x),
+            Self::Mla(mla) => mla.absorbed(pass, kv, weights, x),
+        }
+    }
+
+    /// The second half: attention of queries over what is cached → `[rows, hidden]`.
+    pub(crate) fn attended<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &B::Kv,
+        weights: &ModuleWeights<B>,
+        queries: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        match self {
+            Self::Gqa(gqa) => gqa.attended(pass, kv, weights, queries),
+            Self::Mla(mla) => mla.attended(pass, kv, weights, queries),
+        }
+    }
 }
 
 /// A layer's feed-forward block.

@@ -162,6 +162,9 @@ pub enum ModelError {
         /// Which member, and what is known of it.
         why: String,
     },
+    /// Experts are on several ranks, and a pass is not; a bug in the program of steps.
+    #[error("a pass of one rank cannot use the experts of several")]
+    Alone,
     /// The thread that computes routed experts has ended.
     #[error(
         "the thread that computes routed experts has ended\n  its panic is in the log above; restart the worker"

@@ -1,6 +1,7 @@
 //! A pass between two of its modules.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use hearth_kernels::{Backend, Span};
 
@@ -8,6 +9,7 @@ use crate::ModelError;
 use crate::batch;
 use crate::blocks::Pass;
 use crate::experts::PendingExperts;
+use crate::peers::GroupPass;
 
 /// A pass that has begun: the rows of some sequences on their way through the layers.
 ///
@@ -29,6 +31,7 @@ impl<B: Backend> Flight<B> {
                 positions: batch::positions(&spans),
                 spans,
                 blocks_done,
+                group: None,
             },
             stream: Stream {
                 residual,
@@ -80,6 +83,8 @@ pub(crate) struct Sequences {
     pub(crate) positions: Vec<u32>,
     /// Blocks that were computed: a layer's attention and feed-forward count as one each.
     pub(crate) blocks_done: usize,
+    /// The pass that these rows are one rank's share of.
+    pub(crate) group: Option<Arc<GroupPass>>,
 }
 
 impl Sequences {
@@ -89,7 +94,13 @@ impl Sequences {
             spans: tile(&self.spans, rows),
             positions: self.positions[rows.clone()].to_vec(),
             blocks_done: self.blocks_done,
+            group: self.group.clone(),
         }
+    }
+
+    /// The pass that these rows are one rank's share of.
+    pub(crate) fn group(&self) -> Option<&Arc<GroupPass>> {
+        self.group.as_ref()
     }
 }
 
@@ -207,6 +218,7 @@ mod tests {
             spans: vec![span(0, 3, 10), span(3, 1, 7), span(4, 6, 0)],
             positions: vec![10, 11, 12, 7, 0, 1, 2, 3, 4, 5],
             blocks_done: 4,
+            group: None,
         };
         let parts = |rows: Range<usize>| {
             let tile = sequences.tile(&rows);

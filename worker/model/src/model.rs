@@ -8,10 +8,10 @@ use hearth_kernels::{Backend, KernelError, KvDType, KvLayout};
 
 use crate::arch;
 use crate::decoder::{Attention, Decoder};
-use crate::experts::{Experts, HostExperts, LocalExperts};
+use crate::experts::{Ep, Experts, HostExperts, LocalExperts, SmallEp};
 use crate::{
-    Batch, ExpertCache, ModelError, ModuleId, ModuleSpec, Observer, OtherRanks, Part, Residency,
-    ResidencyStats,
+    Batch, ExpertCache, Membership, ModelError, ModuleId, ModuleSpec, Observer, OtherRanks, Part,
+    Peers, Residency, ResidencyStats,
 };
 
 /// Lists all modules of a model in execution order, with the names and shapes of their tensors.
@@ -66,8 +66,25 @@ pub struct Model<B: Backend> {
     expansion: Option<ExpansionRoom>,
     is_dual_batch: bool,
     part: Part,
-    /// The ranks that have the other layers.
-    others: Option<Arc<dyn OtherRanks<B>>>,
+    group: Option<InGroup<B>>,
+}
+
+/// The group of ranks that runs a model.
+enum InGroup<B: Backend> {
+    /// Others have the other layers; this rank is the head.
+    Head(Arc<dyn OtherRanks<B>>),
+    /// All have all layers, and a share of each layer's experts.
+    Peer(Arc<dyn Peers>),
+}
+
+/// How experts that are on several ranks run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExpertParallel {
+    /// All rows go to all ranks, and come back summed: SmallEP (OSDI '26, section 3.2).
+    #[default]
+    SmallEp,
+    /// Each row goes to the ranks of the experts that it chose.
+    Ep,
 }
 
 impl<B: Backend> Model<B> {
@@ -101,7 +118,7 @@ impl<B: Backend> Model<B> {
             expansion: None,
             is_dual_batch: false,
             part,
-            others: None,
+            group: None,
         })
     }
 
@@ -114,7 +131,19 @@ impl<B: Backend> Model<B> {
 
     /// Asks `others` for the layers that its part does not have.
     pub fn lead(&mut self, others: Arc<dyn OtherRanks<B>>) {
-        self.others = Some(others);
+        self.group = Some(InGroup::Head(others));
+    }
+
+    /// Computes passes together with `peers`, each rank its own rows; `residency` needs this rank's experts alone, of each
+    /// layer those of [`experts_of`](crate::experts_of). With 1, 2, 4 or 8 ranks, or with [`ExpertParallel::Ep`], the bits are those
+    /// of one rank.
+    pub fn share(&mut self, peers: Arc<dyn Peers>, experts: ExpertParallel) {
+        let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
+        self.experts = match experts {
+            ExpertParallel::SmallEp => Box::new(SmallEp::new(backend, residency)),
+            ExpertParallel::Ep => Box::new(Ep::new(backend, residency)),
+        };
+        self.group = Some(InGroup::Peer(peers));
     }
 
     /// Runs attention and dense feed-forward blocks in tiles of at most `rows` rows: a long pass then needs, beside two
@@ -209,7 +238,7 @@ impl<B: Backend> Model<B> {
     /// Whether a pass is queued as a whole: [`Model::forward_rows`] waits neither for weights nor for what the device computes.
     pub fn queues_passes(&self) -> bool {
         self.backend.queues_operations()
-            && self.others.is_none()
+            && self.group.is_none()
             && !self.residency.keeps_host_waiting()
             && !self.experts.keep_host_waiting()
     }
@@ -254,8 +283,27 @@ impl<B: Backend> Model<B> {
     }
 
     /// The ranks that compute the other layers.
-    pub fn others(&self) -> Option<&dyn OtherRanks<B>> {
-        self.others.as_deref()
+    pub(crate) fn others(&self) -> Option<&dyn OtherRanks<B>> {
+        match &self.group {
+            Some(InGroup::Head(others)) => Some(&**others),
+            Some(InGroup::Peer(_)) | None => None,
+        }
+    }
+
+    /// The ranks that compute passes together with this one.
+    pub(crate) fn peers(&self) -> Option<&Arc<dyn Peers>> {
+        match &self.group {
+            Some(InGroup::Peer(peers)) => Some(peers),
+            Some(InGroup::Head(_)) | None => None,
+        }
+    }
+
+    /// The group of ranks that runs the model; `None` if this rank alone does, or is a follower that sees none.
+    pub fn group(&self) -> Option<&dyn Membership> {
+        match self.group.as_ref()? {
+            InGroup::Head(others) => Some(&**others),
+            InGroup::Peer(peers) => Some(&**peers),
+        }
     }
 
     /// The blocks.

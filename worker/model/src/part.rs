@@ -1,11 +1,10 @@
 //! The part of a model that one rank of a group computes, and where the other layers are.
 
 use std::ops::Range;
-use std::time::Duration;
 
 use hearth_kernels::{Backend, Span};
 
-use crate::{ModelError, ModuleId, ModuleSpec};
+use crate::{Membership, ModelError, ModuleId, ModuleSpec};
 
 /// Windows of a model's layers: runs of layers that one rank computes without a break (prima.cpp, section 3.1), in the
 /// order of the layers, and with layers of other ranks between them.
@@ -126,7 +125,7 @@ pub struct Away<'a> {
 }
 
 /// The ranks that compute the layers which a model's part does not have.
-pub trait OtherRanks<B: Backend>: Send + Sync {
+pub trait OtherRanks<B: Backend>: Membership {
     /// Begins a pass, and returns its number.
     fn begin_pass(&self) -> u64;
 
@@ -150,18 +149,6 @@ pub trait OtherRanks<B: Backend>: Send + Sync {
 
     /// Most rows of a flight: longer passes are cut, so that ranks compute at the same time.
     fn flight_rows(&self) -> usize;
-
-    /// Numerics of the other ranks.
-    fn numerics(&self) -> Vec<String>;
-
-    /// Why the group is not complete: no pass succeeds, and none of the KV is left. `None` while it is.
-    fn lost(&self) -> Option<String>;
-
-    /// Waits up to `patience` for the group to be complete, and returns whether it is.
-    ///
-    /// # Errors
-    /// [`ModelError::Group`] if it will not be: a member does not fit.
-    fn rejoin(&self, patience: Duration) -> Result<bool, ModelError>;
 }
 
 #[cfg(test)]

@@ -39,6 +39,9 @@ impl<B: Backend> Model<B> {
     ) -> Result<Option<B::Tensor>, ModelError> {
         batch::check_logit_rows(logit_rows, rows.count())?;
         let input = Input { rows, spans };
+        if let Some(peers) = self.peers() {
+            return self.lead_group_pass(peers, (rows, spans), logit_rows, kv, observer);
+        }
         match self.others() {
             Some(others) => self.windows(&input, logit_rows, kv, (others, observer)),
             None if self.is_dual_batch() && input.is_decode() && rows.count() > 1 => {

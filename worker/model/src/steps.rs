@@ -23,8 +23,18 @@ impl<B: Backend> Model<B> {
         spans: Vec<Span>,
         observer: &mut dyn Observer<B>,
     ) -> Result<Flight<B>, ModelError> {
-        batch::check_tokens(rows.known(), self.decoder().vocab)?;
         self.begin_pass(rows.count(), &spans)?;
+        self.embed(rows, spans, observer)
+    }
+
+    /// Looks up the embeddings of the rows of a pass that has begun.
+    pub(crate) fn embed(
+        &self,
+        rows: Rows<'_, B>,
+        spans: Vec<Span>,
+        observer: &mut dyn Observer<B>,
+    ) -> Result<Flight<B>, ModelError> {
+        batch::check_tokens(rows.known(), self.decoder().vocab)?;
         let id = ModuleId::Embedding;
         let backend = self.backend();
         let embedding = self.residency().acquire(id)?;
@@ -79,7 +89,7 @@ impl<B: Backend> Model<B> {
     }
 
     /// Tells the backend and the policy that rows come.
-    fn begin_pass(&self, rows: usize, spans: &[Span]) -> Result<(), ModelError> {
+    pub(crate) fn begin_pass(&self, rows: usize, spans: &[Span]) -> Result<(), ModelError> {
         batch::check_spans(spans, rows)?;
         // Positions that are expanded pass through products as rows do.
         let expanded = match self.expands_latents() {
@@ -111,20 +121,15 @@ impl<B: Backend> Model<B> {
         let (rows, of_layer) = ((&*sequences, &mut *stream), (layer, &*weights));
         let hidden = self.decoder().hidden;
         // delta [rows, hidden]
-        let delta = match (&self.decoder().attention, self.expansion()) {
-            (Attention::Gqa(gqa), _) => {
-                self.over_norms(rows, of_layer, hidden, observer, |pass, x| {
-                    gqa.forward(pass, kv, &weights, &x)
-                })
-            }
-            (Attention::Mla(mla), None) => {
-                self.over_norms(rows, of_layer, hidden, observer, |pass, x| {
-                    mla.forward(pass, kv, &weights, &x)
-                })
-            }
-            (Attention::Mla(mla), Some(room)) => {
+        let attention = &self.decoder().attention;
+        let delta = match (attention, self.expansion(), rows.0.group()) {
+            (Attention::Mla(mla), Some(room), _) => {
                 self.expanded(mla, rows, of_layer, (kv, room), observer)
             }
+            (_, _, Some(_)) => self.gathered(rows, of_layer, kv, observer),
+            (_, _, None) => self.over_norms(rows, of_layer, hidden, observer, |pass, x| {
+                attention.forward(pass, kv, &weights, &x)
+            }),
         };
         stream.delta = Some(delta.map_err(|e| e.within(id))?);
         observer.layer_done(layer, kv);
@@ -250,6 +255,53 @@ impl<B: Backend> Model<B> {
         self.head(&last, observer).map(Some)
     }
 
+    /// Attention of one rank's rows over the keys and values of all ranks' rows: its own go into the cache and to the others,
+    /// and the others' come.
+    fn gathered(
+        &self,
+        (sequences, stream): (&Sequences, &mut Stream<B>),
+        (layer, weights): (usize, &ModuleWeights<B>),
+        kv: &mut B::Kv,
+        observer: &mut dyn Observer<B>,
+    ) -> Result<B::Tensor, ModelError> {
+        let (rows, of_layer) = ((sequences, stream), (layer, weights));
+        let attention = &self.decoder().attention;
+        // queries [rows, query_cols]
+        let cols = attention.query_cols();
+        let queries = self.over_norms(rows, of_layer, cols, observer, |pass, x| {
+            attention.queries(pass, kv, weights, &x)
+        })?;
+        self.gather(sequences, layer, kv, observer)?;
+        let mut queries = Stream::<B> {
+            residual: queries,
+            delta: None,
+        };
+        let attend = |tile: &mut Stream<B>, rows: Range<usize>| {
+            let part = sequences.tile(&rows);
+            let pass = &mut self.pass(&part, layer, &mut *observer);
+            attention.attended(pass, kv, weights, &tile.residual)
+        };
+        let hidden = self.decoder().hidden;
+        queries.in_tiles(self.backend(), self.tile_rows(), hidden, attend)
+    }
+
+    /// Exchanges the keys and values of a layer with the other ranks of its group.
+    fn gather(
+        &self,
+        sequences: &Sequences,
+        layer: usize,
+        kv: &mut B::Kv,
+        observer: &mut dyn Observer<B>,
+    ) -> Result<(), ModelError> {
+        let Some(group) = sequences.group() else {
+            return Ok(());
+        };
+        let pass = &mut self.pass(sequences, layer, observer);
+        group.send_kv(pass.backend, (kv, pass.cache_layer), layer)?;
+        let cached = (kv, pass.cache_layer);
+        group.receive_kv(pass.backend, cached, layer, &mut || pass.check_cancelled())
+    }
+
     /// Latent attention in its expanded form: latents of all rows into the cache, all heads, then outputs.
     fn expanded(
         &self,
@@ -264,6 +316,7 @@ impl<B: Backend> Model<B> {
         let inputs = self.over_norms(rows, of_layer, mla.query_inputs(), observer, |pass, x| {
             mla.cache(pass, kv, weights, x)
         })?;
+        self.gather(sequences, layer, kv, observer)?;
         let pass = &mut self.pass(sequences, layer, observer);
         // heads [rows, heads * v]
         let heads = mla.expanded(pass, kv, weights, &inputs, room)?;
@@ -388,7 +441,7 @@ impl<B: Backend> Model<B> {
     }
 
     /// Rows of the residual stream behind the last layer, `[rows.len(), hidden]`; `None` if none are wanted.
-    fn last_rows(
+    pub(crate) fn last_rows(
         &self,
         mut flight: Flight<B>,
         rows: &[u32],
@@ -416,7 +469,7 @@ impl<B: Backend> Model<B> {
     }
 
     /// Logits `[rows, vocab]` of rows of the residual stream `[rows, hidden]`.
-    fn head(
+    pub(crate) fn head(
         &self,
         last: &B::Tensor,
         observer: &mut dyn Observer<B>,
@@ -435,7 +488,7 @@ impl<B: Backend> Model<B> {
         run().map_err(|e: ModelError| e.within(ModuleId::Head))
     }
 
-    fn pass<'a>(
+    pub(crate) fn pass<'a>(
         &'a self,
         sequences: &'a Sequences,
         layer: usize,

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use hearth_model::Exchanged;
+
 /// A group of ranks that run one model, from its forming to the loss of a member: what is called an epoch. Messages of another
 /// epoch do not reach it.
 pub trait Group: Send + Sync {
@@ -32,11 +34,11 @@ pub trait Group: Send + Sync {
         patience: Duration,
     ) -> Result<Option<Vec<u8>>, GroupError>;
 
-    /// Waits up to `patience` for the message that came first, from whomever; `None` if there is none.
+    /// Waits up to `patience` for the message of this kind that came first, from whomever; `None` if there is none.
     ///
     /// # Errors
     /// [`GroupError`] if a member is lost.
-    fn next(&self, patience: Duration) -> Result<Option<Message>, GroupError>;
+    fn next(&self, op: Op, patience: Duration) -> Result<Option<Message>, GroupError>;
 
     /// Drops messages of passes before this one.
     fn forget(&self, before_pass: u64);
@@ -73,6 +75,10 @@ pub enum Op {
     Stream,
     /// The text of an error: the sender could not do its part of a pass.
     Fault,
+    /// The rows of a pass that the head begins.
+    Pass,
+    /// What ranks that share a pass exchange in a layer.
+    Exchange(Exchanged),
 }
 
 /// Which message it is among those that two ranks exchange in an epoch.

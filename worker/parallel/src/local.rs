@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::{Group, GroupError, Mailbox, Message, Tag};
+use crate::{Group, GroupError, Mailbox, Message, Op, Tag};
 
 /// One rank of a group of threads. When it is dropped, it is lost to the others.
 pub struct LocalGroup {
@@ -64,8 +64,8 @@ impl Group for LocalGroup {
         self.mailboxes[self.rank].take(from, tag, patience, |rank| self.name(rank))
     }
 
-    fn next(&self, patience: Duration) -> Result<Option<Message>, GroupError> {
-        self.mailboxes[self.rank].next(patience)
+    fn next(&self, op: Op, patience: Duration) -> Result<Option<Message>, GroupError> {
+        self.mailboxes[self.rank].next(op, patience)
     }
 
     fn forget(&self, before_pass: u64) {

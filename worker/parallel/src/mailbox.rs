@@ -37,7 +37,7 @@ impl Mailbox {
         }
     }
 
-    /// Puts a message for a stage. The head runs one pass at a time: it has given up those before, and what of them waits is
+    /// Puts a message for a rank that is not the head. The head runs one pass at a time: it has given up those before, and what of them waits is
     /// dropped. Returns the same as [`Mailbox::put`].
     pub fn put_for_stage(&self, message: Message) -> bool {
         if message.tag.op == Op::Stream {
@@ -105,12 +105,12 @@ impl Mailbox {
         }
     }
 
-    /// Waits up to `patience` for the message that came first; `None` if there is none.
+    /// Waits up to `patience` for the message of this kind that came first; `None` if there is none.
     ///
     /// # Errors
     /// The error of [`Mailbox::end`].
-    pub fn next(&self, patience: Duration) -> Result<Option<Message>, GroupError> {
-        self.wait(patience, |_| true)
+    pub fn next(&self, op: Op, patience: Duration) -> Result<Option<Message>, GroupError> {
+        self.wait(patience, |message| message.tag.op == op)
     }
 
     fn wait(
@@ -193,9 +193,15 @@ mod tests {
         }
         assert_eq!(mailbox.take(2, tag(0, 4), NOW, name), Ok(Some(vec![2, 4])));
         assert_eq!(mailbox.take(2, tag(0, 4), NOW, name), Ok(None));
-        assert_eq!(mailbox.next(NOW).unwrap().unwrap().tag, tag(0, 4));
-        assert_eq!(mailbox.next(NOW).unwrap().unwrap().tag, tag(0, 8));
-        assert_eq!(mailbox.next(NOW), Ok(None));
+        assert_eq!(
+            mailbox.next(Op::Stream, NOW).unwrap().unwrap().tag,
+            tag(0, 4)
+        );
+        assert_eq!(
+            mailbox.next(Op::Stream, NOW).unwrap().unwrap().tag,
+            tag(0, 8)
+        );
+        assert_eq!(mailbox.next(Op::Stream, NOW), Ok(None));
     }
 
     #[test]
@@ -210,7 +216,7 @@ mod tests {
             mailbox.put(message(1, tag(0, 3), &[0; 4])),
             "of a pass that is over"
         );
-        assert_eq!(mailbox.next(NOW), Ok(None));
+        assert_eq!(mailbox.next(Op::Stream, NOW), Ok(None));
         assert!(mailbox.put(message(1, tag(1, 3), &[0; 4])));
     }
 
@@ -221,8 +227,11 @@ mod tests {
             assert!(mailbox.put_for_stage(message(1, tag(pass, 1), &[pass as u8])));
         }
         assert!(mailbox.put_for_stage(message(2, tag(3, 2), &[3])));
-        assert_eq!(mailbox.next(NOW).unwrap().unwrap().tag, tag(4, 1));
-        assert_eq!(mailbox.next(NOW), Ok(None));
+        assert_eq!(
+            mailbox.next(Op::Stream, NOW).unwrap().unwrap().tag,
+            tag(4, 1)
+        );
+        assert_eq!(mailbox.next(Op::Stream, NOW), Ok(None));
     }
 
     #[test]
@@ -252,6 +261,6 @@ mod tests {
         mailbox.end(GroupError::Left);
         assert_eq!(waits.join().unwrap(), Err(lost.clone()));
         assert_eq!(mailbox.take(1, tag(0, 1), LONG, name), Ok(Some(vec![7])));
-        assert_eq!(mailbox.next(LONG), Err(lost));
+        assert_eq!(mailbox.next(Op::Stream, LONG), Err(lost));
     }
 }

@@ -1,23 +1,21 @@
 //! The head's side of a ring: sends the residual stream to the next stage, and waits for it to come back.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hearth_kernels::Backend;
-use hearth_model::{Away, ModelError, OtherRanks};
+use hearth_model::{Away, Membership, ModelError, OtherRanks};
 
+use crate::epochs::{Epochs, model_error};
 use crate::stream::{decode, encode};
-use crate::{Formed, Former, Group, GroupError, Op, Route, Tag};
+use crate::{Former, GroupError, Op, Route, Tag};
 
 /// Time between two questions whether a pass is still wanted.
 const CHECK_PERIOD: Duration = Duration::from_millis(50);
-const NOT_FORMED: &str = "the group has not formed yet";
 
 /// The other stages of a ring, as its head sees them.
 pub struct RingHead {
-    former: Box<dyn Former>,
-    formed: Mutex<Option<Formed>>,
+    epochs: Epochs,
     route: Route,
     flight_rows: usize,
     passes: AtomicU64,
@@ -28,35 +26,18 @@ impl RingHead {
     /// are cut.
     pub fn new(former: Box<dyn Former>, route: Route, flight_rows: usize) -> Self {
         Self {
-            former,
-            formed: Mutex::default(),
+            epochs: Epochs::new(former),
             route,
             flight_rows: flight_rows.max(1),
             passes: AtomicU64::new(0),
         }
-    }
-
-    /// The group that was formed last.
-    fn group(&self) -> Result<Arc<dyn Group>, ModelError> {
-        let formed = self.lock();
-        let group = formed.as_ref().map(|formed| Arc::clone(&formed.group));
-        group.ok_or_else(|| ModelError::Group {
-            why: NOT_FORMED.to_owned(),
-        })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Formed>> {
-        // It is replaced as a whole.
-        self.formed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<B: Backend> OtherRanks<B> for RingHead {
     fn begin_pass(&self) -> u64 {
         let pass = self.passes.fetch_add(1, Ordering::Relaxed);
-        if let Some(formed) = &*self.lock() {
-            formed.group.forget(pass);
-        }
+        self.epochs.forget(pass);
         pass
     }
 
@@ -64,7 +45,7 @@ impl<B: Backend> OtherRanks<B> for RingHead {
         let layer = away.layers.start;
         let to = neighbour(layer, self.route.to(layer))?;
         let bytes = encode(away.spans, &backend.download(&stream)?);
-        let sent = self.group()?.send(to, tag(away, layer), bytes);
+        let sent = self.epochs.group()?.send(to, tag(away, layer), bytes);
         sent.map_err(model_error)
     }
 
@@ -74,7 +55,7 @@ impl<B: Backend> OtherRanks<B> for RingHead {
         backend: &B,
         check: &mut dyn FnMut() -> Result<(), ModelError>,
     ) -> Result<B::Tensor, ModelError> {
-        let (group, layer) = (self.group()?, away.layers.end);
+        let (group, layer) = (self.epochs.group()?, away.layers.end);
         let from = neighbour(layer, self.route.behind(layer))?;
         let bytes = loop {
             check()?;
@@ -100,36 +81,19 @@ impl<B: Backend> OtherRanks<B> for RingHead {
     fn flight_rows(&self) -> usize {
         self.flight_rows
     }
+}
 
+impl Membership for RingHead {
     fn numerics(&self) -> Vec<String> {
-        let formed = self.lock();
-        formed
-            .as_ref()
-            .map_or_else(Vec::new, |f| f.numerics.clone())
+        self.epochs.numerics()
     }
 
     fn lost(&self) -> Option<String> {
-        match &*self.lock() {
-            Some(formed) => formed.group.lost().map(|error| error.to_string()),
-            None => Some(NOT_FORMED.to_owned()),
-        }
+        self.epochs.lost()
     }
 
     fn rejoin(&self, patience: Duration) -> Result<bool, ModelError> {
-        let Some(now) = self.former.form(patience).map_err(model_error)? else {
-            return Ok(false);
-        };
-        let mut formed = self.lock();
-        let before = formed.as_ref().map(|before| &before.numerics);
-        if let Some(before) = before.filter(|before| **before != now.numerics) {
-            let why = format!(
-                "the members compute with {:?} now, and did with {before:?}: answers would go on with other tokens",
-                now.numerics
-            );
-            return Err(ModelError::Group { why });
-        }
-        *formed = Some(now);
-        Ok(true)
+        self.epochs.rejoin(patience)
     }
 }
 
@@ -147,15 +111,4 @@ fn neighbour(layer: usize, rank: Option<usize>) -> Result<usize, ModelError> {
     rank.ok_or_else(|| ModelError::Part {
         why: format!("no other rank's layers border on layer {layer}"),
     })
-}
-
-/// A group's error as a model's.
-fn model_error(error: GroupError) -> ModelError {
-    let why = error.to_string();
-    match error {
-        GroupError::Fault { .. } => ModelError::Member { why },
-        GroupError::Lost { .. } | GroupError::Unfit { .. } | GroupError::Left => {
-            ModelError::Group { why }
-        }
-    }
 }

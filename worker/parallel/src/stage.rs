@@ -31,7 +31,7 @@ impl StageProgress {
         since.map(|since| since.elapsed())
     }
 
-    fn set(&self, since: Option<Instant>) {
+    pub(crate) fn set(&self, since: Option<Instant>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = since;
     }
 }
@@ -82,7 +82,7 @@ impl<B: Backend> Stage<B> {
         mut goes_on: impl FnMut() -> bool,
     ) -> Result<(), StageError> {
         while goes_on() {
-            let Some(message) = group.next(CHECK_PERIOD)? else {
+            let Some(message) = group.next(Op::Stream, CHECK_PERIOD)? else {
                 continue;
             };
             let tag = message.tag;
@@ -143,9 +143,11 @@ impl<B: Backend> Stage<B> {
     }
 }
 
-/// What the head is told of a panic, whose text is in this rank's log.
+/// What others are told of a panic, whose text is in this rank's log.
+pub(crate) const PANICKED: &str = "its computation has panicked; its log says where";
+
 fn panicked() -> ModelError {
     ModelError::Member {
-        why: "its computation has panicked; its log says where".to_owned(),
+        why: PANICKED.to_owned(),
     }
 }

@@ -1,37 +1,20 @@
 //! The residual stream of some rows as bytes: the sequences that the rows belong to, then the rows in f32.
 
-use hearth_kernels::{BlockId, Span};
+use hearth_kernels::Span;
 use prost::Message;
+
+use crate::rows::{SpanOf, spans, told};
 
 /// The rows' sequences.
 #[derive(Clone, PartialEq, Message)]
 struct Header {
     #[prost(message, repeated, tag = "1")]
-    spans: Vec<HeaderSpan>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct HeaderSpan {
-    #[prost(uint32, tag = "1")]
-    rows: u32,
-    #[prost(uint32, tag = "2")]
-    start: u32,
-    #[prost(uint32, repeated, tag = "3")]
-    blocks: Vec<u32>,
+    spans: Vec<SpanOf>,
 }
 
 /// Bytes of rows `[rows, hidden]` of these sequences.
 pub(crate) fn encode(spans: &[Span], rows: &[f32]) -> Vec<u8> {
-    let header = Header {
-        spans: spans
-            .iter()
-            .map(|span| HeaderSpan {
-                rows: span.rows as u32,
-                start: span.start as u32,
-                blocks: span.blocks.iter().map(|block| block.0).collect(),
-            })
-            .collect(),
-    };
+    let header = Header { spans: told(spans) };
     let mut bytes = Vec::with_capacity(header.encoded_len() + 8 + 4 * rows.len());
     bytes.extend(header.encode_length_delimited_to_vec());
     bytes.extend(rows.iter().flat_map(|value| value.to_le_bytes()));
@@ -45,22 +28,11 @@ pub(crate) fn encode(spans: &[Span], rows: &[f32]) -> Vec<u8> {
 pub(crate) fn decode(mut bytes: &[u8], hidden: usize) -> Result<(Vec<Span>, Vec<f32>), String> {
     let header = Header::decode_length_delimited(&mut bytes)
         .map_err(|error| format!("the rows' sequences cannot be read: {error}"))?;
-    let mut first_row: usize = 0;
-    let mut spans = Vec::with_capacity(header.spans.len());
-    for span in header.spans {
-        let rows = span.rows as usize;
-        spans.push(Span {
-            first_row,
-            rows,
-            start: span.start as usize,
-            blocks: span.blocks.into_iter().map(BlockId).collect(),
-        });
-        first_row = first_row.saturating_add(rows);
-    }
-    let want_bytes = first_row.saturating_mul(4 * hidden);
-    if bytes.len() != want_bytes || first_row == 0 {
+    let (spans, rows) = spans(header.spans);
+    let want_bytes = rows.saturating_mul(4 * hidden);
+    if bytes.len() != want_bytes || rows == 0 {
         return Err(format!(
-            "{first_row} rows of {hidden} numbers come in {} bytes instead of {want_bytes}",
+            "{rows} rows of {hidden} numbers come in {} bytes instead of {want_bytes}",
             bytes.len()
         ));
     }
@@ -76,11 +48,12 @@ pub(crate) fn decode(mut bytes: &[u8], hidden: usize) -> Result<(Vec<Span>, Vec<
 
 #[cfg(test)]
 mod tests {
+    use hearth_kernels::BlockId;
     use proptest::prelude::*;
 
     use super::*;
 
-    fn spans() -> Vec<Span> {
+    fn given() -> Vec<Span> {
         let span = |first_row, rows, start, blocks: &[u32]| Span {
             first_row,
             rows,
@@ -100,16 +73,16 @@ mod tests {
             f32::EPSILON,
             -7.25,
         ];
-        let (read, values) = decode(&encode(&spans(), &rows), 2).unwrap();
+        let (read, values) = decode(&encode(&given(), &rows), 2).unwrap();
         let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&values), bits(&rows));
         let all = |spans: &[Span]| format!("{spans:?}");
-        assert_eq!(all(&read), all(&spans()));
+        assert_eq!(all(&read), all(&given()));
     }
 
     #[test]
     fn bytes_that_are_short_or_too_many_are_refused() {
-        let bytes = encode(&spans(), &[0.0; 6]);
+        let bytes = encode(&given(), &[0.0; 6]);
         for wrong in [
             &bytes[..bytes.len() - 1],
             &[&bytes[..], &[0]].concat(),

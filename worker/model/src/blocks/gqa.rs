@@ -99,6 +99,24 @@ impl Gqa {
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
+        let q = self.queries(pass, kv, weights, x)?;
+        self.attended(pass, kv, weights, &q)
+    }
+
+    /// Columns of [`Gqa::queries`].
+    pub(crate) fn query_cols(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Stores the keys and values of the rows `x` `[rows, hidden]`, normalised, and returns their queries
+    /// `[rows, heads * dim]`, rotated.
+    pub(crate) fn queries<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &mut B::Kv,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
         // q [rows, heads * dim]; k, v [rows, kv_heads * dim]
         let names = [("q", "q_bias"), ("k", "k_bias"), ("v", "v_bias")];
         let [q, k, v] = project(pass, weights, x, names)?;
@@ -106,43 +124,49 @@ impl Gqa {
         pass.show("q", &q);
         pass.show("k", &k);
         pass.show("v", &v);
-        // q [rows, heads * dim], rotated
-        let q = match pass.observer.sees_tensors() {
-            true => {
-                let q = self.rotate(pass, weights, q, ["q_norm", "q_rope"])?;
-                let k = self.rotate(pass, weights, k, ["k_norm", "k_rope"])?;
-                let spans = &pass.sequences.spans;
-                pass.backend
-                    .kv_append(kv, pass.cache_layer, &k, Some(&v), spans)?;
-                q
-            }
-            false => {
-                let norms = match self.qk_norm {
-                    true => Some((weights.vector("q_norm")?, weights.vector("k_norm")?)),
-                    false => None,
-                };
-                let heads = Heads {
-                    q,
-                    k,
-                    v,
-                    norms,
-                    eps: self.eps,
-                    head_dim: self.head_dim,
-                    positions: &pass.sequences.positions,
-                    rope: &self.rope,
-                };
-                let spans = &pass.sequences.spans;
-                pass.backend
-                    .cache_heads(kv, pass.cache_layer, spans, heads)?
-            }
+        if pass.observer.sees_tensors() {
+            let q = self.rotate(pass, weights, q, ["q_norm", "q_rope"])?;
+            let k = self.rotate(pass, weights, k, ["k_norm", "k_rope"])?;
+            let spans = &pass.sequences.spans;
+            pass.backend
+                .kv_append(kv, pass.cache_layer, &k, Some(&v), spans)?;
+            return Ok(q);
+        }
+        let norms = match self.qk_norm {
+            true => Some((weights.vector("q_norm")?, weights.vector("k_norm")?)),
+            false => None,
         };
+        let heads = Heads {
+            q,
+            k,
+            v,
+            norms,
+            eps: self.eps,
+            head_dim: self.head_dim,
+            positions: &pass.sequences.positions,
+            rope: &self.rope,
+        };
+        let spans = &pass.sequences.spans;
+        Ok(pass
+            .backend
+            .cache_heads(kv, pass.cache_layer, spans, heads)?)
+    }
+
+    /// Attention of queries `[rows, heads * dim]` over what is cached → `[rows, hidden]`.
+    pub(crate) fn attended<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &B::Kv,
+        weights: &ModuleWeights<B>,
+        q: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
         let spec = AttentionSpec {
             heads: self.heads,
             scale: 1.0 / (self.head_dim as f32).sqrt(),
         };
         // heads [rows, heads * dim]
-        let cached = (&*kv, pass.cache_layer, &pass.sequences.spans[..]);
-        let heads = attend(pass, cached, &q, spec)?;
+        let cached = (kv, pass.cache_layer, &pass.sequences.spans[..]);
+        let heads = attend(pass, cached, q, spec)?;
         pass.show("attn_heads", &heads);
         pass.check_cancelled()?;
         // out [rows, hidden]

@@ -115,11 +115,38 @@ impl Mla {
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
-        // query [rows, heads * (rank + rope)]
-        let query = match pass.observer.sees_tensors() {
-            true => self.inputs_shown(pass, kv, weights, x)?,
-            false => self.inputs(pass, kv, weights, x)?,
-        };
+        let query = self.absorbed(pass, kv, weights, x)?;
+        self.attended(pass, kv, weights, &query)
+    }
+
+    /// Columns of [`Mla::absorbed`].
+    pub(crate) fn query_cols(&self) -> usize {
+        self.heads.heads * (self.heads.rank + self.rope_dim)
+    }
+
+    /// Stores the keys of the rows `x` `[rows, hidden]`, normalised, and returns their absorbed queries,
+    /// `[rows, heads * (rank + rope)]`.
+    pub(crate) fn absorbed<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &mut B::Kv,
+        weights: &ModuleWeights<B>,
+        x: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
+        match pass.observer.sees_tensors() {
+            true => self.inputs_shown(pass, kv, weights, x),
+            false => self.inputs(pass, kv, weights, x),
+        }
+    }
+
+    /// Attention of absorbed queries `[rows, heads * (rank + rope)]` over what is cached → `[rows, hidden]`.
+    pub(crate) fn attended<B: Backend>(
+        &self,
+        pass: &mut Pass<'_, B>,
+        kv: &B::Kv,
+        weights: &ModuleWeights<B>,
+        query: &B::Tensor,
+    ) -> Result<B::Tensor, ModelError> {
         pass.check_cancelled()?;
         let spec = AttentionSpec {
             heads: self.heads.heads,
@@ -127,8 +154,8 @@ impl Mla {
         };
         let backend = pass.backend;
         // latent [rows, heads * rank]
-        let cached = (&*kv, pass.cache_layer, &pass.sequences.spans[..]);
-        let latent = attend(pass, cached, &query, spec)?;
+        let cached = (kv, pass.cache_layer, &pass.sequences.spans[..]);
+        let latent = attend(pass, cached, query, spec)?;
         pass.show("attn_latent", &latent);
         pass.check_cancelled()?;
         // heads [rows, heads * v]

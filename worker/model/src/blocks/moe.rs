@@ -87,14 +87,24 @@ impl Moe {
     ) -> Result<MoeInFlight<B>, ModelError> {
         let chosen = self.route(pass, &router, &x)?;
         drop(router);
-        let layer = RoutedLayer {
-            layer: pass.layer as u32,
-            experts: self.experts,
-            top_k: self.router.top_k,
-        };
-        let routed = experts.begin(layer, &x, chosen)?;
+        let layer = self.routed(pass.layer);
+        let routed = experts.begin(layer, &x, chosen, pass.sequences.group())?;
         let shared = self.run_shared(pass, &x)?;
         Ok(MoeInFlight { x, shared, routed })
+    }
+
+    /// What the place where its experts run is told of it.
+    pub(crate) fn routed(&self, layer: usize) -> RoutedLayer {
+        RoutedLayer {
+            layer: layer as u32,
+            experts: self.experts,
+            top_k: self.router.top_k,
+        }
+    }
+
+    /// Whether it has shared experts.
+    pub(crate) fn has_shared(&self) -> bool {
+        self.shared.is_some()
     }
 
     /// Adds the outputs of the experts that were begun to those of the shared ones → `[rows, hidden]`.

@@ -81,6 +81,14 @@ impl ChosenExperts {
         taken
     }
 
+    /// Those experts alone for whose number `is_wanted` holds.
+    pub(super) fn only(mut self, is_wanted: impl Fn(usize) -> bool) -> Self {
+        self.chosen.retain(|c| is_wanted(c.expert as usize));
+        let id = |c: &ChosenExpert| ModuleId::Expert(self.layer.layer, c.expert);
+        self.ids = self.chosen.iter().map(id).collect();
+        self
+    }
+
     /// Gives each choice a row of its own, so that a sum over these experts is their weighted outputs `[choices, hidden]`,
     /// not yet added. Returns the row of the input that each of them reads.
     pub(super) fn products(&self) -> (Self, Vec<u32>) {

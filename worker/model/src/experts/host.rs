@@ -18,6 +18,7 @@ use hearth_kernels::{Backend, KernelError};
 use super::chosen::ChosenExperts;
 use super::hot::{self, OnDevice, Split};
 use super::{Check, Experts, PendingExperts, RoutedLayer};
+use crate::peers::GroupPass;
 use crate::residency::ExpertCache;
 use crate::{ModelError, Residency, ResidencyError, ResidencyStats};
 
@@ -63,6 +64,7 @@ impl<B: Backend> Experts<B> for HostExperts<B> {
         layer: RoutedLayer,
         x: &B::Tensor,
         chosen: B::Chosen,
+        _group: Option<&Arc<GroupPass>>,
     ) -> Result<PendingExperts<B>, ModelError> {
         let (routing, rows) = self.device.routing_and_rows(chosen, x)?;
         let mut chosen = ChosenExperts::new(layer, &routing);

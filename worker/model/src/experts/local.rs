@@ -7,6 +7,7 @@ use hearth_kernels::Backend;
 
 use super::chosen::ChosenExperts;
 use super::{Experts, PendingExperts, RoutedLayer};
+use crate::peers::GroupPass;
 use crate::{ModelError, Residency};
 
 /// Experts on the model's own device.
@@ -27,6 +28,7 @@ impl<B: Backend> Experts<B> for LocalExperts<B> {
         layer: RoutedLayer,
         x: &B::Tensor,
         chosen: B::Chosen,
+        _group: Option<&Arc<GroupPass>>,
     ) -> Result<PendingExperts<B>, ModelError> {
         let choices = self.backend.shape(x).0 * layer.top_k;
         if let Some(bank) = self.residency.expert_bank(layer.layer, choices) {

@@ -1,18 +1,26 @@
 //! Where routed experts run: the router's choice in, the weighted sum of the chosen experts' outputs out.
 
+mod choices;
 mod chosen;
+mod ep;
 mod host;
 mod hot;
 mod local;
+mod small_ep;
+
+use std::sync::Arc;
 
 use hearth_kernels::Backend;
 use hearth_kernels::ops::MemoryOps;
 
+use crate::peers::GroupPass;
 use crate::{ModelError, ResidencyStats};
 
+pub(crate) use ep::Ep;
 pub(crate) use host::HostExperts;
 pub use hot::CACHED_STEP_ROWS;
 pub(crate) use local::LocalExperts;
+pub(crate) use small_ep::SmallEp;
 
 /// A layer with routed experts.
 #[derive(Clone, Copy, Debug)]
@@ -28,16 +36,33 @@ pub(crate) struct RoutedLayer {
 /// A place where routed experts run.
 pub(crate) trait Experts<B: Backend>: Send + Sync {
     /// Begins the experts that the tokens `x` `[rows, hidden]` chose. What follows until
-    /// [`PendingExperts::finish`] (the shared experts, or another flight) runs beside them where the place can.
+    /// [`PendingExperts::finish`] (the shared experts, or another flight) runs beside them where the place can. `group`: the
+    /// rows are one rank's of a pass that several compute.
     ///
     /// # Errors
-    /// Errors of the experts' modules.
+    /// Errors of the experts' modules; [`ModelError::Alone`] if the experts are on several ranks, and the rows on one.
     fn begin(
         &self,
         layer: RoutedLayer,
         x: &B::Tensor,
         chosen: B::Chosen,
+        group: Option<&Arc<GroupPass>>,
     ) -> Result<PendingExperts<B>, ModelError>;
+
+    /// Runs what the other ranks' rows chose of this rank's experts, in a layer of `hidden` columns, where this rank has no
+    /// rows. `check` is called now and then, and its error ends the run.
+    ///
+    /// # Errors
+    /// Those of [`PendingExperts::finish`].
+    fn assist(
+        &self,
+        _layer: RoutedLayer,
+        _hidden: usize,
+        _group: &Arc<GroupPass>,
+        _check: Check<'_>,
+    ) -> Result<(), ModelError> {
+        Err(ModelError::Alone)
+    }
 
     /// Whether a pass waits here for what the device computes, apart from what the model's own policy waits for.
     fn keep_host_waiting(&self) -> bool {

@@ -7,7 +7,8 @@ use hearth_kernels::{BlockId, Span};
 use hearth_model::ModelError;
 use hearth_parallel::{Group, LocalGroup, Op, Route, Tag};
 
-use crate::harness::{Files, in_ring};
+use crate::harness::in_ring;
+use crate::support::Files;
 
 const LAYERS: usize = 4;
 
@@ -75,7 +76,10 @@ fn a_stage_that_is_lost_ends_the_pass_with_its_name() {
     let [second, third] = ranks.try_into().ok().unwrap();
     let lost = std::thread::spawn(move || {
         // It takes what it is sent, and dies.
-        second.next(Duration::from_secs(20)).unwrap().unwrap();
+        second
+            .next(Op::Stream, Duration::from_secs(20))
+            .unwrap()
+            .unwrap();
     });
     let error = head.step(&[1, 2], span(2, 0)).unwrap_err();
     assert!(matches!(error, ModelError::Group { .. }), "{error}");
@@ -96,7 +100,10 @@ fn a_stage_that_answers_with_other_rows_is_found_out() {
     let mut head = files.head(head, &route, usize::MAX);
     let liar = ranks.remove(0);
     let lies = std::thread::spawn(move || {
-        let message = liar.next(Duration::from_secs(20)).unwrap().unwrap();
+        let message = liar
+            .next(Op::Stream, Duration::from_secs(20))
+            .unwrap()
+            .unwrap();
         let tag = Tag {
             layer: 4,
             ..message.tag

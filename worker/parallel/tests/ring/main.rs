@@ -6,9 +6,12 @@
 
 mod faults;
 mod harness;
+#[path = "../support/mod.rs"]
+mod support;
 
-use harness::{Files, run_ring, run_whole};
+use harness::run_ring;
 use hearth_parallel::Route;
+use support::{Files, run_whole};
 
 /// Layers of every model here: with no divisor, so that the last round is a partial one.
 const LAYERS: usize = 13;

@@ -80,6 +80,7 @@ impl Mla {
             spans: apart(&pass.sequences.spans, &layout),
             positions: pass.sequences.positions.clone(),
             blocks_done: pass.sequences.blocks_done,
+            group: None,
         };
         let blocks: usize = sequences.spans.iter().map(|span| span.blocks.len()).sum();
         let rows = sequences.positions.len();

@@ -1,0 +1,277 @@
+//! Ranks that compute the same layers of a pass, each for its own rows and with its own share of the routed experts: context
+//! parallel with expert parallel (OSDI '26, section 3.2).
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hearth_kernels::{Backend, Span};
+
+use crate::ModelError;
+use crate::experts::Check;
+use crate::shares::{self, Share};
+
+/// What a rank of a group knows of the group.
+pub trait Membership: Send + Sync {
+    /// Numerics of the other ranks.
+    fn numerics(&self) -> Vec<String>;
+
+    /// Why the group is not complete: no pass succeeds, and none of the KV is left. `None` while it is.
+    fn lost(&self) -> Option<String>;
+
+    /// Waits up to `patience` for the group to be complete, and returns whether it is.
+    ///
+    /// # Errors
+    /// [`ModelError::Group`] if it will not be: a member does not fit.
+    fn rejoin(&self, patience: Duration) -> Result<bool, ModelError>;
+}
+
+/// Rows of a pass that all ranks of a group compute together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GroupRows {
+    /// One token per row.
+    pub tokens: Vec<u32>,
+    /// The sequences, see [`crate::Batch::spans`].
+    pub spans: Vec<Span>,
+    /// Rows whose logits the head wants.
+    pub logit_rows: Vec<u32>,
+}
+
+/// A message among those of a pass that two ranks exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exchange {
+    /// Number of the pass.
+    pub pass: u64,
+    /// The layer; the number of layers behind the last.
+    pub layer: usize,
+    /// What it holds.
+    pub what: Exchanged,
+}
+
+/// What ranks exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Exchanged {
+    /// Keys and values of the sender's rows in a layer, as they are stored.
+    Kv,
+    /// The experts that the sender's rows chose, with their weights.
+    Choices,
+    /// The sender's normalised rows `[rows, hidden]`, in f32.
+    Tokens,
+    /// The sum of the sender's experts for the receiver's rows `[rows, hidden]`, in f32.
+    Sums,
+    /// A row for each choice of one of the receiver's experts, `[choices, hidden]`, in f32.
+    Dispatched,
+    /// The weighted output of the sender's experts for each of those choices, `[choices, hidden]`, in f32.
+    Combined,
+    /// Rows of the residual stream behind the last layer whose logits the head wants.
+    Last,
+}
+
+/// The other ranks of a group that computes passes together, as one of them sees them.
+pub trait Peers: Membership {
+    /// This rank; the head, where passes begin and end, is 0.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks, this one included.
+    fn size(&self) -> usize;
+
+    /// Tells the other ranks that a pass begins, and returns its number. Only the head does.
+    ///
+    /// # Errors
+    /// [`ModelError::Group`] if a rank is lost.
+    fn begin_pass(&self, rows: &GroupRows) -> Result<u64, ModelError>;
+
+    /// Tells the other ranks that this one computes no more of a pass.
+    fn give_up(&self, pass: u64, why: &str);
+
+    /// Sends a rank its part of an exchange. It does not wait for the receiver to take it.
+    ///
+    /// # Errors
+    /// [`ModelError::Group`] if a rank is lost.
+    fn send(&self, exchange: Exchange, to: usize, bytes: Vec<u8>) -> Result<(), ModelError>;
+
+    /// Waits for a rank's part. `check` is called now and then; its error ends the wait.
+    ///
+    /// # Errors
+    /// [`ModelError::Group`] if a rank is lost, [`ModelError::Member`] if one gave the pass up.
+    fn receive(
+        &self,
+        exchange: Exchange,
+        from: usize,
+        check: &mut dyn FnMut() -> Result<(), ModelError>,
+    ) -> Result<Vec<u8>, ModelError>;
+
+    /// Records that a rank does not do as it should, and returns the error that says so: this group is over.
+    fn accuse(&self, rank: usize, why: String) -> ModelError;
+}
+
+/// A pass that ranks compute together, as one of them sees it.
+pub(crate) struct GroupPass {
+    peers: Arc<dyn Peers>,
+    pass: u64,
+    shares: Vec<Share>,
+}
+
+impl fmt::Debug for GroupPass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GroupPass")
+            .field("pass", &self.pass)
+            .field("shares", &self.shares)
+            .finish_non_exhaustive()
+    }
+}
+
+impl GroupPass {
+    pub(crate) fn new(peers: Arc<dyn Peers>, pass: u64, spans: &[Span]) -> Self {
+        let shares = shares::zig_zag(spans, peers.size());
+        Self {
+            peers,
+            pass,
+            shares,
+        }
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.peers.rank()
+    }
+
+    pub(crate) fn ranks(&self) -> usize {
+        self.shares.len()
+    }
+
+    /// Rows of each rank, by rank.
+    pub(crate) fn shares(&self) -> &[Share] {
+        &self.shares
+    }
+
+    /// This rank's rows.
+    pub(crate) fn own(&self) -> &Share {
+        &self.shares[self.rank()]
+    }
+
+    /// Rows of all ranks.
+    pub(crate) fn rows(&self) -> usize {
+        self.shares.iter().map(|share| share.rows.len()).sum()
+    }
+
+    /// The other ranks, in the order in which this one turns to them: each begins with its successor, so that not all send
+    /// to the same one.
+    pub(crate) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, ranks) = (self.rank(), self.ranks());
+        (1..ranks).map(move |step| (rank + step) % ranks)
+    }
+
+    /// Sends all other ranks the same bytes, the first half of an all-gather.
+    pub(crate) fn send_all(
+        &self,
+        layer: usize,
+        what: Exchanged,
+        bytes: &[u8],
+    ) -> Result<(), ModelError> {
+        self.send_each(layer, what, |_| bytes.to_vec())
+    }
+
+    /// Sends each other rank its own bytes, the first half of an all-to-all.
+    pub(crate) fn send_each(
+        &self,
+        layer: usize,
+        what: Exchanged,
+        bytes_for: impl Fn(usize) -> Vec<u8>,
+    ) -> Result<(), ModelError> {
+        let exchange = self.exchange(layer, what);
+        let mut others = self.others();
+        others.try_for_each(|to| self.peers.send(exchange, to, bytes_for(to)))
+    }
+
+    /// Sends one rank some bytes.
+    pub(crate) fn send(
+        &self,
+        (layer, what): (usize, Exchanged),
+        to: usize,
+        bytes: Vec<u8>,
+    ) -> Result<(), ModelError> {
+        self.peers.send(self.exchange(layer, what), to, bytes)
+    }
+
+    /// Waits for what a rank sends, of which there must be `want_bytes` if the receiver knows.
+    pub(crate) fn receive(
+        &self,
+        (layer, what): (usize, Exchanged),
+        from: usize,
+        want_bytes: Option<usize>,
+        check: Check<'_>,
+    ) -> Result<Vec<u8>, ModelError> {
+        let bytes = self
+            .peers
+            .receive(self.exchange(layer, what), from, check)?;
+        match want_bytes.filter(|want| *want != bytes.len()) {
+            None => Ok(bytes),
+            Some(want) => Err(self.accuse(
+                from,
+                format!(
+                    "it sent {} bytes of {what:?} in layer {layer} instead of {want}",
+                    bytes.len()
+                ),
+            )),
+        }
+    }
+
+    /// [`Peers::accuse`].
+    pub(crate) fn accuse(&self, rank: usize, why: String) -> ModelError {
+        self.peers.accuse(rank, why)
+    }
+
+    fn exchange(&self, layer: usize, what: Exchanged) -> Exchange {
+        Exchange {
+            pass: self.pass,
+            layer,
+            what,
+        }
+    }
+
+    /// Sends the keys and values of this rank's rows in a layer to all others; they must be in the cache.
+    pub(crate) fn send_kv<B: Backend>(
+        &self,
+        backend: &B,
+        (kv, cache_layer): (&B::Kv, usize),
+        layer: usize,
+    ) -> Result<(), ModelError> {
+        if self.ranks() == 1 {
+            return Ok(());
+        }
+        let mut bytes = Vec::new();
+        for span in &self.own().spans {
+            let Span {
+                start,
+                rows,
+                blocks,
+                ..
+            } = span;
+            bytes.extend(backend.kv_read(kv, cache_layer, blocks, *start, *rows)?);
+        }
+        self.send_all(layer, Exchanged::Kv, &bytes)
+    }
+
+    /// Waits for the keys and values of the other ranks' rows in a layer, and stores them.
+    pub(crate) fn receive_kv<B: Backend>(
+        &self,
+        backend: &B,
+        (kv, cache_layer): (&mut B::Kv, usize),
+        layer: usize,
+        check: Check<'_>,
+    ) -> Result<(), ModelError> {
+        let token_bytes = backend.kv_layout(kv).token_layer_bytes();
+        for from in self.others() {
+            let share = &self.shares[from];
+            let want = share.rows.len() * token_bytes;
+            let bytes = self.receive((layer, Exchanged::Kv), from, Some(want), check)?;
+            let mut rest = &bytes[..];
+            for span in &share.spans {
+                let (part, behind) = rest.split_at(span.rows * token_bytes);
+                backend.kv_write(kv, cache_layer, &span.blocks, span.start, part)?;
+                rest = behind;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,88 @@
+//! Bytes that each pair of ranks exchanges in each direction (OSDI '26, section 3.2).
+
+use hearth_formats::MoeConfig;
+use hearth_kernels::{BlockId, Span};
+use hearth_model::ExpertParallel::{self, Ep, SmallEp};
+
+use crate::harness::{Sent, in_group};
+use crate::support::Files;
+
+/// Rows of the pass: each rank of up to 8 has as many as any other.
+const ROWS: usize = 160;
+const LAYERS: usize = 2;
+
+/// What a prompt sends.
+fn sent(files: &Files, ranks: usize, how: ExpertParallel) -> Sent {
+    let vocab = files.config.vocab_size;
+    let tokens: Vec<u32> = (0..ROWS)
+        .map(|i| ((i * 37 + i * i % 11) % vocab) as u32)
+        .collect();
+    let spans = vec![Span {
+        first_row: 0,
+        rows: ROWS,
+        start: 0,
+        blocks: (0..10).map(BlockId).collect(),
+    }];
+    in_group(files, (ranks, how), |head, _| {
+        head.chunk(&tokens, spans).unwrap()
+    })
+    .1
+}
+
+fn of(sent: &Sent, kind: &str) -> Vec<usize> {
+    let of_kind = sent.iter().filter(|((_, _, of), _)| of == kind);
+    of_kind.map(|(_, bytes)| *bytes).collect()
+}
+
+fn moe(files: &Files) -> &MoeConfig {
+    files.config.moe.as_ref().unwrap()
+}
+
+#[test]
+fn small_ep_sends_rows_and_sums_once_whatever_the_tokens_choose() {
+    let files = Files::of("qwen3_moe", LAYERS);
+    let hidden = files.config.hidden_size;
+    for ranks in [2, 4, 5, 8] {
+        let sent = sent(&files, ranks, SmallEp);
+        // 4 N D / S for each pair and direction, in each layer.
+        let want = vec![LAYERS * 4 * ROWS * hidden / ranks; ranks * (ranks - 1)];
+        assert_eq!(of(&sent, "Tokens"), want);
+        assert_eq!(of(&sent, "Sums"), want);
+        let choices = LAYERS * 8 * ROWS * moe(&files).experts_per_token / ranks;
+        assert_eq!(of(&sent, "Choices"), vec![choices; ranks * (ranks - 1)]);
+    }
+}
+
+#[test]
+fn ep_sends_a_row_for_each_choice_there_and_back() {
+    let files = Files::of("qwen3_moe", LAYERS);
+    let hidden = files.config.hidden_size;
+    let top_k = moe(&files).experts_per_token;
+    for ranks in [2, 4] {
+        let sent = sent(&files, ranks, Ep);
+        let (there, back) = (of(&sent, "Dispatched"), of(&sent, "Combined"));
+        // Each choice of another rank's expert is a row, and comes back as one.
+        assert_eq!(there.iter().sum::<usize>(), back.iter().sum::<usize>());
+        // 4 N A D / S² for each pair and direction, in each layer, if all experts are chosen as often.
+        let want = (LAYERS * 4 * ROWS * top_k * hidden / (ranks * ranks)) as f64;
+        for bytes in there.iter().chain(&back) {
+            let ratio = *bytes as f64 / want;
+            assert!((0.5..1.5).contains(&ratio), "{ranks} ranks: {ratio}");
+        }
+        let mean = there.iter().sum::<usize>() as f64 / there.len() as f64;
+        assert!(
+            (0.8..1.2).contains(&(mean / want)),
+            "{ranks} ranks: {}",
+            mean / want
+        );
+    }
+}
+
+#[test]
+fn keys_and_values_go_to_each_rank_once_as_they_are_stored() {
+    let files = Files::of("deepseek_v3", LAYERS);
+    let sent = sent(&files, 4, SmallEp);
+    let layout = hearth_model::kv_layout(&files.config, 16, hearth_kernels::KvDType::Bf16);
+    let want = LAYERS * ROWS / 4 * layout.unwrap().token_layer_bytes();
+    assert_eq!(of(&sent, "Kv"), vec![want; 12]);
+}

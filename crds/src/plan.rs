@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::deployment::{ObjectivesSpec, Pinning};
+use crate::plan_peers::PlanPeers;
 #[cfg(feature = "kube")]
 use crate::plan_record::InferencePlanStatus;
 use crate::plan_record::PlanInputs;
@@ -204,6 +205,9 @@ pub struct PlanRank {
     /// Its place in a ring of ranks that run one model together; unset for one that runs all of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ring: Option<PlanRing>,
+    /// Its place among ranks that read prompts together; unset for one that reads them alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peers: Option<PlanPeers>,
     /// Residency of its weights in memory; unset for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub residency: Option<PlanResidency>,

@@ -2,8 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::plan::{InferencePlanSpec, PlanRank};
-
 /// A rank's place in a ring: a pass goes from the head through the other places in their order, and around again until all
 /// layers are computed (prima.cpp, section 3.1).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,22 +25,4 @@ pub struct PlanWindow {
     pub first_layer: u32,
     /// Their number.
     pub layers: u32,
-}
-
-impl PlanRank {
-    /// Whether this rank is the head of a ring: it finds the other members by routes, as a gateway finds workers.
-    pub fn is_ring_head(&self) -> bool {
-        self.ring.as_ref().is_some_and(|ring| ring.place == 0)
-    }
-}
-
-impl InferencePlanSpec {
-    /// Returns the ranks of the ring whose head has that name, in the order of their places; empty if there is none.
-    pub fn ring_of(&self, head: &str) -> Vec<(&PlanRank, &PlanRing)> {
-        let ranks = self.ranks.iter();
-        let rings = ranks.filter_map(|rank| Some((rank, rank.ring.as_ref()?)));
-        let mut members: Vec<_> = rings.filter(|(_, ring)| ring.head == head).collect();
-        members.sort_by_key(|(_, ring)| ring.place);
-        members
-    }
 }

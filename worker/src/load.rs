@@ -6,7 +6,7 @@ use std::sync::Arc;
 use hearth_crds::{EXPANSION_BYTES, PlanMlaForm};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, CpuBackend, KvDType};
-use hearth_model::{ExpansionRoom, Model, OtherRanks, Part, modules};
+use hearth_model::{ExpansionRoom, Membership, Model, Part, modules, modules_of};
 use hearth_residency::{LoadProgress, Placing, ResidentOptions, RingSlots, note_unused};
 use hearth_virtual::VirtualBackend;
 
@@ -43,6 +43,8 @@ pub(crate) struct LoadOptions<'a> {
     pub(crate) is_dual_batch: bool,
     /// The layers that are computed here; `None`: all.
     pub(crate) part: Option<Part>,
+    /// Place among peers, and their number, that share out the experts of each layer; `None`: all are needed here.
+    pub(crate) share: Option<(usize, usize)>,
     /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
     pub(crate) placing: Option<Placing<'a>>,
 }
@@ -131,6 +133,7 @@ impl LoadOptions<'_> {
             mla_form: args.mla_form.into(),
             is_dual_batch: args.dual_batch,
             part: None,
+            share: None,
             placing: None,
         })
     }
@@ -250,9 +253,10 @@ pub(crate) fn open(
     note_unused(&checkpoint, &all);
     let files = Files {
         directory,
-        modules: match &options.part {
-            Some(part) => part.of(all),
-            None => all,
+        modules: match (&options.part, options.share) {
+            (Some(part), _) => part.of(all),
+            (None, Some((place, peers))) => modules_of(place, peers, all),
+            (None, None) => all,
         },
         config,
         checkpoint,
@@ -341,9 +345,9 @@ pub(crate) fn numerics<B: Backend>(model: &Model<B>, kv_dtype: KvDType) -> Strin
     };
     let here = format!("{} kv={kv_dtype:?}{form}{sum}", model.backend().numerics());
     // Ranks of equal numerics give the bits of one.
-    let others = model.others().map_or_else(Vec::new, OtherRanks::numerics);
+    let others = model.group().map_or_else(Vec::new, Membership::numerics);
     match others.iter().all(|other| *other == here) {
         true => here,
-        false => format!("{here} ring=[{}]", others.join(", ")),
+        false => format!("{here} group=[{}]", others.join(", ")),
     }
 }

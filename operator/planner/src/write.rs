@@ -223,6 +223,7 @@ impl Draft<'_> {
             }),
             mla_form: self.estimator.mla_form(slot),
             ring: None,
+            peers: None,
             residency: is_worker.then_some(residency),
             kv: is_worker.then_some(PlanKv {
                 memory_bytes: kv_bytes,

@@ -8,7 +8,7 @@ use std::{
 
 use hearth_kernels::ops::DeviceMemory;
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
-use hearth_model::{Model, ModelError, Observer, OtherRanks, Rows, StreamedStats};
+use hearth_model::{Membership, Model, ModelError, Observer, Rows, StreamedStats};
 
 use crate::{
     progress::{Pass, Progress},
@@ -302,16 +302,15 @@ impl<B: Backend> Forward for ModelForward<B> {
     }
 
     fn group_lost(&self) -> Option<String> {
-        self.model.others().and_then(OtherRanks::lost)
+        self.model.group().and_then(Membership::lost)
     }
 
     fn is_in_group(&self) -> bool {
-        self.model.others().is_some()
+        self.model.group().is_some()
     }
 
     fn rejoin(&mut self, patience: Duration) -> Result<bool, String> {
-        let others = self.model.others();
-        let joined = others.map(|others| others.rejoin(patience));
+        let joined = self.model.group().map(|group| group.rejoin(patience));
         joined
             .unwrap_or(Ok(true))
             .map_err(|error| error.to_string())

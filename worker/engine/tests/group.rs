@@ -11,7 +11,7 @@ use hearth_engine::{Engine, GenerateEvent};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::MemoryOps;
 use hearth_kernels::{CpuBackend, CpuOptions, CpuTensor};
-use hearth_model::{Away, Model, ModelError, OtherRanks, Part, modules};
+use hearth_model::{Away, Membership, Model, ModelError, OtherRanks, Part, modules};
 use hearth_residency::Resident;
 use support::{ask, checkpoints, finish, options, prompt, start};
 
@@ -56,7 +56,9 @@ impl OtherRanks<CpuBackend> for Mortal {
     fn flight_rows(&self) -> usize {
         4
     }
+}
 
+impl Membership for Mortal {
     fn numerics(&self) -> Vec<String> {
         Vec::new()
     }

@@ -46,12 +46,13 @@ impl<B: Backend> Model<B> {
         pass: u64,
         rows: &GroupRows,
         kv: &mut B::Kv,
+        observer: &mut dyn Observer<B>,
     ) -> Result<(), ModelError> {
         let peers = self.peers().ok_or(ModelError::Alone)?;
         let checked = batch::check_tokens(&rows.tokens, self.decoder().vocab)
             .and_then(|()| batch::check_spans(&rows.spans, rows.tokens.len()))
             .and_then(|()| batch::check_logit_rows(&rows.logit_rows, rows.tokens.len()));
-        let done = checked.and_then(|()| self.share_of(peers, pass, rows, kv, &mut ()));
+        let done = checked.and_then(|()| self.share_of(peers, pass, rows, kv, observer));
         if let Err(error) = &done {
             peers.give_up(pass, &error.to_string());
         }

@@ -136,11 +136,11 @@ impl<B: Backend> Model<B> {
 
     /// Computes passes together with `peers`, each rank its own rows; `residency` needs this rank's experts alone, of each
     /// layer those of [`experts_of`](crate::experts_of). With 1, 2, 4 or 8 ranks, or with [`ExpertParallel::Ep`], the bits are those
-    /// of one rank.
-    pub fn share(&mut self, peers: Arc<dyn Peers>, experts: ExpertParallel) {
+    /// of one rank. `ranks`: their number.
+    pub fn share(&mut self, peers: Arc<dyn Peers>, (experts, ranks): (ExpertParallel, usize)) {
         let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
         self.experts = match experts {
-            ExpertParallel::SmallEp => Box::new(SmallEp::new(backend, residency)),
+            ExpertParallel::SmallEp => Box::new(SmallEp::new(backend, residency, ranks)),
             ExpertParallel::Ep => Box::new(Ep::new(backend, residency)),
         };
         self.group = Some(InGroup::Peer(peers));

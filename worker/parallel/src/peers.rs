@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hearth_kernels::Backend;
-use hearth_model::{Exchange, GroupRows, Membership, Model, ModelError, Peers};
+use hearth_model::{Exchange, GroupRows, Membership, Model, ModelError, Observer, Peers};
 
 use crate::epochs::{Epochs, model_error};
 use crate::stage::StageProgress;
@@ -256,7 +256,11 @@ impl<B: Backend> Follower<B> {
             // Only now: the head may begin the next pass while this rank is still at the one before.
             group.forget(pass);
             self.progress.set(Some(Instant::now()));
-            let run = || self.model.follow_pass(pass, &rows, &mut self.kv);
+            let mut moves = Moves(&self.progress);
+            let run = || {
+                self.model
+                    .follow_pass(pass, &rows, &mut self.kv, &mut moves)
+            };
             let computed = catch_unwind(AssertUnwindSafe(run));
             self.progress.set(None);
             match computed {
@@ -273,6 +277,20 @@ impl<B: Backend> Follower<B> {
             }
         }
         Ok(())
+    }
+}
+
+/// Notes that a pass goes on.
+struct Moves<'a>(&'a StageProgress);
+
+impl<B: Backend> Observer<B> for Moves<'_> {
+    fn goes_on(&mut self, _: usize, _: usize) -> bool {
+        self.0.set(Some(Instant::now()));
+        true
+    }
+
+    fn sees_tensors(&self) -> bool {
+        false
     }
 }
 

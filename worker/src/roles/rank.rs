@@ -1,4 +1,4 @@
-//! Prefill and decode ranks, and stages of rings: a model, or a part of one, served over gRPC.
+//! Prefill and decode ranks, and the followers of groups: a model, or a part of one, served over gRPC.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,13 +23,13 @@ use tokio::time::{Instant, sleep_until};
 use super::binding::Binding;
 use super::control::ControlService;
 use super::decode::DecodeService;
+use super::group::{self, FollowerWorker, Head, Membership};
 use super::layers::Layers;
 use super::load_watch::LoadWatch;
 use super::prefill::PrefillService;
 use super::process::ProcessArgs;
 use super::rank_options::{device_options, host_options, load_options};
 use super::report::{report_streams, send_report, stay_alive};
-use super::ring::{self, Membership, Ring, StageWorker};
 use super::traces::Traces;
 use super::turn::Turn;
 use crate::cli::{GpuArgs, IsaArg};
@@ -80,7 +80,7 @@ pub(crate) struct RankArgs {
         default_value_t = 300
     )]
     load_patience: u64,
-    /// File with the addresses of a ring's members, its head among them, for the head; read whenever the ring forms. Without it,
+    /// File with the addresses of a group's members, its head among them, for the head; read whenever the group forms. Without it,
     /// the plan says where they are
     #[arg(long, value_name = "FILE")]
     routes: Option<PathBuf>,
@@ -96,7 +96,7 @@ pub(crate) fn prefill(args: &RankArgs, environment: &Environment) -> anyhow::Res
     run(args, PlanRole::Prefill, environment)
 }
 
-/// Runs a stage of a ring until it is told to stop.
+/// Runs a follower of a group until it is told to stop.
 pub(crate) fn stage(args: &RankArgs, environment: &Environment) -> anyhow::Result<()> {
     run(args, PlanRole::Stage, environment)
 }
@@ -125,7 +125,7 @@ async fn serve(
         .endpoint
         .as_deref()
         .with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
-    let ring = Ring::of(plan, rank, args.routes.clone())?;
+    let group = group::Place::of(plan, rank)?;
     let health = Health::starting().await;
     let address = args.health.as_deref();
     let _probes = address.map(|address| health.listen(address)).transpose()?;
@@ -140,7 +140,13 @@ async fn serve(
     let calling = clients.clone();
     // Other workers wait for the turn as long as the weights are in memory.
     let (opened, device, _turn) = tokio::task::block_in_place(|| {
-        open((plan, rank), ring, binding, device, (&watch, calling))
+        open(
+            (plan, rank, args.routes.clone()),
+            group,
+            binding,
+            device,
+            (&watch, calling),
+        )
     })?;
     drop(watch);
     let options = ServerOptions {
@@ -157,10 +163,10 @@ async fn serve(
     };
     let worker = match opened {
         Opened::Engine(worker) => worker,
-        Opened::Stage(stage) => {
+        Opened::Follower(follower) => {
             ready().await;
             let grace = Duration::from_secs(u64::from(args.process.grace));
-            return stage.serve(listener, &health, &options, grace).await;
+            return follower.serve(listener, &health, &options, grace).await;
         }
     };
     let routes = routes(&worker, Routes::new(health.service()), clients);
@@ -273,7 +279,7 @@ pub(super) struct Worker {
     pub(super) numerics: String,
     pub(super) binding: Arc<Binding>,
     pub(super) traces: Traces,
-    /// Takes what the other ranks of its ring send; `None` where there are none.
+    /// Takes what the other ranks of its group send; `None` where there are none.
     pub(super) membership: Option<Membership>,
 }
 
@@ -281,17 +287,22 @@ pub(super) struct Worker {
 enum Opened {
     /// With an engine: where requests begin.
     Engine(Arc<Worker>),
-    Stage(StageWorker),
+    Follower(FollowerWorker),
 }
 
 fn open(
-    (plan, rank): (&InferencePlanSpec, &PlanRank),
-    ring: Option<Ring>,
+    (plan, rank, routes): (&InferencePlanSpec, &PlanRank, Option<PathBuf>),
+    group: Option<group::Place>,
     binding: Arc<Binding>,
     (mut device, host): (DeviceOptions, CpuOptions),
     (watch, clients): (&LoadWatch, Clients),
 ) -> anyhow::Result<(Opened, String, Turn)> {
-    let part = ring.as_ref().map(Ring::part).cloned();
+    let part = group.as_ref().and_then(group::Place::part).cloned();
+    let share = group.as_ref().and_then(group::Place::share);
+    let head = match group.clone().filter(group::Place::is_head) {
+        Some(place) => Some(Head::of(plan, rank, place, routes)?),
+        None => None,
+    };
     let trace = device.traced();
     let directory = Path::new(&plan.model.path);
     let kv = rank
@@ -316,6 +327,7 @@ fn open(
         directory,
         LoadOptions {
             part,
+            share,
             ..load_options(rank, device, HostOptions::Cpu(host), placing)?
         },
         &mut |progress| {
@@ -328,21 +340,19 @@ fn open(
         },
     )?;
     turn.loaded();
-    let (opened, device) = match (ring, rank.role) {
-        (Some(Ring::Stage(place)), _) => on_device!(loaded, loaded => {
-            start_stage((place, kv), loaded, &binding, clients)
+    let (opened, device) = match (head, group) {
+        (None, Some(place)) => on_device!(loaded, loaded => {
+            start_follower((place, kv), loaded, &binding, clients)
         })?,
-        (_, PlanRole::Stage) => bail!("the plan gives {} no place in a ring", rank.name),
+        (None, None) if rank.role == PlanRole::Stage => {
+            bail!("the plan gives {} no place in a group", rank.name)
+        }
         (head, _) => {
-            let ring = head.and_then(|ring| match ring {
-                Ring::Head(head) => Some(head),
-                Ring::Stage(_) => None,
-            });
             let place = Place {
                 plan,
                 rank,
                 kv,
-                ring,
+                head,
                 clients,
             };
             on_device!(loaded, loaded => start(place, loaded, binding, trace, &waits))?
@@ -356,15 +366,15 @@ struct Place<'a> {
     plan: &'a InferencePlanSpec,
     rank: &'a PlanRank,
     kv: &'a PlanKv,
-    /// The ring that it is the head of.
-    ring: Option<ring::Head>,
+    /// The group that it is the head of.
+    head: Option<Head>,
     /// Connections to other ranks.
     clients: Clients,
 }
 
-/// Starts a stage on its part of a model; also returns a description of the device.
-fn start_stage<B: Backend>(
-    (place, kv): (ring::Place, &PlanKv),
+/// Starts a follower on its part of a model; also returns a description of the device.
+fn start_follower<B: Backend>(
+    (place, kv): (group::Place, &PlanKv),
     loaded: LoadedOn<B>,
     binding: &Binding,
     clients: Clients,
@@ -373,9 +383,9 @@ fn start_stage<B: Backend>(
     let device = loaded.model.backend().describe();
     let cache = (kv.block_tokens as usize, kv_dtype(kv)?);
     let weights = weight_files(&loaded.checkpoint);
-    let stage = StageWorker::start(place, loaded, cache, clients)?;
+    let follower = FollowerWorker::start(place, loaded, cache, clients)?;
     binding.loaded(&weights);
-    Ok((Opened::Stage(stage), device))
+    Ok((Opened::Follower(follower), device))
 }
 
 /// Starts a rank's engine on a loaded model; also returns a description of the device.
@@ -390,7 +400,7 @@ fn start<B: Backend>(
         plan,
         rank,
         kv,
-        ring,
+        head,
         clients,
     } = place;
     binding.take(loaded.model.backend(), loaded.host.as_ref());
@@ -400,9 +410,9 @@ fn start<B: Backend>(
     let layout = loaded.model.kv_layout(kv.block_tokens as usize, kv_dtype);
     let mut budget = KvBudget::Bytes(kv.memory_bytes);
     let mut membership = None;
-    if let Some(ring) = ring {
-        budget = KvBudget::Blocks(ring.kv_blocks(&layout));
-        membership = Some(ring.lead(&mut loaded, &layout, clients, waits)?);
+    if let Some(head) = head {
+        budget = KvBudget::Blocks(head.kv_blocks(&layout, layout.layers));
+        membership = Some(head.lead(&mut loaded, &layout, clients, waits)?);
     }
     let numerics = load::numerics(&loaded.model, kv_dtype);
     let options = EngineOptions {

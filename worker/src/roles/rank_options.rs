@@ -41,6 +41,7 @@ pub(super) fn load_options<'a>(
         mla_form: rank.mla_form,
         is_dual_batch: rank.dual_batch,
         part: None,
+        share: None,
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {

@@ -16,20 +16,20 @@ use super::lines::Lines;
 use super::template;
 
 /// The plan as a Pod receives it: with its ranks alone, each with the endpoint beside it, and without the reasons. The head of a
-/// ring also gets the other members, whose addresses it is told by routes.
+/// group also gets the other members, whose addresses it is told by routes.
 pub(super) fn slice(plan: &InferencePlanSpec, ranks: &[(&PlanRank, String)]) -> InferencePlanSpec {
     let with_endpoint = |(rank, endpoint): &(&PlanRank, String)| PlanRank {
         endpoint: Some(endpoint.clone()),
         ..(*rank).clone()
     };
-    let head = ranks.iter().find(|(rank, _)| rank.is_ring_head());
-    let others = head.map(|(head, _)| plan.ring_of(&head.name));
+    let head = ranks.iter().find(|(rank, _)| rank.is_group_head());
+    let others = head.map(|(head, _)| plan.group_of(&head.name));
     let others = others.into_iter().flatten().skip(1);
     InferencePlanSpec {
         ranks: ranks
             .iter()
             .map(with_endpoint)
-            .chain(others.map(|(rank, _)| rank.clone()))
+            .chain(others.cloned())
             .collect(),
         mixed_numerics: Vec::new(),
         inputs: None,

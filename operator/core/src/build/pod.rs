@@ -53,7 +53,7 @@ pub fn rank_pod(
     let held = Held::of(plan, rank);
     let image = image(context, plan);
     let arguments = rank_arguments(context, (rank, second), is_gateway);
-    let has_routes = is_gateway || rank.is_ring_head();
+    let has_routes = is_gateway || rank.is_group_head();
     let mut container = container(context, role, image, arguments);
     container.ports = Some(ports(is_gateway, second.is_some()));
     container.resources = Some(held.resources());
@@ -99,7 +99,7 @@ pub fn rank_pod(
         rank: rank.name.clone(),
         role: rank.role,
         second: second.map(SecondRank::of),
-        ring: ring_of(plan, rank),
+        group: group_of(plan, rank),
         form,
         name,
         node: rank.node.clone(),
@@ -137,10 +137,10 @@ fn addressed<'a>(
     ranks
 }
 
-/// Names of the members of the ring whose head a rank is; none for others.
-fn ring_of(plan: &InferencePlanSpec, rank: &PlanRank) -> Vec<String> {
-    let members = plan.ring_of(&rank.name).into_iter();
-    members.map(|(member, _)| member.name.clone()).collect()
+/// Names of the members of the group whose head a rank is; none for others.
+fn group_of(plan: &InferencePlanSpec, rank: &PlanRank) -> Vec<String> {
+    let members = plan.group_of(&rank.name).into_iter();
+    members.map(|member| member.name.clone()).collect()
 }
 
 /// Grace period of a Pod in seconds.
@@ -266,7 +266,7 @@ fn rank_arguments(
         "--grace",
         &grace_s.to_string(),
     ]));
-    if is_gateway || rank.is_ring_head() {
+    if is_gateway || rank.is_group_head() {
         let routes = format!("{PLACE_DIRECTORY}/routes.json");
         arguments.extend(words(["--routes", &routes]));
     }

@@ -138,6 +138,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         activations: PlanActivations::F32,
         mla_form: PlanMlaForm::Absorbed,
         ring: None,
+        peers: None,
         residency: is_worker.then_some(PlanResidency {
             policy: ResidencyPolicy::Resident,
             weight_bytes: 7_733_248,

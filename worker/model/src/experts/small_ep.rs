@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use hearth_kernels::expert_sum::LEAVES;
 use hearth_kernels::{Backend, Routing};
 
 use super::choices::{choices, choices_to_bytes, each_choice, is_of};
@@ -19,11 +20,16 @@ use crate::{ModelError, Residency};
 pub(crate) struct SmallEp<B: Backend> {
     backend: Arc<B>,
     residency: Arc<dyn Residency<B>>,
+    ranks: usize,
 }
 
 impl<B: Backend> SmallEp<B> {
-    pub(crate) fn new(backend: Arc<B>, residency: Arc<dyn Residency<B>>) -> Self {
-        Self { backend, residency }
+    pub(crate) fn new(backend: Arc<B>, residency: Arc<dyn Residency<B>>, ranks: usize) -> Self {
+        Self {
+            backend,
+            residency,
+            ranks,
+        }
     }
 }
 
@@ -57,6 +63,12 @@ impl<B: Backend> Experts<B> for SmallEp<B> {
             let total = step.run(own, check)?;
             total.ok_or(ModelError::Alone)
         }))
+    }
+
+    fn numerics(&self, of_device: &str) -> Option<String> {
+        // Whole leaves of the tree are added in the order of the tree.
+        let are_leaves = LEAVES.is_multiple_of(self.ranks);
+        (!are_leaves).then(|| format!("{of_device} in {} sums", self.ranks))
     }
 
     fn assist(

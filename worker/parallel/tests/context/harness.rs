@@ -96,7 +96,8 @@ pub(crate) fn in_group<R>(
             let all = modules(&files.config).unwrap();
             let model = files.with(modules_of(rank, ranks, all));
             let kv = cache(&model);
-            let mut follower = Follower::new(model, kv, |model, peers| model.share(peers, how));
+            let mut follower =
+                Follower::new(model, kv, |model, peers| model.share(peers, (how, ranks)));
             progress.push(follower.progress());
             let goes_on = || !is_over.load(Ordering::Relaxed);
             scope.spawn(move || match follower.follow(group, goes_on) {
@@ -108,7 +109,7 @@ pub(crate) fn in_group<R>(
         assert!(peers.rejoin(Duration::ZERO).unwrap());
         let all = Part::whole(files.config.layers).of(modules(&files.config).unwrap());
         let mut model = files.with(modules_of(0, ranks, all));
-        model.share(Arc::new(peers), how);
+        model.share(Arc::new(peers), (how, ranks));
         let kv = cache(&model);
         let mut head = Head { model, kv };
         let result = with(&mut head, &*group);

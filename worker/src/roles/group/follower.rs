@@ -1,22 +1,23 @@
-//! A stage: a process that computes its layers for the head of its ring.
+//! A follower: a process that computes its part of what the head of its group begins.
 
 use std::convert::Infallible;
-use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
-use hearth_crds::{InferencePlanSpec, PlanRank, PlanRing, PlanRole, WorkerReport};
+use anyhow::Context;
+use hearth_crds::WorkerReport;
 use hearth_kernels::{Backend, KvDType};
-use hearth_model::Part;
-use hearth_parallel::{Group, Stage, StageError, StageProgress};
+use hearth_model::{Model, ModelError};
+use hearth_parallel::{Follower as Peer, Group, Stage, StageError, StageProgress};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{Clients, Health, Listener, ServerOptions, server};
 use tokio::sync::oneshot;
 
 use super::membership::{Follower, JoinedGroup, Membership};
-use super::terms::Terms;
-use super::{kv_blocks, of_one_layer, windows, wrong};
+use super::net::NetGroup;
+use super::terms::{Terms, Work};
+use super::{Place, Task, kv_blocks, of_one_layer};
 use crate::load::{self, LoadedOn};
 use crate::lost::DeviceLost;
 use crate::roles::layers::Layers;
@@ -29,55 +30,8 @@ const LOOK_PERIOD: Duration = Duration::from_millis(50);
 /// Time between two looks at whether its computation goes on.
 const PROGRESS_PERIOD: Duration = Duration::from_secs(1);
 
-/// What a stage is in its plan. The others of its ring may change while it stays.
-pub(in crate::roles) struct Place {
-    name: String,
-    place: usize,
-    part: Part,
-    /// Layers of the model.
-    layers: usize,
-    /// Bytes of its cache.
-    kv_bytes: u64,
-}
-
-impl Place {
-    /// A stage's place.
-    ///
-    /// # Errors
-    /// An error if the rank is none, or its layers are not the model's.
-    pub(super) fn of(
-        plan: &InferencePlanSpec,
-        rank: &PlanRank,
-        ring: &PlanRing,
-    ) -> anyhow::Result<Self> {
-        if rank.role != PlanRole::Stage {
-            bail!(
-                "{}: place {} is {}'s, a {} rank",
-                wrong(&ring.head),
-                ring.place,
-                rank.name,
-                rank.role.as_str()
-            );
-        }
-        let layers = plan.model.layers as usize;
-        let part = Part::new(windows(ring).collect(), false, layers);
-        Ok(Self {
-            name: rank.name.clone(),
-            place: ring.place as usize,
-            part: part.with_context(|| wrong(&ring.head))?,
-            layers,
-            kv_bytes: rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes),
-        })
-    }
-
-    /// The layers that it computes.
-    pub(super) fn part(&self) -> &Part {
-        &self.part
-    }
-}
-
-/// A stage at work in a thread of its own.
-pub(in crate::roles) struct StageWorker {
+/// A follower at work in a thread of its own.
+pub(in crate::roles) struct FollowerWorker {
     progress: StageProgress,
     /// Takes what other members send.
     membership: Membership,
@@ -85,8 +39,8 @@ pub(in crate::roles) struct StageWorker {
     fault: oneshot::Receiver<anyhow::Error>,
 }
 
-impl StageWorker {
-    /// Starts a stage on its part of a model; it waits for the head. Must be called within a runtime.
+impl FollowerWorker {
+    /// Starts a follower on its part of a model; it waits for the head. Must be called within a runtime.
     ///
     /// # Errors
     /// An error if its cache cannot be allocated, or no thread be started.
@@ -100,7 +54,7 @@ impl StageWorker {
             model, checkpoint, ..
         } = loaded;
         let layout = model.kv_layout(block_tokens, kv_dtype);
-        let kv_blocks = kv_blocks(place.kv_bytes, place.part.layers(), &layout);
+        let kv_blocks = kv_blocks(place.kv_bytes, layout.layers, &layout);
         let kv = model
             .kv_alloc(layout, kv_blocks as usize)
             .with_context(|| format!("the cache of {kv_blocks} blocks"))?;
@@ -108,10 +62,7 @@ impl StageWorker {
         let (joined, groups) = channel();
         let membership = Membership::of_follower(Follower {
             terms: Terms {
-                name: place.name,
-                place: place.place,
-                part: place.part,
-                layers: place.layers,
+                place: place.clone(),
                 model_fingerprint: checkpoint.fingerprint().to_owned(),
                 kv_layout: of_one_layer(&layout),
                 kv_blocks,
@@ -121,19 +72,28 @@ impl StageWorker {
             joined: Mutex::new(joined),
         });
         let (failed, fault) = oneshot::channel();
-        let stage = Stage::new(model, kv);
-        let progress = stage.progress();
+        let member = match place.task {
+            Task::Windows { .. } => Member::Stage(Stage::new(model, kv)),
+            Task::Share {
+                peers: ranks,
+                experts,
+            } => {
+                let share = |model: &mut Model<B>, peers| model.share(peers, (experts, ranks));
+                Member::Peer(Peer::new(model, kv, share))
+            }
+        };
+        let progress = member.progress();
         std::thread::Builder::new()
-            .name("stage".to_owned())
+            .name("follower".to_owned())
             .spawn(move || {
                 // Files stay mapped as long as their weights are used.
                 let _files = checkpoint;
-                if let Err(error) = follow(stage, &groups) {
+                if let Err(error) = follow(member, &groups) {
                     // Without a receiver the process ends anyway.
                     let _ = failed.send(error);
                 }
             })
-            .context("the stage's thread cannot be started")?;
+            .context("the follower's thread cannot be started")?;
         Ok(Self {
             progress,
             membership,
@@ -141,11 +101,11 @@ impl StageWorker {
         })
     }
 
-    /// Serves until the process is told to stop, or the stage cannot go on. Then it goes on for `grace` at most, until its head
+    /// Serves until the process is told to stop, or the follower cannot go on. Then it goes on for `grace` at most, until its head
     /// has left the group, which may have answers to finish.
     ///
     /// # Errors
-    /// An error if the listener fails, or why the stage cannot go on.
+    /// An error if the listener fails, or why the follower cannot go on.
     pub(in crate::roles) async fn serve(
         self,
         listener: Listener,
@@ -172,7 +132,7 @@ impl StageWorker {
             never = watch(self.progress) => match never {},
             fault = self.fault => match fault {
                 Ok(error) => Err(error),
-                Err(_) => Err(anyhow::anyhow!("the stage's thread has ended\n  its panic is in the log above")),
+                Err(_) => Err(anyhow::anyhow!("the follower's thread has ended\n  its panic is in the log above")),
             },
         }
     }
@@ -180,35 +140,63 @@ impl StageWorker {
 
 /// Ends the process if its computation stands still: the head would wait for it without end.
 async fn watch(progress: StageProgress) -> Infallible {
-    let mut windows = Layers::new("window of layers");
+    let mut parts = Layers::new("part of a pass");
     loop {
         tokio::time::sleep(PROGRESS_PERIOD).await;
-        windows.end_if_stuck(progress.at_window_for());
+        parts.end_if_stuck(progress.at_window_for());
+    }
+}
+
+/// What a follower is.
+enum Member<B: Backend> {
+    Stage(Stage<B>),
+    Peer(Peer<B>),
+}
+
+impl<B: Backend> Member<B> {
+    fn progress(&self) -> StageProgress {
+        match self {
+            Self::Stage(stage) => stage.progress(),
+            Self::Peer(peer) => peer.progress(),
+        }
+    }
+
+    fn bind_thread(&self) -> Result<(), ModelError> {
+        match self {
+            Self::Stage(stage) => stage.bind_thread(),
+            Self::Peer(peer) => peer.bind_thread(),
+        }
+    }
+
+    /// Computes for a group until that is over.
+    fn follow(&mut self, group: &Arc<NetGroup>, work: &Work) -> Result<(), StageError> {
+        match (self, work) {
+            (Self::Stage(stage), Work::Ring(route)) => stage.follow(&**group, route, || true),
+            (Self::Peer(peer), Work::Share) => peer.follow(Arc::clone(group) as _, || true),
+            // Terms agree to nothing else.
+            (Self::Stage(_), Work::Share) | (Self::Peer(_), Work::Ring(_)) => Ok(()),
+        }
     }
 }
 
 /// Computes for one group after the other, until none is to come.
-fn follow<B: Backend>(mut stage: Stage<B>, groups: &Receiver<JoinedGroup>) -> anyhow::Result<()> {
-    stage.bind_thread()?;
+fn follow<B: Backend>(mut member: Member<B>, groups: &Receiver<JoinedGroup>) -> anyhow::Result<()> {
+    member.bind_thread()?;
     while let Ok(joined) = groups.recv() {
-        let JoinedGroup {
-            group,
-            route,
-            taken,
-        } = joined;
+        let JoinedGroup { group, work, taken } = joined;
         // The head may have given it up meanwhile, and formed another.
         if group.lost().is_some() || taken.send(()).is_err() {
             group.leave();
             continue;
         }
-        // The head tells what becomes of the ring, and tries again and again while a member is missing.
-        tracing::debug!(epoch = group.epoch, "joined the ring");
-        let followed = stage.follow(&*group, &route, || true);
+        // The head tells what becomes of the group, and tries again and again while a member is missing.
+        tracing::debug!(epoch = group.epoch, "joined the group");
+        let followed = member.follow(&group, &work);
         group.leave();
         match followed {
             Ok(()) => {}
             Err(StageError::Device(why)) => return Err(DeviceLost(why).into()),
-            Err(error) => tracing::debug!(epoch = group.epoch, %error, "the ring is left"),
+            Err(error) => tracing::debug!(epoch = group.epoch, %error, "the group is left"),
         }
     }
     Ok(())

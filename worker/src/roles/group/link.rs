@@ -4,6 +4,7 @@ use std::pin::pin;
 use std::time::Duration;
 
 use futures::{FutureExt, Stream};
+use hearth_model::Exchanged;
 use hearth_parallel::{Op, Tag};
 use hearth_transport::{Worker, v1};
 use tokio::sync::mpsc;
@@ -21,10 +22,7 @@ const PIECE_BYTES: usize = 64 << 10;
 /// A message as parcels.
 pub(super) fn pieces(tag: Tag, bytes: &[u8]) -> impl Iterator<Item = v1::Parcel> {
     let count = bytes.len().div_ceil(PIECE_BYTES).max(1);
-    let op = match tag.op {
-        Op::Stream => v1::Op::Stream,
-        Op::Fault => v1::Op::Fault,
-    };
+    let op = told(tag.op);
     (0..count).map(move |index| {
         let end = bytes.len().min((index + 1) * PIECE_BYTES);
         parcel(Content::Piece(v1::Piece {
@@ -40,16 +38,44 @@ pub(super) fn pieces(tag: Tag, bytes: &[u8]) -> impl Iterator<Item = v1::Parcel>
 
 /// The tag of a piece; `None` for an operation that this version does not know.
 pub(super) fn tag(piece: &v1::Piece) -> Option<Tag> {
-    let op = match piece.op() {
-        v1::Op::Stream => Op::Stream,
-        v1::Op::Fault => Op::Fault,
-        v1::Op::Unspecified => return None,
-    };
     Some(Tag {
         pass: piece.pass,
         flight: piece.flight,
         layer: piece.layer,
-        op,
+        op: op(piece.op())?,
+    })
+}
+
+fn told(op: Op) -> v1::Op {
+    match op {
+        Op::Stream => v1::Op::Stream,
+        Op::Fault => v1::Op::Fault,
+        Op::Pass => v1::Op::Pass,
+        Op::Exchange(what) => match what {
+            Exchanged::Kv => v1::Op::Kv,
+            Exchanged::Choices => v1::Op::Choices,
+            Exchanged::Tokens => v1::Op::Tokens,
+            Exchanged::Sums => v1::Op::Sums,
+            Exchanged::Dispatched => v1::Op::Dispatched,
+            Exchanged::Combined => v1::Op::Combined,
+            Exchanged::Last => v1::Op::Last,
+        },
+    }
+}
+
+fn op(told: v1::Op) -> Option<Op> {
+    Some(match told {
+        v1::Op::Unspecified => return None,
+        v1::Op::Stream => Op::Stream,
+        v1::Op::Fault => Op::Fault,
+        v1::Op::Pass => Op::Pass,
+        v1::Op::Kv => Op::Exchange(Exchanged::Kv),
+        v1::Op::Choices => Op::Exchange(Exchanged::Choices),
+        v1::Op::Tokens => Op::Exchange(Exchanged::Tokens),
+        v1::Op::Sums => Op::Exchange(Exchanged::Sums),
+        v1::Op::Dispatched => Op::Exchange(Exchanged::Dispatched),
+        v1::Op::Combined => Op::Exchange(Exchanged::Combined),
+        v1::Op::Last => Op::Exchange(Exchanged::Last),
     })
 }
 

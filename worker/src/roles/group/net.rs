@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use hearth_parallel::{Group, GroupError, Mailbox, Message, Tag};
+use hearth_parallel::{Group, GroupError, Mailbox, Message, Op, Tag};
 use hearth_transport::{Clients, Endpoint, v1};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
@@ -126,7 +126,7 @@ impl NetGroup {
         mut joined: impl FnMut(Result<v1::Joined, tonic::Status>) + Send + 'static,
     ) -> Result<Link, GroupError> {
         let (member, name) = (&self.members[to], self.name(to));
-        // Stages send from a thread of their own.
+        // Followers send from a thread of their own.
         let _within = self.runtime.enter();
         let worker = self.clients.worker(&member.endpoint);
         let worker = worker.map_err(|error| GroupError::Unfit {
@@ -200,8 +200,8 @@ impl Group for NetGroup {
         self.mailbox.take(from, tag, patience, name)
     }
 
-    fn next(&self, patience: Duration) -> Result<Option<Message>, GroupError> {
-        self.mailbox.next(patience)
+    fn next(&self, op: Op, patience: Duration) -> Result<Option<Message>, GroupError> {
+        self.mailbox.next(op, patience)
     }
 
     fn forget(&self, before_pass: u64) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures::Stream;
-use hearth_parallel::{Group, Route, Tag};
+use hearth_parallel::{Group, Tag};
 use hearth_transport::{Clients, v1};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
@@ -16,7 +16,7 @@ use v1::parcel::Parcel as Content;
 
 use super::link::{self, BEAT_PERIOD, SILENCE};
 use super::net::NetGroup;
-use super::terms::Terms;
+use super::terms::{Agreed, Terms, Work};
 
 /// Metadata of a refusal: the epoch that the member knows, which is not older than the one that it refuses.
 pub(super) const EPOCH: &str = "hearth-epoch";
@@ -49,7 +49,7 @@ pub(super) struct Follower {
 /// A group that was joined, for the thread that is to compute for it.
 pub(super) struct JoinedGroup {
     pub(super) group: Arc<NetGroup>,
-    pub(super) route: Route,
+    pub(super) work: Work,
     /// Tells that the thread has taken it: it may still be computing for the group before.
     pub(super) taken: oneshot::Sender<()>,
 }
@@ -120,7 +120,7 @@ impl Membership {
     ) -> Result<(Arc<NetGroup>, oneshot::Receiver<()>), Status> {
         let Some(follower) = &self.0.follower else {
             return Err(Status::failed_precondition(
-                "this rank is the head of its ring",
+                "this rank is the head of its group",
             ));
         };
         if from != 0 {
@@ -128,7 +128,7 @@ impl Membership {
                 "rank {from} is not the head, which alone forms groups"
             )));
         }
-        let (route, members) = follower
+        let Agreed { work, members } = follower
             .terms
             .agree(asked)
             .map_err(Status::failed_precondition)?;
@@ -150,7 +150,7 @@ impl Membership {
         let (taken, is_taken) = oneshot::channel();
         let given = JoinedGroup {
             group: Arc::clone(&group),
-            route,
+            work,
             taken,
         };
         match joined.send(given) {

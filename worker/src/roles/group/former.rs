@@ -64,7 +64,7 @@ impl NetFormer {
         if now.duration_since(*said) >= SAY_PERIOD {
             *said = now;
             let seconds = now.duration_since(*since).as_secs();
-            tracing::warn!(member, why, seconds, "the ring is waiting for a member");
+            tracing::warn!(member, why, seconds, "the group is waiting for a member");
         }
     }
 

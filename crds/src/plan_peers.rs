@@ -1,0 +1,30 @@
+//! Peers in a plan: ranks that read prompts together.
+
+use serde::{Deserialize, Serialize};
+
+/// A rank's place among peers, which read prompts together: each computes a share of a prompt's rows, and has a share of each
+/// layer's experts (OSDI '26, section 3.2).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PlanPeers {
+    /// Name of the head, the prefill rank that takes the prompts.
+    pub head: String,
+    /// Its place, from 0, which is the head's: its experts of `E` are `place * E / ranks` to `(place + 1) * E / ranks`.
+    pub place: u32,
+    /// Number of peers.
+    pub ranks: u32,
+    /// How rows come to the experts that they chose.
+    pub experts: PlanExpertParallel,
+}
+
+/// How rows come to experts of other ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum PlanExpertParallel {
+    /// All rows go to all peers, and come back summed.
+    #[default]
+    SmallEp,
+    /// Each row goes to the peers of the experts that it chose.
+    Ep,
+}

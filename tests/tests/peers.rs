@@ -1,0 +1,205 @@
+//! Peers: prefill processes that read prompts together, with the bits of one, whoever of them dies.
+
+use std::time::{Duration, Instant};
+
+use hearth_tests::{Answer, Metrics, Rank, Ranks, chat_body, chat_stream, free_port};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+/// The head and its followers.
+const MEMBERS: [(&str, &str); 4] = [
+    ("prefill", "prefill-0"),
+    ("stage", "stage-0"),
+    ("stage", "stage-1"),
+    ("stage", "stage-2"),
+];
+/// Tokens of an answer.
+const LONG: u32 = 12;
+/// What the head logs when a group that has lost a member has formed anew.
+const AGAIN: &str = "complete again";
+
+/// Peers, with the worker that writes the answers to the prompts that they read, and a gateway.
+struct Peers {
+    ranks: Ranks,
+    plan: Value,
+    endpoints: Vec<String>,
+    members: Vec<Rank>,
+    decode: Rank,
+    gateway: Rank,
+    /// Arguments of each member.
+    arguments: Vec<String>,
+}
+
+impl Peers {
+    /// Starts `count` of them, whose rows come to experts as `experts` says.
+    fn start(count: usize, experts: &str) -> Self {
+        Self::start_with(count, experts, Vec::new())
+    }
+
+    fn start_with(count: usize, experts: &str, arguments: Vec<String>) -> Self {
+        let ranks = Ranks::of_demo();
+        let endpoints: Vec<String> = (0..count)
+            .map(|_| format!("127.0.0.1:{}", free_port()))
+            .collect();
+        let mut plan = ranks.plan_of("prefill", "prefill-0", &endpoints[0]);
+        let template = plan["ranks"][0].clone();
+        let of = |place: usize| {
+            let (role, name) = MEMBERS[place];
+            let mut rank = template.clone();
+            rank["name"] = json!(name);
+            rank["role"] = json!(if role == "prefill" {
+                "Prefill"
+            } else {
+                "Stage"
+            });
+            rank["index"] = json!(place.saturating_sub(1));
+            rank["endpoint"] = json!(endpoints[place]);
+            if count > 1 {
+                rank["peers"] = json!({
+                    "head": "prefill-0", "place": place, "ranks": count, "experts": experts,
+                });
+            }
+            rank
+        };
+        plan["ranks"] = (0..count).map(of).collect();
+        let decode = ranks.start("decode", "decode-0", &[]);
+        let mut peers = Self {
+            members: Vec::new(),
+            gateway: gateway(&ranks),
+            ranks,
+            plan,
+            endpoints,
+            decode,
+            arguments,
+        };
+        for place in 0..count {
+            let member = peers.process(place);
+            peers.members.push(member);
+        }
+        for member in &mut peers.members {
+            member.wait_until_ready();
+        }
+        peers.decode.wait_until_ready();
+        peers.route();
+        peers
+    }
+
+    fn process(&self, place: usize) -> Rank {
+        let (role, name) = MEMBERS[place];
+        let place = (role, name, &*self.endpoints[place]);
+        self.ranks.start_of(&self.plan, place, &self.arguments, &[])
+    }
+
+    /// Waits until the gateway has the head: without a reader, the writer reads prompts itself.
+    fn route(&self) {
+        self.ranks.route_to(&[&self.members[0], &self.decode]);
+        Metrics::wait_for(&self.gateway.metrics_base(), "both are ready", |metrics| {
+            ["prefill-0", "decode-0"].iter().all(|name| {
+                let label = format!("worker=\"{name}\"");
+                metrics.values("hearth_worker_ready", &[&label]) == [1.0]
+            })
+        });
+    }
+
+    async fn ask(&self, number: usize) -> Answer {
+        let v1 = format!("{}/v1", self.gateway.base());
+        let answer = chat_stream(&v1, &prompt(number), |_, _| {}).await;
+        answer.unwrap_or_else(|error| panic!("{number}: {error:#}"))
+    }
+
+    /// Waits until the head has reported prompt tokens that it has read, with the others.
+    fn wait_until_read(&self) {
+        Metrics::wait_for(
+            &self.gateway.metrics_base(),
+            "prompts are read",
+            |metrics| metrics.of_role("hearth_worker_prompt_tokens_total", "prefill") > 0.0,
+        );
+    }
+}
+
+fn gateway(ranks: &Ranks) -> Rank {
+    let routes = ranks.routes().display().to_string();
+    let gateway = ranks.start("gateway", "gateway-0", &["--routes".to_owned(), routes]);
+    gateway.wait_for_metrics();
+    gateway
+}
+
+/// A prompt of its own for each number, long enough for a prefill worker, with log probabilities that show its bits.
+fn prompt(number: usize) -> Value {
+    let filler = "The lab has an old server and a laptop. ".repeat(12 + 5 * number);
+    chat_body(
+        "hearth-demo",
+        &format!("{number}. {filler}What is Hearth?"),
+        LONG,
+    )
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn peers_read_prompts_with_the_bits_of_one() {
+    let one = Peers::start(1, "SmallEp");
+    let mut want = Vec::new();
+    for number in 0..3 {
+        want.push(one.ask(number).await);
+    }
+    drop(one);
+    for (count, experts) in [(2, "SmallEp"), (3, "Ep"), (4, "SmallEp")] {
+        let peers = Peers::start(count, experts);
+        for (number, want) in want.iter().enumerate() {
+            assert_eq!(peers.ask(number).await, *want, "{count} by {experts}");
+        }
+        peers.wait_until_read();
+        let head = &peers.members[0];
+        assert!(
+            head.output().contains("a group has formed"),
+            "{}",
+            head.output()
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_dies_in_the_middle_of_a_prompt_costs_no_answer() {
+    // Slow enough to be met in the middle of a prompt.
+    let slow = || vec!["--isa".to_owned(), "scalar".to_owned()];
+    let one = Peers::start_with(1, "SmallEp", slow());
+    let mut want = Vec::new();
+    for number in 9..12 {
+        want.push(one.ask(number).await);
+    }
+    drop(one);
+    let mut peers = Peers::start_with(2, "SmallEp", slow());
+    for (number, place) in [(9, 1), (10, 0), (11, 1)] {
+        let name = MEMBERS[place].1;
+        let begun = Instant::now();
+        let lost_before = lost(&peers.members[0]);
+        let mut victim = peers.members.remove(place);
+        let asked = peers.ask(number);
+        let restarted = async {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            victim.signal(Signal::KILL);
+            victim.wait();
+            peers.process(place)
+        };
+        let (got, member) = tokio::join!(asked, restarted);
+        println!(
+            "{name} was killed, and the answer took {:?}",
+            begun.elapsed()
+        );
+        assert_eq!(got, want[number - 9], "{name}");
+        peers.members.insert(place, member);
+        peers.members[place].wait_until_ready();
+        let head = &peers.members[0];
+        if place > 0 {
+            assert!(lost(head) > lost_before, "{}", head.output());
+            assert!(head.output().contains(AGAIN), "{}", head.output());
+        }
+        peers.route();
+    }
+}
+
+/// How often a head has lost a member while it was reading a prompt.
+fn lost(head: &Rank) -> usize {
+    let output = head.output();
+    let lines = output.lines().filter(|line| line.contains("not complete"));
+    lines.filter(|line| line.contains("requests=1")).count()
+}

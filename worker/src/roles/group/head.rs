@@ -1,0 +1,234 @@
+//! The head of a group: the decode rank of a ring, which asks the others for the layers that it does not have, or the prefill
+//! rank of peers, which begins the passes that all compute.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use hearth_crds::{InferencePlanSpec, PlanRank, ResidencyPolicy};
+use hearth_formats::ModelConfig;
+use hearth_kernels::{Backend, KvLayout};
+use hearth_model::ExpertParallel;
+use hearth_parallel::{Leg, PeersOfHead, RingHead, Route};
+use hearth_transport::{Clients, v1};
+
+use super::addresses::Addresses;
+use super::former::NetFormer;
+use super::place::windows;
+use super::{Membership, Place, Task, kv_blocks, of_one_layer, wrong};
+use crate::load::LoadedOn;
+
+/// Most rows of a flight: a longer pass is cut, so that the ranks compute at the same time. As many as keep the CPUs' kernels
+/// busy, and no more.
+const FLIGHT_ROWS: usize = 64;
+/// Time for members to join before they are asked again.
+const JOIN_PERIOD: Duration = Duration::from_secs(1);
+/// Bytes of the choice of one expert.
+const CHOICE_BYTES: usize = 8;
+/// Most bytes of messages that may wait at a member, beside those of the longest pass.
+const SPARE_BYTES: u64 = 64 << 20;
+
+/// A group as its plan has it, for its head.
+pub(in crate::roles) struct Head {
+    place: Place,
+    /// Names by rank, this one first.
+    names: Vec<String>,
+    addresses: Addresses,
+    /// The way of a pass through the layers' ranks; `None`: peers have all layers.
+    route: Option<Route>,
+    /// Bytes of each member's cache, by rank.
+    kv_bytes: Vec<u64>,
+    /// Rows of the longest pass.
+    rows: usize,
+}
+
+impl Head {
+    /// The group whose head `rank` is, at `place`; its members are where `routes` says, or else where the plan says.
+    ///
+    /// # Errors
+    /// An error if it is none: places or layers are missing, or a member has no address.
+    pub(in crate::roles) fn of(
+        plan: &InferencePlanSpec,
+        rank: &PlanRank,
+        place: Place,
+        routes: Option<PathBuf>,
+    ) -> anyhow::Result<Self> {
+        let head = &rank.name;
+        let members = plan.group_of(head);
+        check(plan, head, &members)?;
+        let route = match &place.task {
+            Task::Windows { layers, .. } => {
+                let route = Route::new(legs(&members), *layers);
+                Some(route.with_context(|| wrong(head))?)
+            }
+            Task::Share { peers, .. } if *peers == members.len() => None,
+            Task::Share { peers, .. } => {
+                bail!("{}: {peers} peers are {}", wrong(head), members.len())
+            }
+        };
+        let memory = |rank: &&PlanRank| rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
+        Ok(Self {
+            rows: longest_pass(plan, rank) as usize,
+            kv_bytes: members.iter().map(memory).collect(),
+            addresses: match routes {
+                Some(file) => Addresses::Listed(file),
+                None => Addresses::planned(members.iter().copied())?,
+            },
+            names: members.iter().map(|rank| rank.name.clone()).collect(),
+            route,
+            place,
+        })
+    }
+
+    /// Blocks of the cache: as many as the member with the least room for its layers has.
+    pub(in crate::roles) fn kv_blocks(&self, layout: &KvLayout, layers: usize) -> usize {
+        let blocks = self.kv_bytes.iter().enumerate().map(|(rank, bytes)| {
+            let of_rank = match &self.route {
+                Some(route) => route.part(rank).map_or(0, |part| part.layers()),
+                None => layers,
+            };
+            kv_blocks(*bytes, of_rank, layout) as usize
+        });
+        blocks.min().unwrap_or(0)
+    }
+
+    /// What all members must agree to; without the members, whose addresses may change.
+    fn join(&self, fingerprint: &str, layout: &KvLayout, config: &ModelConfig) -> v1::Join {
+        let leg = |leg: &Leg| v1::Leg {
+            rank: leg.rank as u32,
+            first_layer: leg.layers.start as u32,
+            end_layer: leg.layers.end as u32,
+        };
+        let legs = self.route.iter().flat_map(Route::legs);
+        let (experts, row_bytes) = match self.place.task {
+            // A pass on its way here, and one on its way back.
+            Task::Windows { .. } => (None, 2 * 4 * config.hidden_size),
+            Task::Share { experts, .. } => {
+                let copies = match (experts, &config.moe) {
+                    (ExpertParallel::Ep, Some(moe)) => moe.experts_per_token.max(1),
+                    _ => 1,
+                };
+                // Rows that come and sums that come, of two layers, with the keys and choices of the next.
+                let activations = 4 * 4 * config.hidden_size * copies;
+                let rest = 2 * layout.token_layer_bytes() + CHOICE_BYTES * copies;
+                (Some(experts), activations + rest)
+            }
+        };
+        v1::Join {
+            rank: 0,
+            members: Vec::new(),
+            model_fingerprint: fingerprint.to_owned(),
+            legs: legs.map(leg).collect(),
+            kv_layout: of_one_layer(layout),
+            kv_blocks: self.kv_blocks(layout, config.layers) as u32,
+            waiting_bytes: (row_bytes * self.rows) as u64 + SPARE_BYTES,
+            experts: told(experts).into(),
+        }
+    }
+
+    /// Lets a model compute with the other ranks: waits until all have joined, and returns the service that takes what they
+    /// send. `waits` is called meanwhile. Must be called within a runtime.
+    ///
+    /// # Errors
+    /// An error if a member does not fit.
+    pub(in crate::roles) fn lead<B: Backend>(
+        self,
+        loaded: &mut LoadedOn<B>,
+        layout: &KvLayout,
+        clients: Clients,
+        waits: &dyn Fn(),
+    ) -> anyhow::Result<Membership> {
+        let join = self.join(
+            &loaded.checkpoint.fingerprint(),
+            layout,
+            loaded.model.config(),
+        );
+        let membership = Membership::of_head();
+        let former = Box::new(NetFormer::new(
+            (self.names, self.addresses),
+            join,
+            clients,
+            membership.clone(),
+        ));
+        match (self.route, self.place.task) {
+            (Some(route), _) => {
+                let others = Arc::new(RingHead::new(former, route, FLIGHT_ROWS));
+                form(&*others, waits)?;
+                loaded.model.lead(others);
+            }
+            (
+                None,
+                Task::Share {
+                    peers: ranks,
+                    experts,
+                },
+            ) => {
+                let peers = Arc::new(PeersOfHead::new(former));
+                form(&*peers, waits)?;
+                loaded.model.share(peers, (experts, ranks));
+            }
+            (None, Task::Windows { .. }) => bail!("a ring without a route"),
+        }
+        Ok(membership)
+    }
+}
+
+/// Waits until all members have joined; `waits` is called meanwhile.
+fn form(group: &dyn hearth_model::Membership, waits: &dyn Fn()) -> anyhow::Result<()> {
+    while !group.rejoin(JOIN_PERIOD)? {
+        waits();
+    }
+    Ok(())
+}
+
+/// Rows of the longest pass of a rank: where experts are streamed, a pass reads a whole prompt.
+fn longest_pass(plan: &InferencePlanSpec, rank: &PlanRank) -> u32 {
+    let policy = rank.residency.as_ref().map(|residency| residency.policy);
+    match policy {
+        Some(ResidencyPolicy::StreamLoading) => plan.model.context_length,
+        _ => rank.chunk_tokens.max(rank.max_batch),
+    }
+}
+
+/// The windows of a ring's members, in the order of the layers.
+fn legs(members: &[&PlanRank]) -> Vec<Leg> {
+    let rings = members.iter().filter_map(|rank| rank.ring.as_ref());
+    let mut legs: Vec<Leg> = rings
+        .flat_map(|ring| {
+            let rank = ring.place as usize;
+            windows(ring).map(move |layers| Leg { rank, layers })
+        })
+        .collect();
+    legs.sort_by_key(|leg| leg.layers.start);
+    legs
+}
+
+/// Checks that a group has a member at each place, and that all agree on what they are.
+fn check(plan: &InferencePlanSpec, head: &str, members: &[&PlanRank]) -> anyhow::Result<()> {
+    for (at, member) in members.iter().enumerate() {
+        let place = Place::of(plan, member)?;
+        if place.as_ref().map(|place| place.place) != Some(at) {
+            bail!(
+                "{}: its places are not 0 to {}",
+                wrong(head),
+                members.len() - 1
+            );
+        }
+        let (first, own) = (members[0], *member);
+        let experts = |rank: &PlanRank| rank.peers.as_ref().map(|p| (p.ranks, p.experts));
+        if experts(first) != experts(own) || first.ring.is_some() != own.ring.is_some() {
+            bail!("{}: {head} and {} differ", wrong(head), own.name);
+        }
+    }
+    Ok(())
+}
+
+/// How experts run, for the other members.
+pub(super) fn told(experts: Option<ExpertParallel>) -> v1::Experts {
+    match experts {
+        None => v1::Experts::Unspecified,
+        Some(ExpertParallel::SmallEp) => v1::Experts::SmallEp,
+        Some(ExpertParallel::Ep) => v1::Experts::Ep,
+    }
+}

@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::ahead::{self, AheadReport};
 use super::lanes::{Clock, LaneReport, LaneReports};
+use super::peers::{self, ExpertsArg};
 use super::session::{Session, argmax};
 use super::virtual_device::measured;
 use crate::cli::{ModelArgs, ResidencyArg};
@@ -48,6 +49,13 @@ pub(crate) struct BenchArgs {
     /// Prompt tokens per step [default: 512, or the whole prompt where its experts are streamed]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     chunk: Option<u32>,
+    /// Ranks that read prompts together, each with such a device: threads of this process that have a share of the rows and of each
+    /// layer's experts
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64))]
+    peers: u32,
+    /// How rows come to the experts of other peers
+    #[arg(long, value_enum, default_value = "small-ep", requires = "peers")]
+    experts: ExpertsArg,
     /// Where to write what the lanes of a GPU or a virtual device did, for chrome://tracing or ui.perfetto.dev
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
@@ -59,6 +67,14 @@ pub(crate) struct BenchArgs {
     json: bool,
 }
 
+impl BenchArgs {
+    /// Number of sequences, and tokens of each.
+    fn sequences(&self) -> (usize, usize) {
+        let tokens = self.prefill as usize + self.decode as usize + WARMUP_STEPS + 1;
+        (self.batch as usize, tokens)
+    }
+}
+
 /// Results of one benchmark. Times are medians for decode, wall time for prefill; of a modelled device, they are its own.
 #[derive(Serialize)]
 struct Report {
@@ -66,6 +82,8 @@ struct Report {
     device: String,
     kv_dtype: String,
     batch: u32,
+    /// Ranks that have read the prompts together.
+    peers: u32,
     prefill_tokens: u32,
     prefill_ms: f64,
     prefill_tokens_per_s: f64,
@@ -124,6 +142,13 @@ pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result
         true => measured_rates(&options)?,
         false => [None, None],
     };
+    let peers = args.peers as usize;
+    if peers > 1 && args.model.residency == ResidencyArg::HostExperts {
+        anyhow::bail!(
+            "--peers has no effect on experts that the host computes\n  use --residency resident or stream-loading"
+        );
+    }
+    options.share = (peers > 1).then_some((0, peers));
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
     let (device, host) = match &loaded {
         OnDevice::Virtual(loaded) => (
@@ -137,6 +162,12 @@ pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result
     let recording = traced.and_then(|(path, trace)| Some((path, trace.begin(usize::MAX)?)));
     // The device tells the last times as long as it is open.
     let (report, recorded) = on_device!(loaded, loaded => {
+        let mut loaded = loaded;
+        let of_group = (peers, args.experts);
+        let _peers = match peers {
+            1 => None,
+            _ => Some(peers::start(&mut loaded, (&args.model, environment), of_group, args.sequences())?),
+        };
         let report = run_on(args, &loaded, &clock)?;
         (report, recording.map(|(path, recording)| (path, recording.end())))
     });
@@ -222,8 +253,9 @@ fn measure<B: Backend>(
 ) -> anyhow::Result<Timings> {
     let vocab = loaded.model.config().vocab_size as u32;
     let batch = args.batch as usize;
-    let capacity = args.prefill as usize + args.decode as usize + WARMUP_STEPS + 1;
-    let mut session = Session::new(&loaded.model, batch, capacity, args.model.kv_dtype())?;
+    let (sequences, capacity_tokens) = args.sequences();
+    let kv_dtype = args.model.kv_dtype();
+    let mut session = Session::new(&loaded.model, sequences, capacity_tokens, kv_dtype)?;
     // Distinct, spread-out tokens: repeated ones would route to the same experts.
     let prompt = |sequence: usize| -> Vec<u32> {
         (0..args.prefill)
@@ -340,6 +372,7 @@ fn report<B: Backend>(
         device: loaded.model.backend().describe(),
         kv_dtype: format!("{:?}", args.model.kv_dtype()),
         batch: args.batch,
+        peers: args.peers,
         prefill_tokens: args.prefill,
         prefill_ms: timings.prefill_ms,
         prefill_tokens_per_s: f64::from(args.prefill) / timings.prefill_ms * 1e3,

@@ -11,6 +11,7 @@ mod inspect;
 mod lanes;
 mod logits;
 mod own;
+mod peers;
 mod profile;
 mod random;
 mod rates;

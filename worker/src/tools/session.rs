@@ -24,21 +24,12 @@ impl<'a, B: Backend> Session<'a, B> {
         capacity_tokens: usize,
         dtype: KvDType,
     ) -> anyhow::Result<Self> {
-        let limit = model.config().max_position_embeddings;
-        if capacity_tokens > limit {
-            bail!(
-                "{capacity_tokens} tokens exceed the model's context of {limit} (max_position_embeddings)\n  \
-                 ask for fewer tokens"
-            );
-        }
-        let layout = model.kv_layout(BLOCK_TOKENS, dtype);
-        let blocks_per_sequence = layout.blocks_for(capacity_tokens.max(1));
-        let kv = model.kv_alloc(layout, sequences * blocks_per_sequence)?;
+        let (kv, layout) = cache(model, sequences, capacity_tokens, dtype)?;
         Ok(Self {
             model,
             kv,
             layout,
-            blocks_per_sequence,
+            blocks_per_sequence: layout.blocks_for(capacity_tokens.max(1)),
             lengths: vec![0; sequences],
         })
     }
@@ -118,6 +109,25 @@ impl<'a, B: Backend> Session<'a, B> {
                 .collect(),
         }
     }
+}
+
+/// A cache with room for `sequences` sequences of `capacity_tokens` tokens each, and its layout.
+pub(super) fn cache<B: Backend>(
+    model: &Model<B>,
+    sequences: usize,
+    capacity_tokens: usize,
+    dtype: KvDType,
+) -> anyhow::Result<(B::Kv, KvLayout)> {
+    let limit = model.config().max_position_embeddings;
+    if capacity_tokens > limit {
+        bail!(
+            "{capacity_tokens} tokens exceed the model's context of {limit} (max_position_embeddings)\n  \
+             ask for fewer tokens"
+        );
+    }
+    let layout = model.kv_layout(BLOCK_TOKENS, dtype);
+    let blocks = sequences * layout.blocks_for(capacity_tokens.max(1));
+    Ok((model.kv_alloc(layout, blocks)?, layout))
 }
 
 /// Index of the largest logit; the lowest index in case of a tie.

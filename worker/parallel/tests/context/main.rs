@@ -30,18 +30,28 @@ architectures! {
     qwen3_moe, qwen3_moe_sparse_step, qwen3_moe_fp8, qwen3, qwen3_yarn, qwen2, llama2, llama3, llama_linear,
 }
 
+#[test]
+fn deepseek_v3_expanded() {
+    let mut files = Files::of("deepseek_v3", LAYERS);
+    files.expands = true;
+    all_give_the_bits_of_one("deepseek_v3, expanded", &files);
+}
+
 fn ranks_give_the_bits_of_one(case: &str) {
-    let files = Files::of(case, LAYERS);
-    let want = run_whole(&files);
+    all_give_the_bits_of_one(case, &Files::of(case, LAYERS));
+}
+
+fn all_give_the_bits_of_one(case: &str, files: &Files) {
+    let want = run_whole(files);
     for ranks in 1..=8 {
-        let got = run_group(&files, ranks, Ep);
+        let got = run_group(files, ranks, Ep);
         assert!(got == want, "{case}: {ranks} ranks, EP");
-        let got = run_group(&files, ranks, SmallEp);
+        let got = run_group(files, ranks, SmallEp);
         if [1, 2, 4, 8].contains(&ranks) {
             assert!(got == want, "{case}: {ranks} ranks, SmallEP");
         } else {
             // Sums are taken in another order.
-            same_within_rounding(&files, &want, &got);
+            same_within_rounding(files, &want, &got);
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use hearth_formats::{Checkpoint, ModelConfig, RandomCheckpoint, write_random};
 use hearth_kernels::{BlockId, CpuBackend, CpuKv, CpuOptions, KvDType, Span};
-use hearth_model::{Batch, Model, ModelError, ModuleSpec, Part, modules, tensors};
+use hearth_model::{Batch, ExpansionRoom, Model, ModelError, ModuleSpec, Part, modules, tensors};
 use hearth_parallel::{Formed, Former, Group, GroupError};
 use hearth_residency::Resident;
 
@@ -18,6 +18,8 @@ const PROMPTS: [usize; 2] = [37, 20];
 /// A random model with the shapes of a golden.
 pub(crate) struct Files {
     pub(crate) config: ModelConfig,
+    /// Whether latent attention is computed with expanded keys and values.
+    pub(crate) expands: bool,
     checkpoint: Checkpoint,
     _directory: tempfile::TempDir,
 }
@@ -41,6 +43,7 @@ impl Files {
         };
         write_random(directory.path(), &random, &mut |_, _| {}).unwrap();
         Self {
+            expands: false,
             checkpoint: Checkpoint::open(directory.path()).unwrap(),
             config: ModelConfig::read(directory.path()).unwrap(),
             _directory: directory,
@@ -59,7 +62,13 @@ impl Files {
         };
         let backend = Arc::new(CpuBackend::new(options).unwrap());
         let policy = Resident::open(&self.checkpoint, modules, Arc::clone(&backend)).unwrap();
-        Model::new(self.config.clone(), backend, Arc::new(policy)).unwrap()
+        let model = Model::new(self.config.clone(), backend, Arc::new(policy)).unwrap();
+        match self.expands {
+            true => model
+                .with_expanded_latents(ExpansionRoom::of(1 << 16))
+                .unwrap(),
+            false => model,
+        }
     }
 }
 

@@ -76,13 +76,14 @@ impl Mla {
     ) -> Result<B::Tensor, ModelError> {
         let backend = pass.backend;
         let layout = backend.kv_layout(kv);
+        let (spans, expanded) = apart(&pass.sequences.spans, &layout);
         let sequences = Sequences {
-            spans: apart(&pass.sequences.spans, &layout),
+            spans,
             positions: pass.sequences.positions.clone(),
             blocks_done: pass.sequences.blocks_done,
             group: None,
         };
-        let blocks: usize = sequences.spans.iter().map(|span| span.blocks.len()).sum();
+        let blocks: usize = expanded.iter().map(|to| to.blocks.len()).sum();
         let rows = sequences.positions.len();
         let cut = self.cut(&layout, (blocks, rows), room);
         let MlaHeads { heads, nope, v, .. } = self.heads;
@@ -100,10 +101,10 @@ impl Mla {
                 |weight, width| backend.weight_rows(weight, first * width, cut.heads * width);
             let kv_b = rows_of(weights.matrix("kv_b")?, of_kv_b)?;
             let q_weight = rows_of(q_weight, of_q)?;
-            for (from, to) in pass.sequences.spans.iter().zip(&sequences.spans) {
-                for tile in row_tiles(to.start + to.rows, cut.positions) {
+            for to in &expanded {
+                for tile in row_tiles(to.positions, cut.positions) {
                     pass.check_cancelled()?;
-                    let latents = (kv, pass.cache_layer, &from.blocks[..]);
+                    let latents = (kv, pass.cache_layer, to.from);
                     let to = Span {
                         first_row: 0,
                         rows: tile.len(),
@@ -226,20 +227,39 @@ struct Cut {
     rows: usize,
 }
 
-/// The same spans, in a cache that holds one sequence behind the other.
-fn apart(spans: &[Span], layout: &KvLayout) -> Vec<Span> {
+/// A sequence whose latents are expanded.
+struct Expanded<'a> {
+    /// Blocks of its latents.
+    from: &'a [BlockId],
+    /// Its positions, from the first one.
+    positions: usize,
+    /// Blocks of its keys and values.
+    blocks: Vec<BlockId>,
+}
+
+/// The same spans, in a cache that holds one sequence behind the other, and these sequences. Spans that follow each other in the
+/// same blocks are pieces of one sequence.
+fn apart<'a>(spans: &'a [Span], layout: &KvLayout) -> (Vec<Span>, Vec<Expanded<'a>>) {
+    let mut moved = Vec::with_capacity(spans.len());
+    let mut sequences = Vec::new();
     let mut next = 0;
-    let moved = |span: &Span| {
+    for pieces in spans.chunk_by(|a, b| a.blocks == b.blocks && !a.blocks.is_empty()) {
+        let ends = pieces.iter().map(|piece| piece.start + piece.rows);
+        let positions = ends.max().unwrap_or(0);
         let first = next;
-        next += layout.blocks_for(span.start + span.rows) as u32;
-        Span {
-            first_row: span.first_row,
-            rows: span.rows,
-            start: span.start,
-            blocks: (first..next).map(BlockId).collect(),
-        }
-    };
-    spans.iter().map(moved).collect()
+        next += layout.blocks_for(positions) as u32;
+        let blocks: Vec<BlockId> = (first..next).map(BlockId).collect();
+        moved.extend(pieces.iter().map(|piece| Span {
+            blocks: blocks.clone(),
+            ..*piece
+        }));
+        sequences.push(Expanded {
+            from: &pieces[0].blocks,
+            positions,
+            blocks,
+        });
+    }
+    (moved, sequences)
 }
 
 #[cfg(test)]
@@ -319,12 +339,19 @@ mod tests {
         let layout = mla().kv_layout(1, 16, KvDType::Bf16);
         // The last block of the first sequence is for tokens to come.
         let spans = [span(0, 3, 30, &[9, 4, 7, 1]), span(3, 16, 0, &[2])];
-        let moved = apart(&spans, &layout);
+        let (moved, sequences) = apart(&spans, &layout);
+        assert_eq!(sequences.len(), 2);
         assert_eq!(moved[0].blocks, [0, 1, 2].map(BlockId));
         assert_eq!(moved[1].blocks, [BlockId(3)]);
         assert_eq!(
             (moved[1].first_row, moved[1].rows, moved[1].start),
             (3, 16, 0)
         );
+        // Two pieces of one sequence, of whose positions all up to the last are expanded once.
+        let pieces = [span(0, 2, 4, &[3, 8, 5]), span(2, 6, 30, &[3, 8, 5])];
+        let (moved, sequences) = apart(&pieces, &layout);
+        assert_eq!((sequences.len(), sequences[0].positions), (1, 36));
+        assert_eq!(moved[0].blocks, moved[1].blocks);
+        assert_eq!(moved[1].blocks, [0, 1, 2].map(BlockId));
     }
 }

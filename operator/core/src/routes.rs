@@ -77,9 +77,10 @@ pub fn routes_of(gateway: &PodView) -> Vec<Route> {
     routes.unwrap_or_default().workers
 }
 
-/// Whether a Pod is the head of a ring of which `other` is another member.
+/// Whether a Pod is the head of a group of which `other` is another member.
 pub fn leads(head: &PodView, other: &PodView) -> bool {
-    let is_worker = head.role == PodRole::Rank(PlanRole::Decode) && head.name != other.name;
+    let may_lead = [PlanRole::Decode, PlanRole::Prefill].map(PodRole::Rank);
+    let is_worker = may_lead.contains(&head.role) && head.name != other.name;
     is_worker
         && routes_of(head)
             .iter()

@@ -4,7 +4,7 @@
 mod support;
 
 use hearth_crds::{
-    InferencePlanSpec, LinkProfile, ModelFacts, NodeProfileStatus, PlanRank, PlanRole,
+    InferencePlanSpec, LinkProfile, ModelFacts, NodeProfileStatus, PlanRank, PlanRing, PlanRole,
     PlanStrategy, RING_VERSION, ResidencyPolicy,
 };
 use hearth_planner::plan;
@@ -55,18 +55,21 @@ fn ring(yaml: &str, facts: &ModelFacts, nodes: &[NodeProfileStatus]) -> Inferenc
 }
 
 fn members(plan: &InferencePlanSpec) -> Vec<&PlanRank> {
-    match plan.ring_of("decode-0") {
+    match plan.group_of("decode-0") {
         members if members.is_empty() => {
             let mut heads = plan.ranks.iter();
             vec![heads.find(|rank| rank.role == PlanRole::Decode).unwrap()]
         }
-        members => members.into_iter().map(|(rank, _)| rank).collect(),
+        members => members,
     }
 }
 
 /// What workers check of a ring, and that no node is promised more memory than it has.
 fn check(plan: &InferencePlanSpec, facts: &ModelFacts, nodes: &[NodeProfileStatus]) {
-    let rings = plan.ring_of("decode-0");
+    let in_ring = plan.group_of("decode-0").into_iter();
+    let rings: Vec<(&PlanRank, &PlanRing)> = in_ring
+        .map(|rank| (rank, rank.ring.as_ref().unwrap()))
+        .collect();
     let mut layers = Vec::new();
     for (place, (rank, ring)) in rings.iter().enumerate() {
         assert_eq!(ring.place as usize, place);

@@ -7,8 +7,9 @@
 
 use hearth_crds::{
     DurationText, EndpointSpec, InferenceDeploymentSpec, InferencePlanSpec, ModelSource,
-    ObjectivesSpec, Pinning, PlacementSpec, PlanKv, PlanKvType, PlanModel, PlanRank, PlanResidency,
-    PlanRing, PlanRingLength, PlanRole, PlanRouting, PlanStrategy, ResidencyPolicy, TolerationSpec,
+    ObjectivesSpec, Pinning, PlacementSpec, PlanExpertParallel, PlanKv, PlanKvType, PlanModel,
+    PlanPeers, PlanRank, PlanResidency, PlanRing, PlanRingLength, PlanRole, PlanRouting,
+    PlanStrategy, ResidencyPolicy, TolerationSpec,
 };
 use sha2::{Digest, Sha256};
 
@@ -95,11 +96,11 @@ impl Essence<'_> {
         if let Some(second) = self.second {
             put_rank(lines, second);
         }
-        // A ring is replaced as a whole: a member that two rings had would be taken from one by the other, again and again.
-        if let Some(ring) = &self.rank.ring {
-            let members = self.plan.ring_of(&ring.head).into_iter();
-            let others = members.filter(|(member, _)| member.name != self.rank.name);
-            others.for_each(|(member, _)| put_rank(lines, member));
+        // A group is replaced as a whole: a member that two groups had would be taken from one by the other, again and again.
+        if let Some(group) = self.rank.group() {
+            let members = self.plan.group_of(group.head).into_iter();
+            let others = members.filter(|member| member.name != self.rank.name);
+            others.for_each(|member| put_rank(lines, member));
         }
         if self.rank.role == PlanRole::Gateway {
             let EndpointSpec {
@@ -221,6 +222,23 @@ fn put_ring(lines: &mut Lines, ring: &PlanRing) {
     lines.put("ring-windows", windows.join(","));
 }
 
+fn put_peers(lines: &mut Lines, peers: &PlanPeers) {
+    let PlanPeers {
+        head,
+        place,
+        ranks,
+        experts,
+    } = peers;
+    lines.put("peers", head);
+    lines.put("peers-place", place);
+    lines.put("peers-ranks", ranks);
+    let experts = match experts {
+        PlanExpertParallel::SmallEp => "small-ep",
+        PlanExpertParallel::Ep => "ep",
+    };
+    lines.put("peers-experts", experts);
+}
+
 /// Writes a rank's fields. As with [`put_plan`], a new field is written only where it differs from the behaviour
 /// before it existed.
 fn put_rank(lines: &mut Lines, rank: &PlanRank) {
@@ -244,6 +262,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         activations,
         mla_form,
         ring,
+        peers,
         residency,
         kv,
         max_batch,
@@ -273,6 +292,9 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put_if(!mla_form.is_absorbed(), "mla-form", "expanded");
     if let Some(ring) = ring {
         put_ring(lines, ring);
+    }
+    if let Some(peers) = peers {
+        put_peers(lines, peers);
     }
     if let Some(residency) = residency {
         put_residency(lines, residency);

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, PlanActivations, PlanMlaForm,
-    PlanRing, PlanRingLength, PlanRole, PlanWindow, ResidencyPolicy, SecretRef, TolerationSpec,
+    EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, PlanActivations,
+    PlanExpertParallel, PlanMlaForm, PlanPeers, PlanRank, PlanRing, PlanRingLength, PlanRole,
+    PlanWindow, ResidencyPolicy, SecretRef, TolerationSpec,
 };
 use serde_json::json;
 
@@ -260,6 +261,40 @@ fn a_ring_is_replaced_as_a_whole() {
         let differs: Vec<bool> = (0..4).map(|n| before[n] != after[n]).collect();
         assert_eq!(differs, [false, false, true, true]);
     }
+}
+
+#[test]
+fn peers_are_replaced_as_a_whole_and_their_head_gets_the_others() {
+    let of = |ranks: u32| {
+        let mut plan = plan();
+        let prefill = plan.ranks[1].clone();
+        plan.ranks.push(PlanRank {
+            name: "stage-0".to_owned(),
+            role: PlanRole::Stage,
+            ..prefill
+        });
+        for (place, n) in [(0, 1), (1, 4)] {
+            plan.ranks[n].peers = Some(PlanPeers {
+                head: "prefill-0".to_owned(),
+                place,
+                ranks,
+                experts: PlanExpertParallel::SmallEp,
+            });
+        }
+        plan
+    };
+    let hashes = |plan: &InferencePlanSpec| hashes(&settings(), &deployment(), plan);
+    let mut moved = of(2);
+    moved.ranks[4].threads += 1;
+    let before = hashes(&of(2));
+    for after in [hashes(&of(3)), hashes(&moved)] {
+        let differs: Vec<bool> = (0..5).map(|n| before[n] != after[n]).collect();
+        assert_eq!(differs, [false, true, false, false, true]);
+    }
+    let pods = pods_of(&settings(), &deployment(), &of(2));
+    assert_eq!(pods[1].group, ["prefill-0", "stage-0"]);
+    let pod = serde_json::to_string(&pods[1].pod).expect("JSON");
+    assert!(pod.contains("\"--routes\""), "{pod}");
 }
 
 #[test]

@@ -76,8 +76,8 @@ pub struct DesiredPod {
     pub role: PlanRole,
     /// The rank that shares its container: see [`PlanRank::in_pod_of`].
     pub second: Option<SecondRank>,
-    /// Names of the members of the ring that it is the head of, by place; empty if it is none.
-    pub ring: Vec<String>,
+    /// Names of the members of the group that it is the head of, by place; empty if it is none.
+    pub group: Vec<String>,
     /// Digest of the Pod as this operator writes it.
     pub form: String,
     /// Name of the Pod, which ends in the digest of everything that defines it.

@@ -21,7 +21,7 @@
 //! - A gateway that is kept continues with the extras that it routes to until the target's workers are ready (Surge)
 //!   or the extras must make room (old down first). No Pod is deleted while a gateway that will stay routes to it, except
 //!   that old workers make room for a gateway of the target that has no other place.
-//! - The head of a ring has routes to its members. The members of a ring that is replaced stay as long as its head.
+//! - The head of a group has routes to its members. The members of a group that is replaced stay as long as its head.
 //! - An extra worker is deleted at once while it is not ready if its plan differs from the target only in numbers of
 //!   workers.
 
@@ -119,7 +119,7 @@ pub(crate) fn step(input: &RolloutInput<'_>) -> Steps {
             let want = &input.wants[index];
             let routes = match want.is_gateway() {
                 true => Some(sorted.first_routes(mode)),
-                false => want.is_ring_head().then(|| sorted.ring_routes(want)),
+                false => want.is_group_head().then(|| sorted.group_routes(want)),
             };
             (index, routes.map(|routes| text(&routes)))
         })
@@ -444,7 +444,7 @@ impl<'a> Sorted<'a> {
             .is_some_and(|place| self.is_in_way(pod, place))
     }
 
-    /// Whether a Pod must end for a place to have more room: it is there, or heads a ring whose members there end with it.
+    /// Whether a Pod must end for a place to have more room: it is there, or heads a group whose members there end with it.
     fn is_in_way(&self, pod: &PodView, place: Place<'_>) -> bool {
         let mut others = self.extra.iter();
         place.has(pod) || others.any(|other| leads(pod, other) && place.has(other))

@@ -28,11 +28,11 @@ impl Sorted<'_> {
             .collect()
     }
 
-    /// The members of a ring of the target that have an address, its head among them.
-    pub(super) fn ring_routes(&self, head: &Want) -> Vec<Route> {
+    /// The members of a group of the target that have an address, its head among them.
+    pub(super) fn group_routes(&self, head: &Want) -> Vec<Route> {
         let members = self
             .wants()
-            .filter(|(_, want)| head.ring.contains(&want.rank));
+            .filter(|(_, want)| head.group.contains(&want.rank));
         self.routes_of_made(members).collect()
     }
 
@@ -121,10 +121,10 @@ impl Sorted<'_> {
         let made = self.made.iter().flatten();
         let gateways = made.chain(&self.extra).filter(|pod| is_gateway(pod));
         let of_gateways = gateways.map(|gateway| (*gateway, self.routes(gateway, mode)));
-        // The head of a ring that is replaced keeps its own.
-        let heads = self.wants().filter(|(_, want)| want.is_ring_head());
+        // The head of a group that is replaced keeps its own.
+        let heads = self.wants().filter(|(_, want)| want.is_group_head());
         let of_heads =
-            heads.filter_map(|(index, want)| Some((self.made[index]?, self.ring_routes(want))));
+            heads.filter_map(|(index, want)| Some((self.made[index]?, self.group_routes(want))));
         of_gateways
             .chain(of_heads)
             .filter(|(pod, routes)| pod.routes.is_empty() || *routes != routes_of(pod))

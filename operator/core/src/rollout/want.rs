@@ -13,8 +13,8 @@ pub(crate) struct Want {
     pub(crate) rank: String,
     /// See [`DesiredPod::second`].
     pub(crate) second: Option<SecondRank>,
-    /// See [`DesiredPod::ring`].
-    pub(crate) ring: Vec<String>,
+    /// See [`DesiredPod::group`].
+    pub(crate) group: Vec<String>,
     /// See [`DesiredPod::form`].
     pub(crate) form: String,
     pub(crate) role: PlanRole,
@@ -33,7 +33,7 @@ impl Want {
             name: pod.name.clone(),
             rank: pod.rank.clone(),
             second: pod.second.clone(),
-            ring: pod.ring.clone(),
+            group: pod.group.clone(),
             form: pod.form.clone(),
             role: pod.role,
             node: pod.node.clone(),
@@ -66,8 +66,8 @@ impl Want {
         })
     }
 
-    pub(super) fn is_ring_head(&self) -> bool {
-        !self.ring.is_empty()
+    pub(super) fn is_group_head(&self) -> bool {
+        !self.group.is_empty()
     }
 
     pub(super) fn is_gateway(&self) -> bool {

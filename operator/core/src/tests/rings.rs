@@ -10,7 +10,7 @@ use crate::testing::MIB;
 /// A gateway and a ring over three nodes.
 fn ring(hash: &str) -> Vec<Want> {
     let mut head = want("decode-0", hash, "attic", 300);
-    head.ring = ["decode-0", "stage-0", "stage-1"]
+    head.group = ["decode-0", "stage-0", "stage-1"]
         .map(str::to_owned)
         .to_vec();
     vec![

@@ -403,7 +403,7 @@ pub(super) fn want(rank: &str, hash: &str, node: &str, mib: u64) -> Want {
     Want {
         name: format!("demo-{rank}-{hash}"),
         second: None,
-        ring: Vec::new(),
+        group: Vec::new(),
         rank: rank.to_owned(),
         form: hash.to_owned(),
         role,

@@ -1,8 +1,11 @@
 //! What both ways of running experts on several ranks need: how choices and rows travel, and the experts of a rank.
 
-use hearth_kernels::Routing;
+use std::ops::Range;
+
+use hearth_kernels::{Backend, Routing};
 
 use crate::peers::GroupPass;
+use crate::wire::{to_bytes, values};
 use crate::{ModelError, shares};
 
 /// Bytes of a choice: the expert, then its weight.
@@ -54,4 +57,44 @@ pub(super) fn each_choice(routing: &Routing) -> impl Iterator<Item = (u32, f32)>
 pub(super) fn is_of(group: &GroupPass, rank: usize, experts: usize) -> impl Fn(usize) -> bool {
     let own = shares::experts_of(rank, group.ranks(), experts);
     move |expert| own.contains(&expert)
+}
+
+/// Copies rows that have come, as bytes, to the device: into the rows of `all` `[rows, hidden]` from `first` on.
+pub(super) fn put_rows<B: Backend>(
+    backend: &B,
+    all: &mut B::Tensor,
+    first: usize,
+    bytes: &[u8],
+) -> Result<(), ModelError> {
+    let hidden = backend.shape(all).1;
+    let rows = bytes.len() / (4 * hidden).max(1);
+    if rows == 0 {
+        return Ok(());
+    }
+    let values: Vec<f32> = values(bytes).collect();
+    let tile = backend.upload(rows, hidden, &values)?;
+    Ok(backend.put_tile(all, (first, 0), &tile)?)
+}
+
+/// Some consecutive rows of `all` `[rows, hidden]`, on the device.
+pub(super) fn rows_of<B: Backend>(
+    backend: &B,
+    all: &B::Tensor,
+    rows: Range<usize>,
+) -> Result<B::Tensor, ModelError> {
+    let picked: Vec<u32> = rows.map(|row| row as u32).collect();
+    Ok(backend.rows(all, &picked)?)
+}
+
+/// The same as bytes for another rank; none where there are none.
+pub(super) fn bytes_of<B: Backend>(
+    backend: &B,
+    all: &B::Tensor,
+    rows: Range<usize>,
+) -> Result<Vec<u8>, ModelError> {
+    if rows.is_empty() {
+        return Ok(Vec::new());
+    }
+    let rows = rows_of(backend, all, rows)?;
+    Ok(to_bytes(&backend.download(&rows)?))
 }

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use hearth_kernels::{Backend, ExpertProducts, Routing};
 
-use super::choices::{choices, choices_to_bytes, each_choice, is_of};
+use super::choices::{bytes_of, choices, choices_to_bytes, each_choice, is_of, put_rows, rows_of};
 use super::chosen::ChosenExperts;
 use super::{Check, Experts, PendingExperts, RoutedLayer};
 use crate::peers::{Exchanged, GroupPass};
-use crate::wire::{to_bytes, values};
+use crate::wire::to_bytes;
 use crate::{ModelError, Residency, shares};
 
 /// Experts of a group of ranks, of which this one has a share.
@@ -42,20 +42,25 @@ impl<B: Backend> Experts<B> for Ep<B> {
         let at = layer.layer as usize;
         group.send_each(at, Exchanged::Choices, |to| sent.choices(to))?;
         group.send_each(at, Exchanged::Dispatched, |to| {
-            to_bytes(&sent.rows(to, &rows, hidden))
+            to_bytes(&sent.copies(to, &rows, hidden))
         })?;
+        drop(rows);
         let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
-        Ok(PendingExperts::new(move |_, check| {
-            let own = sent.rows(group.rank(), &rows, hidden);
-            drop(rows);
+        Ok(PendingExperts::new(move |x, check| {
             let step = Step {
                 backend: &*backend,
                 residency: &*residency,
                 group: &group,
                 layer,
+                hidden,
             };
-            let own = step.run(sent.choices(group.rank()), own, hidden, check)?;
-            step.combine(&sent, &own, hidden, check)
+            let rows = sent.rows_of(group.rank());
+            let own = match rows.is_empty() {
+                true => None,
+                false => Some(backend.rows(x, &rows)?),
+            };
+            let own = step.run(sent.choices(group.rank()), own.as_ref(), check)?;
+            step.combine(&sent, own.as_ref(), check)
         }))
     }
 
@@ -74,8 +79,9 @@ impl<B: Backend> Experts<B> for Ep<B> {
             residency: &*self.residency,
             group,
             layer,
+            hidden,
         };
-        step.run(Vec::new(), Vec::new(), hidden, check)?;
+        step.run(Vec::new(), None, check)?;
         for from in group.others() {
             group.receive((at, Exchanged::Combined), from, Some(0), check)?;
         }
@@ -107,12 +113,20 @@ impl Sent {
         choices_to_bytes(of_rank.map(|choice| all[*choice as usize]))
     }
 
-    /// A row for each choice of a rank's experts, `[choices, hidden]`.
-    fn rows(&self, rank: usize, rows: &[f32], hidden: usize) -> Vec<f32> {
+    /// The row of each choice of a rank's experts.
+    fn rows_of(&self, rank: usize) -> Vec<u32> {
+        let choices = self.by_rank[rank].iter();
+        choices
+            .map(|choice| choice / self.routing.top_k as u32)
+            .collect()
+    }
+
+    /// A row for each choice of a rank's experts, `[choices, hidden]`, of all `rows` `[rows, hidden]`.
+    fn copies(&self, rank: usize, rows: &[f32], hidden: usize) -> Vec<f32> {
         let mut copies = Vec::with_capacity(self.by_rank[rank].len() * hidden);
-        for choice in &self.by_rank[rank] {
-            let row = *choice as usize / self.routing.top_k;
-            copies.extend(&rows[row * hidden..(row + 1) * hidden]);
+        for row in self.rows_of(rank) {
+            let first = row as usize * hidden;
+            copies.extend(&rows[first..first + hidden]);
         }
         copies
     }
@@ -124,22 +138,69 @@ struct Step<'a, B: Backend> {
     residency: &'a dyn Residency<B>,
     group: &'a GroupPass,
     layer: RoutedLayer,
+    hidden: usize,
 }
 
 impl<B: Backend> Step<'_, B> {
-    /// Runs this rank's experts for the rows that were sent to it, and for its own, which chose `own` and are `own_rows`
-    /// `[choices, hidden]`; sends the others what is theirs, and returns its own products `[choices, hidden]`.
+    /// Runs this rank's experts for the rows that were sent to it, and for its own, `own_rows` `[choices, hidden]`, which chose
+    /// `own`; sends the others what is theirs, and returns its own products `[choices, hidden]`, if there are any.
     fn run(
         &self,
         own: Vec<u8>,
-        own_rows: Vec<f32>,
-        hidden: usize,
+        own_rows: Option<&B::Tensor>,
         check: Check<'_>,
-    ) -> Result<Vec<f32>, ModelError> {
-        let Self { group, layer, .. } = self;
+    ) -> Result<Option<B::Tensor>, ModelError> {
+        let Self {
+            backend,
+            group,
+            layer,
+            hidden,
+            ..
+        } = self;
         let (at, rank) = (layer.layer as usize, group.rank());
-        let is_mine = is_of(group, rank, layer.experts);
-        // Each choice is a row of its own.
+        let (all, firsts) = self.all_choices(own, check)?;
+        let chosen = ChosenExperts::new(RoutedLayer { top_k: 1, ..*layer }, &all);
+        self.residency.announce(chosen.ids());
+        let count = all.experts.len();
+        let mut x = match count {
+            0 => None,
+            _ => Some(backend.zeros(count, *hidden)?),
+        };
+        if let (Some(x), Some(own)) = (&mut x, own_rows) {
+            backend.put_tile(x, (firsts[rank], 0), own)?;
+        }
+        for from in group.others() {
+            let want = 4 * hidden * (firsts[from + 1] - firsts[from]);
+            let bytes = group.receive((at, Exchanged::Dispatched), from, Some(want), check)?;
+            if let Some(x) = &mut x {
+                put_rows(*backend, x, firsts[from], &bytes)?;
+            }
+        }
+        let products = x.map(|x| chosen.run(*backend, self.residency, &x, check));
+        let products = products.transpose()?;
+        let of = |rank: usize| firsts[rank]..firsts[rank + 1];
+        for to in group.others() {
+            let bytes = match &products {
+                Some(products) => bytes_of(*backend, products, of(to))?,
+                None => Vec::new(),
+            };
+            group.send((at, Exchanged::Combined), to, bytes)?;
+        }
+        match products.filter(|_| !of(rank).is_empty()) {
+            Some(products) => rows_of(*backend, &products, of(rank)).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// The choices of this rank's experts, each as if it were a row of its own, by the rank that they come from, and the index of
+    /// the first one of each rank.
+    fn all_choices(
+        &self,
+        own: Vec<u8>,
+        check: Check<'_>,
+    ) -> Result<(Routing, Vec<usize>), ModelError> {
+        let Self { group, layer, .. } = self;
+        let is_mine = is_of(group, group.rank(), layer.experts);
         let mut all = Routing {
             top_k: 1,
             experts: Vec::new(),
@@ -147,9 +208,10 @@ impl<B: Backend> Step<'_, B> {
         };
         let mut firsts = vec![0];
         for from in 0..group.ranks() {
-            let bytes = match from == rank {
+            let at = (layer.layer as usize, Exchanged::Choices);
+            let bytes = match from == group.rank() {
                 true => own.clone(),
-                false => group.receive((at, Exchanged::Choices), from, None, check)?,
+                false => group.receive(at, from, None, check)?,
             };
             let (experts, weights) = choices(group, from, &bytes, &is_mine)?;
             let most = group.shares()[from].rows.len() * layer.top_k;
@@ -161,63 +223,48 @@ impl<B: Backend> Step<'_, B> {
             all.weights.extend(weights);
             firsts.push(all.experts.len());
         }
-        let chosen = ChosenExperts::new(RoutedLayer { top_k: 1, ..*layer }, &all);
-        self.residency.announce(chosen.ids());
-        let mut x = Vec::with_capacity(all.experts.len() * hidden);
-        for from in 0..group.ranks() {
-            if from == rank {
-                x.extend(&own_rows);
-                continue;
-            }
-            let want = 4 * hidden * (firsts[from + 1] - firsts[from]);
-            let bytes = group.receive((at, Exchanged::Dispatched), from, Some(want), check)?;
-            x.extend(values(&bytes));
-        }
-        let products = match chosen.is_empty() {
-            true => Vec::new(),
-            false => {
-                let x = self.backend.upload(all.experts.len(), hidden, &x)?;
-                let products = chosen.run(self.backend, self.residency, &x, check)?;
-                self.backend.download(&products)?
-            }
-        };
-        let of = |rank: usize| &products[firsts[rank] * hidden..firsts[rank + 1] * hidden];
-        group.send_each(at, Exchanged::Combined, |to| to_bytes(of(to)))?;
-        Ok(of(rank).to_vec())
+        Ok((all, firsts))
     }
 
     /// Waits for the products of this rank's rows, of which `own` are here, and adds them → `[rows, hidden]`.
     fn combine(
         &self,
         sent: &Sent,
-        own: &[f32],
-        hidden: usize,
+        own: Option<&B::Tensor>,
         check: Check<'_>,
     ) -> Result<B::Tensor, ModelError> {
-        let Self { group, layer, .. } = self;
+        let Self {
+            backend,
+            group,
+            layer,
+            hidden,
+            ..
+        } = self;
         let all = sent.routing.experts.len();
-        let mut products = Vec::with_capacity(all * hidden);
+        let mut products = backend.zeros(all, *hidden)?;
         let mut places = vec![0; all];
+        let mut first = 0;
         for (from, choices) in sent.by_rank.iter().enumerate() {
-            let first = (products.len() / hidden.max(1)) as u32;
-            for (row, choice) in (first..).zip(choices) {
+            for (row, choice) in (first as u32..).zip(choices) {
                 places[*choice as usize] = row;
             }
             if from == group.rank() {
-                products.extend(own);
-                continue;
+                if let Some(own) = own {
+                    backend.put_tile(&mut products, (first, 0), own)?;
+                }
+            } else {
+                let at = (layer.layer as usize, Exchanged::Combined);
+                let want = 4 * hidden * choices.len();
+                let bytes = group.receive(at, from, Some(want), check)?;
+                put_rows(*backend, &mut products, first, &bytes)?;
             }
-            let at = (layer.layer as usize, Exchanged::Combined);
-            let want = 4 * hidden * choices.len();
-            let bytes = group.receive(at, from, Some(want), check)?;
-            products.extend(values(&bytes));
+            first += choices.len();
         }
-        let products = self.backend.upload(all, hidden, &products)?;
         let of = ExpertProducts {
             experts: layer.experts,
             routing: &sent.routing,
             rows: &places,
         };
-        Ok(self.backend.product_sum(&products, of)?)
+        Ok(backend.product_sum(&products, of)?)
     }
 }

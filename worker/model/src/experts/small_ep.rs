@@ -9,7 +9,7 @@ use std::sync::Arc;
 use hearth_kernels::expert_sum::LEAVES;
 use hearth_kernels::{Backend, Routing};
 
-use super::choices::{choices, choices_to_bytes, each_choice, is_of};
+use super::choices::{bytes_of, choices, choices_to_bytes, each_choice, is_of, put_rows, rows_of};
 use super::chosen::ChosenExperts;
 use super::{Check, Experts, PendingExperts, RoutedLayer};
 use crate::peers::{Exchanged, GroupPass};
@@ -47,20 +47,17 @@ impl<B: Backend> Experts<B> for SmallEp<B> {
         let own = choices_to_bytes(each_choice(&routing));
         group.send_all(at, Exchanged::Choices, &own)?;
         group.send_all(at, Exchanged::Tokens, &to_bytes(&rows))?;
+        drop(rows);
         let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
         Ok(PendingExperts::new(move |x, check| {
-            let own = Own {
-                routing,
-                rows,
-                hidden: backend.shape(x).1,
-            };
             let step = Step {
                 backend: &*backend,
                 residency: &*residency,
                 group: &group,
                 layer,
+                hidden: backend.shape(x).1,
             };
-            let total = step.run(own, check)?;
+            let total = step.run(&routing, Some(x), check)?;
             total.ok_or(ModelError::Alone)
         }))
     }
@@ -81,31 +78,20 @@ impl<B: Backend> Experts<B> for SmallEp<B> {
         let at = layer.layer as usize;
         group.send_all(at, Exchanged::Choices, &[])?;
         group.send_all(at, Exchanged::Tokens, &[])?;
-        let own = Own {
-            routing: Routing {
-                top_k: layer.top_k,
-                experts: Vec::new(),
-                weights: Vec::new(),
-            },
-            rows: Vec::new(),
-            hidden,
+        let none = Routing {
+            top_k: layer.top_k,
+            experts: Vec::new(),
+            weights: Vec::new(),
         };
         let step = Step {
             backend: &*self.backend,
             residency: &*self.residency,
             group,
             layer,
+            hidden,
         };
-        step.run(own, check).map(|_| ())
+        step.run(&none, None, check).map(|_| ())
     }
-}
-
-/// This rank's rows and their choice.
-struct Own {
-    routing: Routing,
-    /// `[rows, hidden]`, normalised.
-    rows: Vec<f32>,
-    hidden: usize,
 }
 
 /// A layer's experts in a pass.
@@ -114,109 +100,118 @@ struct Step<'a, B: Backend> {
     residency: &'a dyn Residency<B>,
     group: &'a GroupPass,
     layer: RoutedLayer,
+    hidden: usize,
 }
 
 impl<B: Backend> Step<'_, B> {
-    /// Returns the total for this rank's rows, `[rows, hidden]`; `None` if it has none.
-    fn run(&self, own: Own, check: Check<'_>) -> Result<Option<B::Tensor>, ModelError> {
-        let hidden = own.hidden;
-        let partial = self.partial(own, check)?;
+    /// Returns the total for this rank's rows `own` `[rows, hidden]`, which chose as `routing` says; `None` if it has none.
+    fn run(
+        &self,
+        routing: &Routing,
+        own: Option<&B::Tensor>,
+        check: Check<'_>,
+    ) -> Result<Option<B::Tensor>, ModelError> {
+        let partial = self.partial(routing, own, check)?;
         self.send_sums(&partial)?;
-        self.total(&partial, hidden, check)
+        self.total(&partial, check)
     }
 
     /// Sum `[all rows, hidden]` of the weighted outputs of this rank's experts for the rows of all ranks, by rank.
-    fn partial(&self, own: Own, check: Check<'_>) -> Result<B::Tensor, ModelError> {
-        let Own {
-            routing,
-            rows,
-            hidden,
-        } = own;
+    fn partial(
+        &self,
+        routing: &Routing,
+        own: Option<&B::Tensor>,
+        check: Check<'_>,
+    ) -> Result<B::Tensor, ModelError> {
         let Self { group, layer, .. } = self;
-        let (at, rank) = (layer.layer as usize, group.rank());
-        let ranks = 0..group.ranks();
+        let rank = group.rank();
+        let all = self.all_choices(routing, check)?;
+        let chosen = ChosenExperts::new(*layer, &all).only(is_of(group, rank, layer.experts));
+        // The policy loads them while the rows travel.
+        self.residency.announce(chosen.ids());
+        let (rows, hidden) = (group.rows(), self.hidden);
+        let mut x = self.backend.zeros(rows, hidden)?;
+        let firsts = self.firsts();
+        if let Some(own) = own {
+            self.backend.put_tile(&mut x, (firsts[rank], 0), own)?;
+        }
+        for from in group.others() {
+            let want = 4 * hidden * group.shares()[from].rows.len();
+            let at = (layer.layer as usize, Exchanged::Tokens);
+            let bytes = group.receive(at, from, Some(want), check)?;
+            put_rows(self.backend, &mut x, firsts[from], &bytes)?;
+        }
+        match chosen.is_empty() {
+            true => Ok(self.backend.zeros(rows, hidden)?),
+            false => chosen.run(self.backend, self.residency, &x, check),
+        }
+    }
+
+    /// What the rows of all ranks chose, by rank.
+    fn all_choices(&self, own: &Routing, check: Check<'_>) -> Result<Routing, ModelError> {
+        let Self { group, layer, .. } = self;
         let top_k = layer.top_k;
         let mut all = Routing {
             top_k,
             experts: Vec::with_capacity(group.rows() * top_k),
             weights: Vec::with_capacity(group.rows() * top_k),
         };
-        for from in ranks.clone() {
-            if from == rank {
-                all.experts.extend(&routing.experts);
-                all.weights.extend(&routing.weights);
+        for from in 0..group.ranks() {
+            if from == group.rank() {
+                all.experts.extend(&own.experts);
+                all.weights.extend(&own.weights);
                 continue;
             }
+            let at = (layer.layer as usize, Exchanged::Choices);
             let want = 8 * top_k * group.shares()[from].rows.len();
-            let bytes = group.receive((at, Exchanged::Choices), from, Some(want), check)?;
+            let bytes = group.receive(at, from, Some(want), check)?;
             let (experts, weights) = choices(group, from, &bytes, |expert| expert < layer.experts)?;
             all.experts.extend(experts);
             all.weights.extend(weights);
         }
-        let chosen = ChosenExperts::new(*layer, &all).only(is_of(group, rank, layer.experts));
-        // The policy loads them while the rows travel.
-        self.residency.announce(chosen.ids());
-        let mut x = Vec::with_capacity(group.rows() * hidden);
-        for from in ranks {
-            if from == rank {
-                x.extend(&rows);
-                continue;
-            }
-            let want = 4 * hidden * group.shares()[from].rows.len();
-            let bytes = group.receive((at, Exchanged::Tokens), from, Some(want), check)?;
-            x.extend(values(&bytes));
-        }
-        drop(rows);
-        if chosen.is_empty() {
-            return Ok(self.backend.zeros(group.rows(), hidden)?);
-        }
-        let x = self.backend.upload(group.rows(), hidden, &x)?;
-        chosen.run(self.backend, self.residency, &x, check)
+        Ok(all)
     }
 
     /// Sends each other rank the sums of its rows.
     fn send_sums(&self, partial: &B::Tensor) -> Result<(), ModelError> {
-        let group = self.group;
-        if group.ranks() == 1 {
-            return Ok(());
-        }
-        let hidden = self.backend.shape(partial).1;
-        let sums = self.backend.download(partial)?;
         let firsts = self.firsts();
-        group.send_each(self.layer.layer as usize, Exchanged::Sums, |to| {
-            let rows = hidden * firsts[to]..hidden * firsts[to + 1];
-            to_bytes(&sums[rows])
-        })
+        for to in self.group.others() {
+            let rows = firsts[to]..firsts[to + 1];
+            let bytes = bytes_of(self.backend, partial, rows)?;
+            let at = (self.layer.layer as usize, Exchanged::Sums);
+            self.group.send(at, to, bytes)?;
+        }
+        Ok(())
     }
 
     /// Adds the sums of all ranks for this rank's rows, pairwise as the leaves of one rank's sum are.
     fn total(
         &self,
         partial: &B::Tensor,
-        hidden: usize,
         check: Check<'_>,
     ) -> Result<Option<B::Tensor>, ModelError> {
         let Self { backend, group, .. } = self;
-        let rows = group.own().rows.len();
+        let (rows, hidden) = (group.own().rows.len(), self.hidden);
         let mut sums = Vec::with_capacity(group.ranks());
         for from in 0..group.ranks() {
             if from == group.rank() {
-                let first = self.firsts()[from];
-                let own: Vec<u32> = (first..first + rows).map(|row| row as u32).collect();
-                sums.push(match (rows, group.ranks()) {
-                    (0, _) => None,
-                    _ => Some(backend.rows(partial, &own)?),
-                });
+                if rows > 0 {
+                    let first = self.firsts()[from];
+                    sums.push(rows_of(*backend, partial, first..first + rows)?);
+                }
                 continue;
             }
             let at = (self.layer.layer as usize, Exchanged::Sums);
             let bytes = group.receive(at, from, Some(4 * hidden * rows), check)?;
-            let values: Vec<f32> = values(&bytes).collect();
-            let upload = (rows > 0).then(|| backend.upload(rows, hidden, &values));
-            sums.push(upload.transpose()?);
+            if rows > 0 {
+                let values: Vec<f32> = values(&bytes).collect();
+                sums.push(backend.upload(rows, hidden, &values)?);
+            }
         }
-        let sums: Option<Vec<B::Tensor>> = sums.into_iter().collect();
-        sums.map(|sums| self.pairwise(sums)).transpose()
+        match rows {
+            0 => Ok(None),
+            _ => self.pairwise(sums).map(Some),
+        }
     }
 
     fn pairwise(&self, mut sums: Vec<B::Tensor>) -> Result<B::Tensor, ModelError> {

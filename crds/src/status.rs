@@ -149,6 +149,10 @@ pub struct RankPlacement {
     /// Shortfalls against the plan, in words; unset if there are none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shortfalls: Option<String>,
+    /// What became of the group of ranks that it leads, in words: which member was lost, and whether the group is complete
+    /// again. Unset: it has lost none, or leads none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
 }
 
 /// Latencies in milliseconds with two significant digits, such as 1400 and 41.

@@ -290,6 +290,12 @@ impl Engine {
         self.inner.shared.health()
     }
 
+    /// What became of the group of ranks that run the model, in words: that it is not complete, or that it has been. Empty: it
+    /// has lost no member, or there is none.
+    pub fn group(&self) -> String {
+        self.inner.shared.group()
+    }
+
     /// Layout of the KV cache; importing and exporting engines compare its fingerprint.
     pub fn kv_layout(&self) -> KvLayout {
         self.inner.layout

@@ -22,6 +22,8 @@ pub(crate) struct Shared {
 struct State {
     stats: EngineStats,
     health: Health,
+    /// What became of the group of ranks that run the model; empty: it has lost no member.
+    group: String,
     /// Accepted requests that have not ended.
     open: usize,
     /// Number of requests that have ended.
@@ -34,6 +36,7 @@ impl Shared {
             state: Mutex::new(State {
                 stats,
                 health: Health::Healthy,
+                group: String::new(),
                 open: 0,
                 ended: 0,
             }),
@@ -68,6 +71,14 @@ impl Shared {
 
     pub(crate) fn set_health(&self, health: Health) {
         self.state().health = health;
+    }
+
+    pub(crate) fn group(&self) -> String {
+        self.state().group.clone()
+    }
+
+    pub(crate) fn set_group(&self, group: String) {
+        self.state().group = group;
     }
 
     pub(crate) fn is_draining(&self) -> bool {

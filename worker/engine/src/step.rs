@@ -74,6 +74,8 @@ pub(crate) struct StepLoop<F> {
     whole_prompts: bool,
     /// Set while the group of ranks that run the model is not complete.
     apart: Option<Apart>,
+    /// How often the group has lost a member and was complete again.
+    group_losses: u32,
     /// How often the group has lost a member in a step of a sequence since its last token.
     losses: HashMap<SequenceId, u32>,
     /// Set if the last schedule had nothing to compute and nothing has happened since.
@@ -130,6 +132,7 @@ impl<F: Forward> StepLoop<F> {
             whole_prompts: options.whole_prompts,
             apart: None,
             losses: HashMap::new(),
+            group_losses: 0,
             idle: true,
             stopping: false,
         })

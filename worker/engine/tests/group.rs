@@ -119,7 +119,12 @@ fn a_lost_member_costs_no_token() {
         let (engine, others) = engine(deaths);
         assert_eq!(finish(start(&engine, ask(&prompt(20, 3), 8))), want);
         assert_eq!(others.joins.load(Ordering::Relaxed), deaths);
+        let times = if deaths == 1 { "once" } else { "2 times" };
+        let told = engine.group();
+        assert!(told.starts_with("complete; members were lost"), "{told}");
+        assert!(told.contains(times) && told.contains("stage-0"), "{told}");
     }
+    assert_eq!(engine(0).0.group(), "");
 }
 
 #[test]

@@ -464,7 +464,7 @@ fn placements(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt
     };
     let mut info = writer.encoder.encode_descriptor(
         "hearth_worker_placement",
-        "CPUs, NUMA nodes and GPU that the worker got, and what is less than planned",
+        "CPUs, NUMA nodes and GPU that the worker got, what is less than planned, and what became of its group",
         None,
         MetricType::Info,
     )?;
@@ -476,6 +476,7 @@ fn placements(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt
             ("memory_numa_nodes", placement.memory_numa_nodes.clone()),
             ("gpu_uuid", placement.gpu_uuid.clone()),
             ("shortfalls", placement.shortfalls.join("; ")),
+            ("group", worker.group.clone()),
         ]);
         Info::new(labels).encode(info.encode_family(&Labels::new())?)?;
     }

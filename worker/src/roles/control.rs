@@ -44,6 +44,7 @@ impl v1::control_server::Control for ControlService {
             context_length: worker.context_length,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             placement: Some(worker.binding.placement()),
+            group: worker.engine.group(),
         }))
     }
 

@@ -38,6 +38,8 @@ pub struct Placement {
     pub gpu_uuid: String,
     /// Planned resources that it did not get; empty: all is as planned.
     pub shortfalls: String,
+    /// What became of the group that it leads; empty: it has lost no member, or leads none.
+    pub group: String,
     /// Whether requests reach it. All else is empty before it has answered.
     pub reach: Reach,
 }
@@ -54,6 +56,7 @@ pub fn read(metrics: &str) -> BTreeMap<SocketAddr, Placement> {
             memory_numa_nodes: take("memory_numa_nodes"),
             gpu_uuid: take("gpu_uuid"),
             shortfalls: take("shortfalls"),
+            group: take("group"),
             reach: Reach::Ready,
         };
         Some((address, placement))
@@ -122,7 +125,7 @@ mod tests {
     fn series_are_read_by_address() {
         let text = "# TYPE hearth_worker_placement info\n\
             hearth_worker_placement_info{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\",cpus=\"0-1\",numa_nodes=\"0\",memory_numa_nodes=\"\",gpu_uuid=\"\",shortfalls=\"a \\\"b\\\", c=\\\\d}\"} 1\n\
-            hearth_worker_placement_info{worker=\"x\",address=\"[fd00::1]:9000\",gpu_uuid=\"GPU-1\"} 1\n\
+            hearth_worker_placement_info{worker=\"x\",address=\"[fd00::1]:9000\",gpu_uuid=\"GPU-1\",group=\"complete\"} 1\n\
             hearth_worker_placement_info{worker=\"cut off\",address=\"10.0.0.2:9\n\
             hearth_worker_placement_info{worker=\"a name\",address=\"host:9000\"} 1\n\
             hearth_worker_ready{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"} 1.0\n\
@@ -141,6 +144,7 @@ mod tests {
         };
         let second = Placement {
             gpu_uuid: "GPU-1".to_owned(),
+            group: "complete".to_owned(),
             reach: Reach::Hung,
             ..Placement::default()
         };

@@ -87,6 +87,7 @@ fn of(rank: &str, pod: &PodView, placement: &Placement) -> RankPlacement {
         memory_numa_nodes: placement.memory_numa_nodes.clone(),
         gpu_uuid: told(&placement.gpu_uuid),
         shortfalls: told(&placement.shortfalls),
+        group: told(&placement.group),
     }
 }
 

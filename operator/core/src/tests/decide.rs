@@ -414,6 +414,7 @@ fn what_workers_got_stands_in_the_status_and_less_than_planned_is_a_condition() 
             cpus: "4-5".to_owned(),
             numa_nodes: "1".to_owned(),
             shortfalls: shortfalls.to_owned(),
+            group: format!("complete: {rank}"),
             ..Placement::default()
         };
         let address = format!("{ip}:9400").parse().unwrap();
@@ -432,6 +433,8 @@ fn what_workers_got_stands_in_the_status_and_less_than_planned_is_a_condition() 
         ("4-5", "1")
     );
     assert_eq!(placement[1].shortfalls, None);
+    let group = placement[1].group.as_deref();
+    assert_eq!(group, Some("complete: decode-0"));
 
     got(&mut cluster, "decode-0", "1 of 2 threads compute");
     assert_eq!(cluster.says(PLACED), ("False", "LessThanPlanned"));

@@ -43,6 +43,14 @@ impl<F: Forward> StepLoop<F> {
             Ok(true) => {
                 let seconds = since.elapsed().as_secs_f64();
                 tracing::info!(seconds, "the group is complete again");
+                self.group_losses += 1;
+                let times = match self.group_losses {
+                    1 => "once".to_owned(),
+                    losses => format!("{losses} times"),
+                };
+                self.shared.set_group(format!(
+                    "complete; members were lost {times}, and it was complete again {seconds:.1} s after: {why}"
+                ));
                 self.apart = None;
                 self.idle = false;
                 self.shared.set_health(Health::Healthy);
@@ -94,6 +102,9 @@ impl<F: Forward> StepLoop<F> {
         );
         self.wait_for_all();
         self.scheduler.forget_kv();
+        self.shared.set_group(format!(
+            "not complete, its requests are computed again when it is: {why}"
+        ));
         self.shared.set_health(Health::Apart(why.clone()));
         self.apart = Some(Apart {
             since: Instant::now(),

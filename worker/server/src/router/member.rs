@@ -119,6 +119,7 @@ impl Member {
             plan_generation: state.description.plan_generation,
             context_length: state.description.context_length,
             placement: state.description.placement.clone(),
+            group: state.description.group.clone(),
         }
     }
 

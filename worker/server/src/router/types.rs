@@ -170,4 +170,6 @@ pub struct WorkerView {
     pub context_length: u32,
     /// Resources that it got from its machine; `None` if it has not reported them.
     pub placement: Option<Placement>,
+    /// What became of the group of ranks that it leads; empty: it has lost no member, or leads none.
+    pub group: String,
 }

@@ -486,7 +486,7 @@ async fn metrics_follow_what_was_served() {
         ("hearth_worker_ready", "", 1.0),
         (
             "hearth_worker_placement_info",
-            r#"role="decode",cpus="2-3",numa_nodes="0",memory_numa_nodes="0",gpu_uuid="",shortfalls="1 of 2 \"threads\" compute""#,
+            r#"role="decode",cpus="2-3",numa_nodes="0",memory_numa_nodes="0",gpu_uuid="",shortfalls="1 of 2 \"threads\" compute",group="""#,
             1.0,
         ),
         (

@@ -102,6 +102,7 @@ impl FakeWorker {
                 max_batch: 8,
                 context_length: CONTEXT as u32,
                 version: String::new(),
+                group: String::new(),
                 placement: Some(Placement {
                     cpus: "2-3".into(),
                     numa_nodes: "0".into(),

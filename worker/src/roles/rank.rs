@@ -125,7 +125,6 @@ async fn serve(
         .endpoint
         .as_deref()
         .with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
-    let group = group::Place::of(plan, rank)?;
     let health = Health::starting().await;
     let address = args.health.as_deref();
     let _probes = address.map(|address| health.listen(address)).transpose()?;
@@ -140,13 +139,8 @@ async fn serve(
     let calling = clients.clone();
     // Other workers wait for the turn as long as the weights are in memory.
     let (opened, device, _turn) = tokio::task::block_in_place(|| {
-        open(
-            (plan, rank, args.routes.clone()),
-            group,
-            binding,
-            device,
-            (&watch, calling),
-        )
+        let placed = (plan, rank, args.routes.clone());
+        open(placed, binding, device, (&watch, calling))
     })?;
     drop(watch);
     let options = ServerOptions {
@@ -292,11 +286,11 @@ enum Opened {
 
 fn open(
     (plan, rank, routes): (&InferencePlanSpec, &PlanRank, Option<PathBuf>),
-    group: Option<group::Place>,
     binding: Arc<Binding>,
     (mut device, host): (DeviceOptions, CpuOptions),
     (watch, clients): (&LoadWatch, Clients),
 ) -> anyhow::Result<(Opened, String, Turn)> {
+    let group = group::Place::of(plan, rank)?;
     let part = group.as_ref().and_then(group::Place::part).cloned();
     let share = group.as_ref().and_then(group::Place::share);
     let head = match group.clone().filter(group::Place::is_head) {

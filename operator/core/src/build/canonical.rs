@@ -207,28 +207,31 @@ fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
     }
 }
 
-fn put_ring(lines: &mut Lines, ring: &PlanRing) {
-    let PlanRing {
+/// Writes a rank's place in a ring or among peers.
+fn put_group(lines: &mut Lines, ring: Option<&PlanRing>, peers: Option<&PlanPeers>) {
+    if let Some(PlanRing {
         head,
         place,
         windows,
-    } = ring;
-    lines.put("ring", head);
-    lines.put("ring-place", place);
-    let windows = windows.iter();
-    let windows: Vec<String> = windows
-        .map(|window| format!("{}+{}", window.first_layer, window.layers))
-        .collect();
-    lines.put("ring-windows", windows.join(","));
-}
-
-fn put_peers(lines: &mut Lines, peers: &PlanPeers) {
-    let PlanPeers {
+    }) = ring
+    {
+        lines.put("ring", head);
+        lines.put("ring-place", place);
+        let windows = windows.iter();
+        let windows: Vec<String> = windows
+            .map(|window| format!("{}+{}", window.first_layer, window.layers))
+            .collect();
+        lines.put("ring-windows", windows.join(","));
+    }
+    let Some(PlanPeers {
         head,
         place,
         ranks,
         experts,
-    } = peers;
+    }) = peers
+    else {
+        return;
+    };
     lines.put("peers", head);
     lines.put("peers-place", place);
     lines.put("peers-ranks", ranks);
@@ -290,12 +293,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put_some("virtual-device", virtual_device.as_ref());
     lines.put_if(!activations.is_exact(), "activations", "bf16");
     lines.put_if(!mla_form.is_absorbed(), "mla-form", "expanded");
-    if let Some(ring) = ring {
-        put_ring(lines, ring);
-    }
-    if let Some(peers) = peers {
-        put_peers(lines, peers);
-    }
+    put_group(lines, ring.as_ref(), peers.as_ref());
     if let Some(residency) = residency {
         put_residency(lines, residency);
     }

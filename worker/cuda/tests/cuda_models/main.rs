@@ -15,6 +15,7 @@ mod export;
 mod goldens;
 mod host_experts;
 mod nodes;
+mod peers;
 mod sampling;
 mod streaming;
 mod traces;

@@ -97,13 +97,21 @@ impl Files {
         tile_rows: usize,
     ) -> [Vec<u32>; 3] {
         let model = Model::new(self.config.clone(), gpu.clone(), residency).unwrap();
-        let mut model = model.in_row_tiles(tile_rows);
-        let layout = model.kv_layout(16, KvDType::F32);
-        let mut kv = gpu.kv_alloc(layout, 8).unwrap();
-        let prompt: Vec<u32> = (0..PROMPT).map(|i| i * 7 % 97).collect();
-        [(0, &prompt[..]), (60, &[5]), (61, &[6, 7])]
-            .map(|(start, tokens)| logits(&mut model, &mut kv, start, tokens))
+        bits_of(gpu, model.in_row_tiles(tile_rows))
     }
+}
+
+/// The same of a model.
+pub(crate) fn bits_of(gpu: &Arc<CudaBackend>, mut model: Model<CudaBackend>) -> [Vec<u32>; 3] {
+    let mut kv = cache(gpu, &model);
+    let prompt: Vec<u32> = (0..PROMPT).map(|i| i * 7 % 97).collect();
+    [(0, &prompt[..]), (60, &[5]), (61, &[6, 7])]
+        .map(|(start, tokens)| logits(&mut model, &mut kv, start, tokens))
+}
+
+/// A cache with room for them.
+pub(crate) fn cache(gpu: &CudaBackend, model: &Model<CudaBackend>) -> CudaKv {
+    gpu.kv_alloc(model.kv_layout(16, KvDType::F32), 8).unwrap()
 }
 
 pub(crate) fn logits(

@@ -94,6 +94,12 @@ impl<B: Backend> Experts<B> for SmallEp<B> {
     }
 }
 
+/// Sum of some ranks' experts for this rank's rows, `[rows, hidden]`.
+enum Sum<B: Backend> {
+    OnDevice(B::Tensor),
+    OnHost(Vec<f32>),
+}
+
 /// A layer's experts in a pass.
 struct Step<'a, B: Backend> {
     backend: &'a B,
@@ -184,7 +190,8 @@ impl<B: Backend> Step<'_, B> {
         Ok(())
     }
 
-    /// Adds the sums of all ranks for this rank's rows, pairwise as the leaves of one rank's sum are.
+    /// Adds the sums of all ranks for this rank's rows, pairwise as the leaves of one rank's sum are. What the others have sent
+    /// is added on the host as far as the pairs go, so that less of it crosses the link to a device.
     fn total(
         &self,
         partial: &B::Tensor,
@@ -197,35 +204,52 @@ impl<B: Backend> Step<'_, B> {
             if from == group.rank() {
                 if rows > 0 {
                     let first = self.firsts()[from];
-                    sums.push(rows_of(*backend, partial, first..first + rows)?);
+                    let own = rows_of(*backend, partial, first..first + rows)?;
+                    sums.push(Sum::OnDevice(own));
                 }
                 continue;
             }
             let at = (self.layer.layer as usize, Exchanged::Sums);
             let bytes = group.receive(at, from, Some(4 * hidden * rows), check)?;
-            if rows > 0 {
-                let values: Vec<f32> = values(&bytes).collect();
-                sums.push(backend.upload(rows, hidden, &values)?);
-            }
+            sums.push(Sum::OnHost(values(&bytes).collect()));
         }
         match rows {
             0 => Ok(None),
-            _ => self.pairwise(sums).map(Some),
+            _ => self.pairwise(sums, rows).map(Some),
         }
     }
 
-    fn pairwise(&self, mut sums: Vec<B::Tensor>) -> Result<B::Tensor, ModelError> {
+    fn pairwise(&self, mut sums: Vec<Sum<B>>, rows: usize) -> Result<B::Tensor, ModelError> {
         while sums.len() > 1 {
             let mut rest = sums.into_iter();
             sums = Vec::new();
             while let Some(left) = rest.next() {
                 sums.push(match rest.next() {
                     None => left,
-                    Some(right) => self.backend.sum(left, right)?,
+                    Some(right) => self.add(left, right, rows)?,
                 });
             }
         }
-        sums.pop().ok_or(ModelError::Alone)
+        match sums.pop() {
+            Some(Sum::OnDevice(total)) => Ok(total),
+            Some(Sum::OnHost(_)) | None => Err(ModelError::Alone),
+        }
+    }
+
+    fn add(&self, left: Sum<B>, right: Sum<B>, rows: usize) -> Result<Sum<B>, ModelError> {
+        let on_device = |sum: Sum<B>| match sum {
+            Sum::OnDevice(sum) => Ok(sum),
+            Sum::OnHost(values) => self.backend.upload(rows, self.hidden, &values),
+        };
+        Ok(match (left, right) {
+            (Sum::OnHost(mut left), Sum::OnHost(right)) => {
+                for (sum, more) in left.iter_mut().zip(right) {
+                    *sum += more;
+                }
+                Sum::OnHost(left)
+            }
+            (left, right) => Sum::OnDevice(self.backend.sum(on_device(left)?, on_device(right)?)?),
+        })
     }
 
     /// Index of each rank's first row, and behind them the number of rows.

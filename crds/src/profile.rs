@@ -331,3 +331,32 @@ pub struct LinkProfile {
     /// Round trip in microseconds.
     pub rtt_us: f64,
 }
+
+impl LinkProfile {
+    /// Whether both values can be those of a link, from a kilobyte a second and up to ten minutes: what an agent says, or
+    /// a file, may be anything.
+    pub fn is_possible(&self) -> bool {
+        // A comparison with NaN is false.
+        (1e-6..=1e6).contains(&self.gbps) && (0.0..=6e8).contains(&self.rtt_us)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_numbers_above_zero_are_rates_of_links() {
+        let is_possible = |gbps, rtt_us| {
+            let peer = "attic".to_owned();
+            LinkProfile { peer, gbps, rtt_us }.is_possible()
+        };
+        assert!(is_possible(0.117, 300.0) && is_possible(100.0, 0.0));
+        for odd in [0.0, -0.117, f64::NAN, f64::INFINITY, 1e300, 1e-300] {
+            assert!(!is_possible(odd, 300.0), "{odd} GB/s");
+        }
+        for odd in [-1.0, f64::NAN, f64::INFINITY, 1e300] {
+            assert!(!is_possible(0.117, odd), "{odd} µs");
+        }
+    }
+}

@@ -77,6 +77,8 @@ pub const METRICS_PORT: u16 = 9402;
 pub const WORKER_PORT: u16 = 9400;
 /// Port of the gRPC service of a Pod's second rank.
 pub const SECOND_WORKER_PORT: u16 = 9403;
+/// Port on which an agent awaits the measurement of a link, with mutual TLS. The chart's NetworkPolicy names it.
+pub const LINK_PORT: u16 = 9404;
 /// Port of workers' and agents' plain gRPC health service, for the kubelet.
 pub const HEALTH_PORT: u16 = 9401;
 
@@ -116,6 +118,11 @@ pub const AGENT_TLS_NAME: &str = "agent.hearth";
 /// DNS name in the certificate of one node's agent; no deployment's name has as many parts.
 pub fn agent_tls_name(node: &str) -> String {
     format!("{node}.node.{AGENT_TLS_NAME}")
+}
+
+/// DNS name in the certificate of one node's agent for measurements of links; nothing else accepts it.
+pub fn link_tls_name(node: &str) -> String {
+    format!("{node}.link.{AGENT_TLS_NAME}")
 }
 
 /// DNS name in the operator's own certificate.

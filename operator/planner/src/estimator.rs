@@ -1,8 +1,8 @@
 //! Predicted costs of placing a rank.
 
 use hearth_crds::{
-    ExpertCache, GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations,
-    PlanMlaForm, ScalingMode,
+    ExpertCache, GpuProfile, InferenceDeploymentSpec, LinkProfile, NodeProfileStatus, Pinning,
+    PlanActivations, PlanMlaForm, ScalingMode,
 };
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
@@ -297,13 +297,12 @@ impl<'a> Estimator<'a> {
             if peer == node {
                 return LOOPBACK_GBPS;
             }
-            let link = self.nodes[node]
-                .links
-                .iter()
-                .find(|link| link.peer == self.nodes[peer].node);
-            link.map(|link| link.gbps)
-                .filter(|gbps| *gbps > 0.0)
-                .unwrap_or(UNMEASURED_LINK_GBPS)
+            let mut links = self.nodes[node].links.iter();
+            let is_to_peer =
+                |link: &&LinkProfile| link.is_possible() && link.peer == self.nodes[peer].node;
+            links
+                .find(is_to_peer)
+                .map_or(UNMEASURED_LINK_GBPS, |link| link.gbps)
         };
         (0..placed.len())
             .filter(|n| placed[*n].decode > 0)

@@ -144,6 +144,48 @@ fn a_model_that_no_box_holds_is_on_a_ring_of_them() {
 }
 
 #[test]
+fn a_link_that_cannot_be_is_taken_for_unmeasured() {
+    let says = |nodes: &[NodeProfileStatus]| {
+        let plan = ring(RING, &qwen3_30b(), nodes);
+        let mut why = plan.why.into_iter();
+        why.find(|line| line.contains("links were not measured"))
+    };
+    assert_eq!(says(&boxes()), None);
+    let odd = |gbps, rtt_us| {
+        let mut nodes = boxes();
+        for link in nodes.iter_mut().flat_map(|node| &mut node.links) {
+            (link.gbps, link.rtt_us) = (gbps, rtt_us);
+        }
+        nodes
+    };
+    let mut unmeasured = boxes();
+    for node in &mut unmeasured {
+        node.links.clear();
+    }
+    let said = says(&unmeasured).unwrap();
+    for (gbps, rtt_us) in [
+        (0.0, 300.0),
+        (-1.0, 300.0),
+        (f64::NAN, 300.0),
+        (f64::INFINITY, 300.0),
+        (1e300, 300.0),
+        (1e-300, 300.0),
+        (0.117, f64::NAN),
+        (0.117, f64::INFINITY),
+        (0.117, -1.0),
+    ] {
+        let nodes = odd(gbps, rtt_us);
+        assert_eq!(says(&nodes).as_ref(), Some(&said), "{gbps} GB/s, {rtt_us}");
+    }
+    // What one end measured is enough.
+    let mut nodes = boxes();
+    nodes[0].links.clear();
+    nodes[1].links[0].gbps = f64::NAN;
+    let line = says(&nodes).unwrap();
+    assert!(!line.contains("office"), "{line}");
+}
+
+#[test]
 fn members_that_compute_other_bits_are_told() {
     let says = |plan: &InferencePlanSpec| {
         let mut why = plan.why.iter();

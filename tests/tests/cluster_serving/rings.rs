@@ -1,10 +1,10 @@
 //! A ring over both nodes, for what neither of them holds: it loses no token when members are killed or replaced.
 
-use hearth_tests::cluster::Cluster;
+use hearth_tests::cluster::{Cluster, wait_until};
 use serde_json::json;
 
 use super::OPTIONS;
-use super::release::{self, deployment, names, patch, pods, wait_until_settled};
+use super::release::{self, PATIENCE, deployment, names, patch, pods, wait_until_settled};
 use super::streams::{self, Streams};
 use super::virtual_devices::{plan_of, rank};
 
@@ -15,6 +15,7 @@ fn rings_lose_no_token_when_members_die_or_are_replaced() {
     };
     let images = cluster.import_hearth();
     release::install(&cluster, &images, 1);
+    wait_for_links(&cluster);
     let spec = json!({
         "strategy": "PipedRing",
         "model": {"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512},
@@ -25,6 +26,8 @@ fn rings_lose_no_token_when_members_die_or_are_replaced() {
     cluster.apply(&deployment("demo", spec).to_string());
     let plan = plan_of(&cluster, &wait_until_settled(&cluster, "demo"));
     assert_eq!(plan["strategy"], "PipedRing", "{plan:#}");
+    let why = plan["why"].to_string();
+    assert!(!why.contains("links were not measured"), "{plan:#}");
     let (head, stage) = (rank(&plan, "Decode"), rank(&plan, "Stage"));
     assert_ne!(head["node"], stage["node"], "{plan:#}");
 
@@ -59,6 +62,24 @@ fn rings_lose_no_token_when_members_die_or_are_replaced() {
 fn members(cluster: &Cluster) -> Vec<String> {
     let of = |role| names(&pods(cluster, "demo", role));
     [of("decode"), of("stage")].concat()
+}
+
+/// Waits until each node's agent has measured the link to the other node, and checks what it says.
+fn wait_for_links(cluster: &Cluster) {
+    for (node, peer) in [("node-1", "node-2"), ("node-2", "node-1")] {
+        let what = format!("{node} has a link to {peer}");
+        let link = wait_until(&what, PATIENCE, || {
+            let profile = cluster.get("nodeprofile", "", node)?;
+            let links = profile["status"]["links"].as_array()?.clone();
+            links.into_iter().find(|link| link["peer"] == peer)
+        });
+        for rate in ["gbps", "rttUs"] {
+            // JSON has no number that is not finite.
+            let value = link[rate].as_f64().unwrap_or(0.0);
+            assert!(value > 0.0, "{rate} of {link}");
+        }
+        println!("{what}: {link}");
+    }
 }
 
 /// KV, as a quantity, that takes more memory than any node has free, and less than both together.

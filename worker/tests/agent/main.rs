@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
+mod links;
 mod models;
 mod profiles;
 #[path = "../../fetch/tests/support/mod.rs"]

@@ -194,7 +194,7 @@ fn dial(endpoint: &Endpoint, options: &ClientOptions) -> Result<Channel, Transpo
 }
 
 /// Opens a new connection with the current certificates.
-async fn secured(endpoint: &Endpoint, tls: &Tls) -> io::Result<TlsStream<TcpStream>> {
+pub(crate) async fn secured(endpoint: &Endpoint, tls: &Tls) -> io::Result<TlsStream<TcpStream>> {
     let name = tls.server_name(endpoint.host())?;
     let stream = TcpStream::connect((endpoint.host(), endpoint.port())).await?;
     stream.set_nodelay(true)?;

@@ -7,6 +7,7 @@
 //! - [`Health`]: answers to probes, also on a separate port.
 //! - [`origin`]: the origins of web pages that the endpoint may be opened to.
 //! - [`DeviceOffer`]: offers devices to a kubelet.
+//! - [`measure_link`]: latency and bandwidth between two processes.
 //! - [`kv`]: KV messages of bounded size; [`loopback`]: a worker without a port, for tests.
 //!
 //! **Invariants**
@@ -25,6 +26,7 @@ mod error;
 mod health;
 mod identity;
 pub mod kv;
+mod link;
 mod listen;
 pub mod loopback;
 pub mod origin;
@@ -38,6 +40,7 @@ pub use device_plugin::{DeviceOffer, DeviceOfferError};
 pub use endpoint::{Endpoint, EndpointError};
 pub use error::{RpcError, RpcErrorKind, TransportError};
 pub use health::{Health, HealthPort, LIVE};
+pub use link::{LinkError, LinkRates, answer_link, measure_link};
 pub use listen::listen;
 pub use server::{Listener, ServerOptions, serve};
 pub use tls::{OPERATOR_NAME, Tls, TlsError, TlsFiles, TlsNames};

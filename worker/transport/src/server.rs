@@ -48,7 +48,7 @@ impl Default for ServerOptions {
 
 /// A bound listening socket.
 pub struct Listener {
-    incoming: TcpIncoming,
+    pub(crate) incoming: TcpIncoming,
     address: SocketAddr,
 }
 

@@ -251,6 +251,19 @@ impl Tls {
         })
     }
 
+    /// Returns another certificate from the same authorities, with its key, for connections apart from this process's
+    /// usual ones, with names of their own.
+    ///
+    /// # Errors
+    /// [`TlsError`] naming the unusable one.
+    pub fn beside(&self, cert: &str, key: &str, names: &TlsNames) -> Result<Self, TlsError> {
+        let pem = Pem {
+            ca: self.newest().pem.ca.clone(),
+            ..Pem::of(cert, key, "")
+        };
+        Self::with(Source::in_memory(), pem, names)
+    }
+
     fn with(source: Source, pem: Pem, names: &TlsNames) -> Result<Self, TlsError> {
         let TlsNames { server, clients } = names;
         let server_name = server.as_deref().map(dns_name).transpose()?;

@@ -236,12 +236,14 @@ impl<'a> Members<'a> {
     }
 }
 
-/// The link between two nodes as either of them measured it.
+/// The link between two nodes as either of them measured it. Values that no link has are as good as none: one odd profile
+/// must not keep all rings from being planned.
 pub(super) fn measured_link(from: &NodeProfileStatus, to: &NodeProfileStatus) -> Option<Link> {
     let of = |at: &NodeProfileStatus, peer: &NodeProfileStatus| {
-        let link = at.links.iter().find(|link| link.peer == peer.node)?;
-        (link.gbps > 0.0).then_some(Link {
-            latency_ms: link.rtt_us.max(0.0) / 2e3,
+        let mut links = at.links.iter().filter(|link| link.is_possible());
+        let link = links.find(|link| link.peer == peer.node)?;
+        Some(Link {
+            latency_ms: link.rtt_us / 2e3,
             gbps: link.gbps,
         })
     };

@@ -17,11 +17,17 @@ use crate::services::authority::AuthorityError;
 const OLD_AGENT: &str = "it is of an older version, which cannot prove whose it is: let the DaemonSet hearth-agent have the \
                          worker image of the operator's version";
 
+/// Message about an agent that lacks another call.
+const OLDER_AGENT: &str = "it is of an older version, which does not do this: let the DaemonSet hearth-agent have the worker \
+                           image of the operator's version";
+
 /// A connection to an agent that presents its node's certificate.
 #[derive(Clone)]
 pub(super) struct Certified {
     endpoint: Endpoint,
     worker: Worker,
+    /// The agent's public key, as PEM.
+    public_key: String,
     /// The CA bundle in force when the certificate was issued.
     bundle: String,
     /// Time at which the certificate is due for renewal.
@@ -53,6 +59,9 @@ impl<G: AgentDirectory> Agents<G> {
             };
             match self.in_time(work(worker.agent())).await {
                 Ok(answer) => return Ok(answer.into_inner()),
+                Err(status) if status.code() == Code::Unimplemented => {
+                    return Err(OLDER_AGENT.to_owned());
+                }
                 Err(status) => {
                     let error = worker.error(&status);
                     if is_new || error.kind() != RpcErrorKind::Gone {
@@ -130,11 +139,28 @@ impl<G: AgentDirectory> Agents<G> {
         let certified = Certified {
             endpoint: agent.endpoint.clone(),
             worker: worker.clone(),
+            public_key: told.public_key,
             bundle: certificate.bundle,
             renew: certificate.renew,
         };
         self.certified().insert(node.to_owned(), certified);
         Ok(worker)
+    }
+
+    /// The public key of the agent, as PEM, which it has proved to be its own.
+    ///
+    /// # Errors
+    /// The obstacle, in words.
+    pub(super) async fn public_key(&self, agent: &Agent) -> Result<String, String> {
+        let known = self.known(agent).await.map_err(|error| error.to_string())?;
+        if known.is_none() {
+            self.certify(agent).await?;
+        }
+        let certified = self.certified();
+        let known = certified.get(agent.node());
+        known
+            .map(|known| known.public_key.clone())
+            .ok_or_else(|| "it has just been replaced".to_owned())
     }
 
     fn certified(

@@ -1,5 +1,5 @@
 //! The operator's side of the agents on the nodes: it reads their measurements and writes them as NodeProfiles, has
-//! them fetch models behind URLs, and has them drop those that are no longer used. Agents have no permissions in the
+//! them measure their links to each other ([`links`]), has them fetch models behind URLs, and has them drop those that are no longer used. Agents have no permissions in the
 //! cluster, so the operator calls them, by gRPC over mutual TLS. Each proves its Pod's identity by a token
 //! ([`identity`]) and presents a certificate of its own node, which the operator issues in return ([`calls`]); a
 //! Secret that opens a URL is read for the one call that needs it ([`secrets`]).
@@ -9,6 +9,8 @@
 mod calls;
 mod fetches;
 mod identity;
+mod link_turns;
+mod links;
 mod profile;
 pub(crate) mod ranges;
 mod secrets;
@@ -24,8 +26,8 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::names::{
-    APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGER, WORKER_PORT,
-    host_port,
+    APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, LINK_PORT, MANAGER,
+    WORKER_PORT, host_port,
 };
 use hearth_controller_core::observed::{AgentEndpoint, FetchView, Settings};
 use hearth_crds::{API_VERSION, HttpSource, NodeProfile, NodeProfileSpec, NodeProfileStatus};
@@ -35,6 +37,7 @@ use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
+use links::Links;
 use profile::due_profile;
 use serde_json::json;
 use tokio::sync::Semaphore;
@@ -89,9 +92,12 @@ pub(crate) struct Agents<G> {
     directory: Arc<G>,
     /// Port that agents listen on.
     port: u16,
+    /// Port on which they await the measurement of a link.
+    link_port: u16,
     call_timeout: Duration,
     slots: Semaphore,
     fetches: Mutex<Fetches>,
+    links: Links,
     /// Agents that were issued a certificate, by node.
     certified: Mutex<BTreeMap<String, Certified>>,
     /// The cluster's address ranges that do not depend on its nodes.
@@ -127,9 +133,11 @@ impl<G: AgentDirectory> Agents<G> {
             authority,
             directory,
             port: WORKER_PORT,
+            link_port: LINK_PORT,
             call_timeout: CALL_TIMEOUT,
             slots: Semaphore::new(CONCURRENCY),
             fetches: Mutex::default(),
+            links: Links::default(),
             certified: Mutex::default(),
             ranges: settings.cluster_ranges.clone(),
             services: Mutex::default(),
@@ -142,6 +150,7 @@ impl<G: AgentDirectory> Agents<G> {
         self.read_services().await;
         tokio::join!(
             self.keep_profiles(),
+            self.keep_links(),
             self.keep_models(),
             self.keep_services()
         );
@@ -296,14 +305,16 @@ impl<G: AgentDirectory> Agents<G> {
                 stub.profile(ProfileRequest {}).await
             })
             .await?;
-        let measured: NodeProfileStatus =
-            serde_json::from_str(&answer.node_profile_json).map_err(|error| {
+        let mut measured: NodeProfileStatus = serde_json::from_str(&answer.node_profile_json)
+            .map_err(|error| {
                 format!("its profile cannot be read ({error}); is it of another version?")
             })?;
         if measured.node != agent.node() {
             return Err(format!("it says that it is on node {:?}", measured.node));
         }
         let stored = self.directory.profile(agent.node());
+        // Links are known here alone.
+        measured.links = self.links_of(agent.node(), stored.as_ref());
         let held = self.directory.held_bytes(agent.node());
         let due = due_profile(stored.as_ref(), measured, held);
         // A profile of an earlier version is moved unchanged, so that nothing is replanned for it.

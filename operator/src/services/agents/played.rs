@@ -8,8 +8,9 @@ use hearth_transport::Tls;
 use hearth_transport::tonic::{Code, Request, Response, Status};
 use hearth_transport::v1::agent_server::Agent as AgentService;
 use hearth_transport::v1::{
-    CertifyRequest, CertifyResponse, IdentifyRequest, IdentifyResponse, ModelRequest,
-    ModelResponse, ProfileRequest, ProfileResponse, RetainRequest, RetainResponse,
+    AwaitLinkRequest, AwaitLinkResponse, CertifyRequest, CertifyResponse, IdentifyRequest,
+    IdentifyResponse, MeasureLinkRequest, MeasureLinkResponse, ModelRequest, ModelResponse,
+    ProfileRequest, ProfileResponse, RetainRequest, RetainResponse,
 };
 use rcgen::KeyPair;
 
@@ -24,6 +25,11 @@ pub(super) struct Played {
     pub(super) models: Mutex<Vec<ModelResponse>>,
     pub(super) asked: Mutex<Vec<ModelRequest>>,
     pub(super) retained: Mutex<Vec<Vec<String>>>,
+    /// Measurements of links that it awaited and made.
+    pub(super) awaited: Mutex<Vec<AwaitLinkRequest>>,
+    pub(super) measured: Mutex<Vec<MeasureLinkRequest>>,
+    /// What it says of each link.
+    pub(super) link: Mutex<Result<MeasureLinkResponse, Status>>,
     /// TLS identity that it presents, and the nodes for which it was issued certificates.
     pub(super) tls: Mutex<Option<Tls>>,
     pub(super) certified: Mutex<Vec<String>>,
@@ -40,6 +46,9 @@ impl Default for Played {
             models: Mutex::default(),
             asked: Mutex::default(),
             retained: Mutex::default(),
+            awaited: Mutex::default(),
+            measured: Mutex::default(),
+            link: Mutex::new(Err(Status::unimplemented("an older version"))),
             tls: Mutex::default(),
             certified: Mutex::default(),
             is_stuck: AtomicBool::default(),
@@ -130,5 +139,24 @@ impl AgentService for Service {
             .expect("retained")
             .push(request.into_inner().keys);
         Ok(Response::new(RetainResponse::default()))
+    }
+
+    async fn await_link(
+        &self,
+        request: Request<AwaitLinkRequest>,
+    ) -> Result<Response<AwaitLinkResponse>, Status> {
+        let mut awaited = self.0.awaited.lock().expect("awaited");
+        awaited.push(request.into_inner());
+        Ok(Response::new(AwaitLinkResponse { port: 9404 }))
+    }
+
+    async fn measure_link(
+        &self,
+        request: Request<MeasureLinkRequest>,
+    ) -> Result<Response<MeasureLinkResponse>, Status> {
+        let mut measured = self.0.measured.lock().expect("measured");
+        measured.push(request.into_inner());
+        let link = self.0.link.lock().expect("link").clone();
+        link.map(Response::new)
     }
 }

@@ -27,25 +27,31 @@ use crate::services::authority::AGENT_SECRET;
 use crate::services::authority::fake::{FakeApi, settings};
 
 mod limits;
+mod links;
 
 /// Token of the Pod `uid-a` on node `a`.
 pub(super) const TOKEN: &str = "of a";
 
-/// A cluster with one node `a`.
+/// A cluster with one node `a`, at first.
 #[derive(Default)]
 struct Paper {
     api: FakeApi,
     woken: Mutex<Vec<Key>>,
     in_use: Mutex<Option<BTreeSet<String>>>,
     outside: Mutex<Option<usize>>,
+    /// Agents of further nodes.
+    more: Mutex<Vec<AgentEndpoint>>,
 }
 
 impl AgentDirectory for Paper {
     fn agents(&self) -> Vec<AgentEndpoint> {
-        vec![place("a", "uid-a")]
+        let more = self.more.lock().expect("more").clone();
+        [vec![place("a", "uid-a")], more].concat()
     }
     fn node_uid(&self, node: &str) -> Option<String> {
-        (node == "a").then(|| "uid-a".to_owned())
+        let agents = self.agents().into_iter();
+        let mut nodes = agents.map(|agent| agent.node);
+        nodes.any(|it| it == node).then(|| format!("uid-{node}"))
     }
     fn is_profile_in_spec(&self, node: &str) -> bool {
         let path = format!("/apis/hearth.dev/v1alpha1/nodeprofiles/{node}");
@@ -122,7 +128,7 @@ impl Fixture {
         directory.api.knows_token("of b", reviewed("b", "uid-b"));
         let played = Arc::new(Played::default());
         *played.token.lock().expect("token") = token.to_owned();
-        let address = serve_agent(&directory.api, played.clone());
+        let address = serve_agent(&directory.api, played.clone(), "127.0.0.1:0");
         let mut agents = Agents::new(client, authority, directory.clone(), &ranged());
         agents.port = address.port();
         let agents = Arc::new(agents);
@@ -158,12 +164,12 @@ fn ranged() -> Settings {
     }
 }
 
-fn serve_agent(api: &FakeApi, played: Arc<Played>) -> SocketAddr {
+fn serve_agent(api: &FakeApi, played: Arc<Played>, address: &str) -> SocketAddr {
     let path = format!("/api/v1/namespaces/hearth-system/secrets/{AGENT_SECRET}");
     let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| api.secret_text(&path, name));
     let tls = Tls::from_pem(&cert, &key, &ca, &TlsNames::for_operator()).expect("TLS");
     *played.tls.lock().expect("tls") = Some(tls.clone());
-    let listener = Listener::bind("127.0.0.1:0").expect("port");
+    let listener = Listener::bind(address).expect("port");
     let address = listener.address();
     tokio::spawn(async move {
         let options = ServerOptions {
@@ -536,7 +542,7 @@ async fn an_agent_that_begins_anew_is_certified_again_and_calls_nobody() {
     let played = Arc::new(Played::default());
     *played.node.lock().expect("node") = "a".to_owned();
     *played.models.lock().expect("models") = vec![ModelResponse::default()];
-    let address = serve_agent(&fixture.directory.api, played.clone());
+    let address = serve_agent(&fixture.directory.api, played.clone(), "127.0.0.1:0");
     let agent = Agent {
         place: place("a", "uid-a"),
         endpoint: address.to_string().parse().expect("endpoint"),

@@ -23,7 +23,7 @@ use std::time::Duration;
 use due::{AUTHORITY_LIFETIME, AuthorityDue, LeafAction, LeafWanted, authority_due, leaf_due};
 use hearth_controller_core::names::{
     AGENT_TLS_NAME, FIELD_MANAGER, OPERATOR_TLS_NAME, agent_tls_name, certificates_secret,
-    old_certificates_secret,
+    link_tls_name, old_certificates_secret,
 };
 use hearth_controller_core::observed::Settings;
 use hearth_crds::{InferenceDeployment, tls_name};
@@ -45,6 +45,8 @@ pub(crate) const AGENT_SECRET: &str = "hearth-agent-tls";
 
 /// Interval at which a Secret is checked, in case someone removed it.
 const LOOK_AGAIN: Duration = Duration::from_secs(5 * 60);
+/// Validity period of a certificate for the measurement of a link: clocks of nodes differ.
+const LINK_LIFETIME: Duration = Duration::from_secs(10 * 60);
 /// Attempts to write an object that another replica writes concurrently.
 const ATTEMPTS: usize = 5;
 
@@ -259,6 +261,21 @@ impl Authority {
             bundle: keys.bundle(),
             renew: now.checked_add(lifetime * 2 / 3).unwrap_or(Timestamp::MAX),
         })
+    }
+
+    /// Issues a certificate with which the agent of a node takes part in the measurement of one link, given its public
+    /// key as PEM: for both ends of a connection, and for minutes. It is not stored.
+    pub(crate) async fn link(
+        &self,
+        node: &str,
+        public_key: &str,
+        now: Timestamp,
+    ) -> Result<String, AuthorityError> {
+        let keys = self.keys(now).await?;
+        let key = public_key_of(public_key)?;
+        let name = link_tls_name(node);
+        keys.signing
+            .sign(&key, &name, Usage::Both, now, LINK_LIFETIME)
     }
 
     /// Returns the bundle of currently trusted authorities: see [`AgentCertificate::bundle`].

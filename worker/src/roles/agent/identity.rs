@@ -3,8 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use hearth_transport::Tls;
 use hearth_transport::v1::{CertifyRequest, CertifyResponse, IdentifyResponse};
+use hearth_transport::{Tls, TlsNames};
 use rcgen::KeyPair;
 use tonic::Status;
 
@@ -64,5 +64,15 @@ impl Identity {
         adopted.map_err(|error| Status::invalid_argument(error.to_string()))?;
         tracing::info!(node, "this node's own certificate");
         Ok(CertifyResponse {})
+    }
+
+    /// Returns certificates for connections with others than the operator, with names of their own.
+    ///
+    /// # Errors
+    /// INVALID_ARGUMENT for a certificate that is not for this agent's key.
+    pub(super) fn beside(&self, certificate: &str, names: &TlsNames) -> Result<Tls, Status> {
+        let key = self.key.serialize_pem();
+        let tls = self.tls.beside(certificate, &key, names);
+        tls.map_err(|error| Status::invalid_argument(error.to_string()))
     }
 }

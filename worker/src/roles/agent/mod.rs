@@ -1,9 +1,10 @@
-//! The agent of a node: it measures the node and stores the models fetched for it. It has no rights in the
+//! The agent of a node: it measures the node and its links to others, and stores the models fetched for it. It has no rights in the
 //! cluster, and a token that proves to the operator which Pod it is; the operator calls it.
 //!
 //! Work that needs much memory (measuring, reading a model) is done by child processes, which return all of it.
 
 mod identity;
+mod link;
 mod models;
 mod node;
 mod request;
@@ -25,6 +26,7 @@ use super::report::send_report;
 use super::stand_ins::StandInArgs;
 use crate::signals;
 use identity::Identity;
+use link::Links;
 use models::{Limits, Models};
 use node::Node;
 
@@ -125,6 +127,7 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
             args.from_device_plugin,
         ),
         models: Arc::new(Models::new(cache, args.limits())),
+        links: Links::new(&args.listen),
         identity,
     };
     let routes = Routes::new(health.service()).add_service(server::agent(service));
@@ -169,6 +172,7 @@ fn read_tls(directory: &Path) -> anyhow::Result<Tls> {
 struct AgentService {
     node: Arc<Node>,
     models: Arc<Models>,
+    links: Links,
     identity: Option<Identity>,
 }
 
@@ -222,5 +226,24 @@ impl v1::agent_server::Agent for AgentService {
     ) -> Result<Response<v1::RetainResponse>, Status> {
         let removed = self.models.retain(&request.into_inner().keys).await?;
         Ok(Response::new(v1::RetainResponse { removed }))
+    }
+
+    async fn await_link(
+        &self,
+        request: Request<v1::AwaitLinkRequest>,
+    ) -> Result<Response<v1::AwaitLinkResponse>, Status> {
+        self.node.check_quiet()?;
+        let awaited = self.links.wait_for(request.into_inner(), self.identity()?);
+        let port = awaited.await?.into();
+        Ok(Response::new(v1::AwaitLinkResponse { port }))
+    }
+
+    async fn measure_link(
+        &self,
+        request: Request<v1::MeasureLinkRequest>,
+    ) -> Result<Response<v1::MeasureLinkResponse>, Status> {
+        self.node.check_quiet()?;
+        let measured = self.links.measure(request.into_inner(), self.identity()?);
+        Ok(Response::new(measured.await?))
     }
 }

@@ -118,6 +118,17 @@ impl Node {
         Err(Status::unavailable(why))
     }
 
+    /// Checks that the node is not being measured: a link's traffic would take of its rates, and they of the link's.
+    ///
+    /// # Errors
+    /// RESOURCE_EXHAUSTED if it is.
+    pub(super) fn check_quiet(&self) -> Result<(), Status> {
+        match &*self.lock() {
+            State::Measuring(why) => Err(Status::resource_exhausted(why.clone())),
+            State::Measured(_) | State::Failed { .. } => Ok(()),
+        }
+    }
+
     /// Measures in the background; the state must be `Measuring`.
     fn measure(self: &Arc<Self>) {
         let node = Arc::clone(self);

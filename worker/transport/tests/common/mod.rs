@@ -115,6 +115,7 @@ pub(crate) fn counting() -> (Routes, mpsc::UnboundedReceiver<String>) {
 }
 
 /// Creates a request for `max_tokens` tokens.
+#[allow(dead_code)] // not every test file uses it
 pub(crate) fn ask(max_tokens: u32) -> GenerateRequest {
     GenerateRequest {
         prompt_tokens: vec![1],

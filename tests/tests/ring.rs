@@ -217,7 +217,7 @@ async fn members_join_rings_of_later_plans_as_long_as_their_own_layers_stay() {
     wait_until("the head says what differs", || {
         let output = head.output();
         output.contains("stage-0")
-            && output.contains("its windows of layers: 1-2, and the head wants 1-1")
+            && output.contains("its task: layers 1-2, and the head wants layers 1-1")
     });
 }
 

@@ -429,7 +429,7 @@ pub enum PlanRole {
     Prefill,
     /// Writes tokens.
     Decode,
-    /// Computes some layers of a model for the decode rank that is the head of its ring.
+    /// Computes its part of what the head of its group begins: some layers of a ring, or a share of peers' passes.
     Stage,
 }
 

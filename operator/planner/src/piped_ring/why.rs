@@ -37,6 +37,14 @@ pub(super) fn write(
     left_out(chosen, &mut not_chosen);
     alternatives(chosen, &mut not_chosen);
     gpus(chosen, &mut not_chosen);
+    if not_chosen.is_empty() {
+        not_chosen.push(match chosen.size() {
+            1 => "a ring: no other node takes part".to_owned(),
+            size => format!(
+                "another ring over these {size} nodes: no other split of the layers, order or number of rounds was found that fits"
+            ),
+        });
+    }
     (why, not_chosen)
 }
 

@@ -8,7 +8,7 @@ use crate::batch::{self, Rows};
 use crate::decoder::FeedForward;
 use crate::peers::{Exchanged, GroupPass};
 use crate::wire::{to_bytes, values};
-use crate::{GroupRows, Model, ModelError, ModuleId, Observer, Peers};
+use crate::{GroupRows, Model, ModelError, ModuleId, Observer, PANICKED, Peers};
 
 impl<B: Backend> Model<B> {
     /// Begins a pass at the head of a group, computes this rank's share, and returns the logits.
@@ -29,18 +29,17 @@ impl<B: Backend> Model<B> {
             logit_rows: logit_rows.to_vec(),
         };
         let pass = peers.begin_pass(&rows)?;
+        let unfinished = Unfinished::new(&**peers, pass);
         let logits = self.share_of(peers, pass, &rows, kv, observer);
-        if let Err(error) = &logits {
-            peers.give_up(pass, &error.to_string());
-        }
-        logits
+        unfinished.ended(logits)
     }
 
     /// Computes this rank's share of a pass that the head has begun. Stores the keys and values of all rows.
     ///
     /// # Errors
     /// [`ModelError::Batch`], [`ModelError::Residency`], [`ModelError::Kernel`]; [`ModelError::Member`] if another rank gave
-    /// the pass up, and [`ModelError::Group`] if one is lost. The other ranks are told.
+    /// the pass up, and [`ModelError::Group`] if one is lost. The other ranks are told, but of a lost device: they learn of it
+    /// as this rank leaves.
     pub fn follow_pass(
         &self,
         pass: u64,
@@ -49,14 +48,12 @@ impl<B: Backend> Model<B> {
         observer: &mut dyn Observer<B>,
     ) -> Result<(), ModelError> {
         let peers = self.peers().ok_or(ModelError::Alone)?;
+        let unfinished = Unfinished::new(&**peers, pass);
         let checked = batch::check_tokens(&rows.tokens, self.decoder().vocab)
             .and_then(|()| batch::check_spans(&rows.spans, rows.tokens.len()))
             .and_then(|()| batch::check_logit_rows(&rows.logit_rows, rows.tokens.len()));
         let done = checked.and_then(|()| self.share_of(peers, pass, rows, kv, observer));
-        if let Err(error) = &done {
-            peers.give_up(pass, &error.to_string());
-        }
-        done.map(|_| ())
+        unfinished.ended(done).map(|_| ())
     }
 
     fn share_of(
@@ -70,41 +67,51 @@ impl<B: Backend> Model<B> {
         let group = Arc::new(GroupPass::new(Arc::clone(peers), pass, &rows.spans));
         // Experts are given the rows of all ranks.
         self.begin_pass(rows.tokens.len(), &rows.spans)?;
-        let own = group.own();
-        if own.rows.is_empty() {
-            for layer in 0..self.config().layers {
-                self.assist(&group, layer, kv, observer)?;
+        let last = match group.own().rows.is_empty() {
+            true => {
+                for layer in 0..self.config().layers {
+                    self.assist(&group, layer, kv, observer)?;
+                }
+                None
             }
-            self.backend().finish()?;
-            return match group.rank() {
-                0 => self.last_of_all(&group, &rows.logit_rows, None, observer),
-                _ => Ok(None),
-            };
+            false => self.own_rows(&group, rows, kv, observer)?,
+        };
+        if group.rank() == 0 {
+            return self.last_of_all(&group, &rows.logit_rows, last, observer);
         }
+        let last = last
+            .map(|last| self.backend().download(&last))
+            .transpose()?;
+        self.backend().finish()?;
+        // Without rows, too: it says that this rank has come to the end.
+        let bytes = last.map_or_else(Vec::new, |last| to_bytes(&last));
+        group.send((self.config().layers, Exchanged::Last), 0, bytes)?;
+        Ok(None)
+    }
+
+    /// Takes this rank's rows through all layers; returns those of the residual stream whose logits are wanted, if any are,
+    /// `[wanted rows, hidden]`.
+    fn own_rows(
+        &self,
+        group: &Arc<GroupPass>,
+        rows: &GroupRows,
+        kv: &mut B::Kv,
+        observer: &mut dyn Observer<B>,
+    ) -> Result<Option<B::Tensor>, ModelError> {
+        let own = group.own();
         let tokens: Vec<u32> = own
             .rows
             .iter()
             .map(|row| rows.tokens[*row as usize])
             .collect();
         let mut flight = self.embed(Rows::Tokens(&tokens), own.spans.clone(), observer)?;
-        flight.sequences.group = Some(Arc::clone(&group));
+        flight.sequences.group = Some(Arc::clone(group));
         for layer in 0..self.config().layers {
             self.attention(&mut flight, layer, kv, observer)?;
             self.feed_forward(&mut flight, layer, observer)?;
         }
         let (wanted, _) = wanted_of(&own.rows, &rows.logit_rows);
-        // last [wanted rows, hidden]
-        let last = self.last_rows(flight, &wanted, observer)?;
-        if group.rank() == 0 {
-            return self.last_of_all(&group, &rows.logit_rows, last, observer);
-        }
-        if let Some(last) = last {
-            let last = self.backend().download(&last)?;
-            let at = (self.config().layers, Exchanged::Last);
-            group.send(at, 0, to_bytes(&last))?;
-        }
-        self.backend().finish()?;
-        Ok(None)
+        self.last_rows(flight, &wanted, observer)
     }
 
     /// A layer of a pass of which this rank has no rows: others' keys and values go into the cache, and this rank's experts
@@ -147,7 +154,8 @@ impl<B: Backend> Model<B> {
     }
 
     /// Logits of rows of all ranks, at the head: `own` `[wanted rows of the head, hidden]` are its own rows of the residual
-    /// stream, and the others send theirs.
+    /// stream, and the others send theirs. Waits for all of them: a pass has ended when each rank has the keys and values of
+    /// all rows.
     fn last_of_all(
         &self,
         group: &GroupPass,
@@ -157,38 +165,73 @@ impl<B: Backend> Model<B> {
     ) -> Result<Option<B::Tensor>, ModelError> {
         let backend = &**self.backend();
         let (layers, hidden) = (self.config().layers, self.decoder().hidden);
-        if logit_rows.is_empty() {
+        let mut sent = Vec::new();
+        for rank in group.others() {
+            let (wanted, places) = wanted_of(&group.shares()[rank].rows, logit_rows);
+            let mut check = || match observer.goes_on(2 * layers, 2 * layers) {
+                true => Ok(()),
+                false => Err(ModelError::GivenUp),
+            };
+            let at = (layers, Exchanged::Last);
+            let want = Some(4 * hidden * wanted.len());
+            let bytes = group.receive(at, rank, want, &mut check)?;
+            if !wanted.is_empty() {
+                sent.push((places, values(&bytes).collect::<Vec<f32>>()));
+            }
+        }
+        if let Some(own) = own.as_ref().filter(|_| sent.is_empty()) {
+            return self.head(own, observer).map(Some);
+        }
+        if let Some(own) = &own {
+            let (_, places) = wanted_of(&group.own().rows, logit_rows);
+            sent.push((places, backend.download(own)?));
+        }
+        if sent.is_empty() {
             backend.finish()?;
             return Ok(None);
         }
-        let (of_head, _) = wanted_of(&group.shares()[0].rows, logit_rows);
-        if let Some(own) = own.as_ref().filter(|_| of_head.len() == logit_rows.len()) {
-            return self.head(own, observer).map(Some);
-        }
         let mut all = vec![0.0; logit_rows.len() * hidden];
-        for (rank, share) in group.shares().iter().enumerate() {
-            let (wanted, places) = wanted_of(&share.rows, logit_rows);
-            if wanted.is_empty() {
-                continue;
-            }
-            let rows: Vec<f32> = match (rank, &own) {
-                (0, Some(own)) => backend.download(own)?,
-                _ => {
-                    let want = Some(4 * hidden * wanted.len());
-                    let mut check = || match observer.goes_on(2 * layers, 2 * layers) {
-                        true => Ok(()),
-                        false => Err(ModelError::GivenUp),
-                    };
-                    let at = (layers, Exchanged::Last);
-                    values(&group.receive(at, rank, want, &mut check)?).collect()
-                }
-            };
+        for (places, rows) in sent {
             for (place, row) in places.into_iter().zip(rows.chunks_exact(hidden)) {
                 all[place * hidden..(place + 1) * hidden].copy_from_slice(row);
             }
         }
         let last = backend.upload(logit_rows.len(), hidden, &all)?;
         self.head(&last, observer).map(Some)
+    }
+}
+
+/// A pass to whose end this rank has not come. If it does not, by an error or a panic, the others are told.
+struct Unfinished<'a> {
+    peers: &'a dyn Peers,
+    pass: u64,
+    /// What they are told; `None`: nothing.
+    why: Option<String>,
+}
+
+impl<'a> Unfinished<'a> {
+    fn new(peers: &'a dyn Peers, pass: u64) -> Self {
+        Self {
+            peers,
+            pass,
+            why: Some(PANICKED.to_owned()),
+        }
+    }
+
+    /// It has ended with this result. Of a lost device they learn as this rank leaves, and compute all again elsewhere.
+    fn ended<T>(mut self, result: Result<T, ModelError>) -> Result<T, ModelError> {
+        let failed = result.as_ref().err();
+        let told = failed.filter(|error| !error.is_device_lost());
+        self.why = told.map(ToString::to_string);
+        result
+    }
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        if let Some(why) = &self.why {
+            self.peers.give_up(self.pass, why);
+        }
     }
 }
 

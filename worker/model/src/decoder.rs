@@ -42,10 +42,8 @@ impl Attention {
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
-        match self {
-            Self::Gqa(gqa) => gqa.forward(pass, kv, weights, x),
-            Self::Mla(mla) => mla.forward(pass, kv, weights, x),
-        }
+        let queries = self.queries(pass, kv, weights, x)?;
+        self.attended(pass, kv, weights, &queries)
     }
 
     /// Columns of [`Attention::queries`].

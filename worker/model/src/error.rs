@@ -112,6 +112,9 @@ pub enum ResidencyError {
     },
 }
 
+/// What other ranks are told of a panic, whose text is in this rank's log.
+pub const PANICKED: &str = "its computation has panicked; its log says where";
+
 /// A forward pass failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -162,8 +165,8 @@ pub enum ModelError {
         /// Which member, and what is known of it.
         why: String,
     },
-    /// Experts are on several ranks, and a pass is not; a bug in the program of steps.
-    #[error("a pass of one rank cannot use the experts of several")]
+    /// A pass of one rank meets a model that several compute, or the other way round; a bug in the program of steps.
+    #[error("a pass and its model are not of the same ranks")]
     Alone,
     /// The thread that computes routed experts has ended.
     #[error(

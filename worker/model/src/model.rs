@@ -134,8 +134,8 @@ impl<B: Backend> Model<B> {
         self.group = Some(InGroup::Head(others));
     }
 
-    /// Computes passes together with `peers`, each rank its own rows; `residency` needs this rank's experts alone, of each
-    /// layer those of [`experts_of`](crate::experts_of). With 1, 2, 4 or 8 ranks, or with [`ExpertParallel::Ep`], the bits are those
+    /// Computes passes together with `peers`, each rank its own rows; `residency` needs the modules of
+    /// [`modules_of`](crate::modules_of) alone, and runs all of its experts on the model's own device. With 1, 2, 4 or 8 ranks, or with [`ExpertParallel::Ep`], the bits are those
     /// of one rank. `ranks`: their number.
     pub fn share(&mut self, peers: Arc<dyn Peers>, (experts, ranks): (ExpertParallel, usize)) {
         let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
@@ -147,7 +147,8 @@ impl<B: Backend> Model<B> {
     }
 
     /// Runs attention and dense feed-forward blocks in tiles of at most `rows` rows: a long pass then needs, beside two
-    /// matrices `[rows, hidden]` and those of routed experts, working memory for one tile. The bits are the same.
+    /// matrices `[rows, hidden]` and those of routed experts, working memory for one tile; with peers also the queries of its
+    /// rows. The bits are the same.
     #[must_use]
     pub fn in_row_tiles(mut self, rows: usize) -> Self {
         self.tile_rows = rows.max(1);

@@ -9,17 +9,17 @@ use crate::{ModuleId, ModuleSpec};
 
 /// The rows of one rank in a pass that several ranks compute together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Share {
+pub(crate) struct Share {
     /// Its parts of the sequences: up to two of each, whose rows are counted through.
-    pub spans: Vec<Span>,
+    pub(crate) spans: Vec<Span>,
     /// Index in the whole pass of each of its rows.
-    pub rows: Vec<u32>,
+    pub(crate) rows: Vec<u32>,
 }
 
 /// Cuts the sequences of a pass into the shares of `ranks` ranks, by rank: of the `2 * ranks` pieces of a sequence, as equal as
 /// they can be, rank `r` has the pieces `r` and `2 * ranks - 1 - r`, so that all see about as many keys (the zig-zag variant
 /// of striped attention; OSDI '26, section 3.2). The last row of each sequence is rank 0's.
-pub fn zig_zag(spans: &[Span], ranks: usize) -> Vec<Share> {
+pub(crate) fn zig_zag(spans: &[Span], ranks: usize) -> Vec<Share> {
     let mut shares = vec![Share::default(); ranks];
     for span in spans {
         for (rank, share) in shares.iter_mut().enumerate() {
@@ -56,7 +56,7 @@ impl Share {
 
 /// The experts of one rank, of `experts` that a layer has. Where the number of ranks is 1, 2, 4 or 8, these are whole leaves of
 /// the tree in which experts are summed ([`hearth_kernels::expert_sum`]).
-pub fn experts_of(rank: usize, ranks: usize, experts: usize) -> Range<usize> {
+pub(crate) fn experts_of(rank: usize, ranks: usize, experts: usize) -> Range<usize> {
     rank * experts / ranks..(rank + 1) * experts / ranks
 }
 

@@ -5,7 +5,7 @@
 //! [`hearth_model::OtherRanks`] is a [`RingHead`], and each other rank a [`Stage`], which computes what it is sent.
 //!
 //! Ranks that share a pass have all layers, and a share of its rows and of each layer's experts (OSDI '26, section 3.2): the head's
-//! model has [`PeersOfHead`], and each other rank is a [`Follower`].
+//! model has [`GroupPeers`], and each other rank is a [`Follower`].
 //!
 //! **Invariant**: a rank's result is a function of what it is sent. Activations travel in f32, unrounded, so that a group
 //! gives the bits of one process.
@@ -25,9 +25,9 @@ mod stage;
 mod stream;
 
 pub use group::{Formed, Former, Group, GroupError, Message, Op, Tag};
-pub use local::LocalGroup;
+pub use local::{LocalGroup, OneGroup};
 pub use mailbox::Mailbox;
-pub use peers::{Follower, PeersOfHead};
+pub use peers::{Follower, GroupPeers};
 pub use ring::RingHead;
 pub use route::{Leg, Route};
 pub use stage::{Stage, StageError, StageProgress};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::{Group, GroupError, Mailbox, Message, Op, Tag};
+use crate::{Formed, Former, Group, GroupError, Mailbox, Message, Op, Tag};
 
 /// One rank of a group of threads. When it is dropped, it is lost to the others.
 pub struct LocalGroup {
@@ -81,6 +81,18 @@ impl Group for LocalGroup {
             member: self.name(member),
             why: why.to_owned(),
         });
+    }
+}
+
+/// Forms the one group that there is, of threads: it has no epochs, and members of one program have the same numerics.
+pub struct OneGroup(pub Arc<dyn Group>);
+
+impl Former for OneGroup {
+    fn form(&self, _: Duration) -> Result<Option<Formed>, GroupError> {
+        Ok(Some(Formed {
+            group: Arc::clone(&self.0),
+            numerics: Vec::new(),
+        }))
     }
 }
 

@@ -37,8 +37,8 @@ impl Mailbox {
         }
     }
 
-    /// Puts a message for a rank that is not the head. The head runs one pass at a time: it has given up those before, and what of them waits is
-    /// dropped. Returns the same as [`Mailbox::put`].
+    /// Puts a message for a rank that is not the head. Where it is for a stage's layers, the head has given up the passes before,
+    /// and what of them waits is dropped; peers drop it when they begin a pass. Returns the same as [`Mailbox::put`].
     pub fn put_for_stage(&self, message: Message) -> bool {
         if message.tag.op == Op::Stream {
             self.forget(message.tag.pass);

@@ -17,148 +17,114 @@ const CHECK_PERIOD: Duration = Duration::from_millis(50);
 /// Time between two questions whether a follower is to go on.
 const LOOK_PERIOD: Duration = Duration::from_millis(200);
 
-/// The other ranks, as the head of a group sees them.
-pub struct PeersOfHead {
-    epochs: Epochs,
-    passes: AtomicU64,
+/// The other ranks of a group that shares passes, as one of them sees them.
+pub struct GroupPeers(Side);
+
+/// Whose view it is.
+enum Side {
+    Head {
+        epochs: Epochs,
+        /// Passes that have begun.
+        passes: AtomicU64,
+    },
+    /// The group that it belongs to now; the head forms groups.
+    Follower(Mutex<Option<Arc<dyn Group>>>),
 }
 
-impl PeersOfHead {
-    /// The ranks of the groups of `former`, of which none is formed yet.
-    pub fn new(former: Box<dyn Former>) -> Self {
-        Self {
+impl GroupPeers {
+    /// The head's, in the groups of `former`, of which none is formed yet.
+    pub fn of_head(former: Box<dyn Former>) -> Self {
+        Self(Side::Head {
             epochs: Epochs::new(former),
             passes: AtomicU64::new(0),
-        }
-    }
-}
-
-impl Membership for PeersOfHead {
-    fn numerics(&self) -> Vec<String> {
-        self.epochs.numerics()
-    }
-
-    fn lost(&self) -> Option<String> {
-        self.epochs.lost()
-    }
-
-    fn rejoin(&self, patience: Duration) -> Result<bool, ModelError> {
-        self.epochs.rejoin(patience)
-    }
-}
-
-impl Peers for PeersOfHead {
-    fn rank(&self) -> usize {
-        0
-    }
-
-    fn size(&self) -> usize {
-        self.epochs.group().map_or(1, |group| group.size())
-    }
-
-    fn begin_pass(&self, rows: &GroupRows) -> Result<u64, ModelError> {
-        let pass = self.passes.fetch_add(1, Ordering::Relaxed);
-        self.epochs.forget(pass);
-        let group = self.epochs.group()?;
-        let tag = Tag {
-            pass,
-            flight: 0,
-            layer: 0,
-            op: Op::Pass,
-        };
-        let bytes = rows::encode(rows);
-        for to in 1..group.size() {
-            group.send(to, tag, bytes.clone()).map_err(model_error)?;
-        }
-        Ok(pass)
-    }
-
-    fn give_up(&self, pass: u64, why: &str) {
-        if let Ok(group) = self.epochs.group() {
-            give_up(&*group, pass, why);
-        }
-    }
-
-    fn send(&self, exchange: Exchange, to: usize, bytes: Vec<u8>) -> Result<(), ModelError> {
-        let group = self.epochs.group()?;
-        group.send(to, tag(exchange), bytes).map_err(model_error)
-    }
-
-    fn receive(
-        &self,
-        exchange: Exchange,
-        from: usize,
-        check: &mut dyn FnMut() -> Result<(), ModelError>,
-    ) -> Result<Vec<u8>, ModelError> {
-        receive(&*self.epochs.group()?, exchange, from, check)
-    }
-
-    fn accuse(&self, rank: usize, why: String) -> ModelError {
-        match self.epochs.group() {
-            Ok(group) => accuse(&*group, rank, why),
-            Err(error) => error,
-        }
-    }
-}
-
-/// The other ranks, as a follower sees them.
-#[derive(Default)]
-struct PeersOfFollower(Mutex<Option<Arc<dyn Group>>>);
-
-impl PeersOfFollower {
-    fn group(&self) -> Result<Arc<dyn Group>, ModelError> {
-        let group = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        group.clone().ok_or_else(|| ModelError::Group {
-            why: GroupError::Left.to_string(),
         })
     }
 
+    /// A follower's, which belongs to no group yet.
+    fn of_follower() -> Self {
+        Self(Side::Follower(Mutex::default()))
+    }
+
+    /// Belongs to this group from now on, as a follower.
     fn enter(&self, group: Option<Arc<dyn Group>>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = group;
+        if let Side::Follower(now) = &self.0 {
+            *now.lock().unwrap_or_else(PoisonError::into_inner) = group;
+        }
+    }
+
+    /// The group that it belongs to now.
+    fn now(&self) -> Result<Arc<dyn Group>, ModelError> {
+        match &self.0 {
+            Side::Head { epochs, .. } => epochs.group(),
+            Side::Follower(now) => {
+                let now = now.lock().unwrap_or_else(PoisonError::into_inner);
+                now.clone().ok_or_else(|| model_error(GroupError::Left))
+            }
+        }
     }
 }
 
-impl Membership for PeersOfFollower {
+impl Membership for GroupPeers {
     fn numerics(&self) -> Vec<String> {
-        Vec::new()
+        match &self.0 {
+            Side::Head { epochs, .. } => epochs.numerics(),
+            Side::Follower(_) => Vec::new(),
+        }
     }
 
     fn lost(&self) -> Option<String> {
-        match self.group() {
+        match self.now() {
             Ok(group) => group.lost().map(|error| error.to_string()),
             Err(error) => Some(error.to_string()),
         }
     }
 
-    fn rejoin(&self, _patience: Duration) -> Result<bool, ModelError> {
-        // The head forms groups.
-        Ok(self.lost().is_none())
+    fn rejoin(&self, patience: Duration) -> Result<bool, ModelError> {
+        match &self.0 {
+            Side::Head { epochs, .. } => epochs.rejoin(patience),
+            Side::Follower(_) => Ok(self.lost().is_none()),
+        }
     }
 }
 
-impl Peers for PeersOfFollower {
+impl Peers for GroupPeers {
     fn rank(&self) -> usize {
-        self.group().map_or(0, |group| group.rank())
+        self.now().map_or(0, |group| group.rank())
     }
 
     fn size(&self) -> usize {
-        self.group().map_or(1, |group| group.size())
+        self.now().map_or(1, |group| group.size())
     }
 
-    fn begin_pass(&self, _rows: &GroupRows) -> Result<u64, ModelError> {
-        let why = "a follower begins no passes".to_owned();
-        Err(ModelError::Batch(why))
+    fn begin_pass(&self, rows: &GroupRows) -> Result<u64, ModelError> {
+        let Side::Head { epochs, passes } = &self.0 else {
+            let why = "a follower begins no passes".to_owned();
+            return Err(ModelError::Batch(why));
+        };
+        let pass = passes.fetch_add(1, Ordering::Relaxed);
+        epochs.forget(pass);
+        let group = epochs.group()?;
+        let bytes = rows::encode(rows);
+        for to in others(&*group) {
+            let sent = group.send(to, of_pass(pass, Op::Pass), bytes.clone());
+            sent.map_err(model_error)?;
+        }
+        Ok(pass)
     }
 
     fn give_up(&self, pass: u64, why: &str) {
-        if let Ok(group) = self.group() {
-            give_up(&*group, pass, why);
+        let Ok(group) = self.now() else {
+            return;
+        };
+        for to in others(&*group) {
+            // A group that is lost is over for all.
+            let _ = group.send(to, of_pass(pass, Op::Fault), why.as_bytes().to_vec());
         }
     }
 
     fn send(&self, exchange: Exchange, to: usize, bytes: Vec<u8>) -> Result<(), ModelError> {
-        let group = self.group()?;
-        group.send(to, tag(exchange), bytes).map_err(model_error)
+        let sent = self.now()?.send(to, tag(exchange), bytes);
+        sent.map_err(model_error)
     }
 
     fn receive(
@@ -167,14 +133,41 @@ impl Peers for PeersOfFollower {
         from: usize,
         check: &mut dyn FnMut() -> Result<(), ModelError>,
     ) -> Result<Vec<u8>, ModelError> {
-        receive(&*self.group()?, exchange, from, check)
+        let group = self.now()?;
+        loop {
+            check()?;
+            let bytes = group.recv(from, tag(exchange), CHECK_PERIOD);
+            if let Some(bytes) = bytes.map_err(model_error)? {
+                return Ok(bytes);
+            }
+        }
     }
 
     fn accuse(&self, rank: usize, why: String) -> ModelError {
-        match self.group() {
-            Ok(group) => accuse(&*group, rank, why),
+        match self.now() {
+            Ok(group) => {
+                group.lose(rank, &why);
+                let member = group.name(rank);
+                model_error(GroupError::Lost { member, why })
+            }
             Err(error) => error,
         }
+    }
+}
+
+/// Ranks of a group but this one.
+fn others(group: &dyn Group) -> impl Iterator<Item = usize> {
+    let own = group.rank();
+    (0..group.size()).filter(move |rank| *rank != own)
+}
+
+/// The tag of a message about a pass as a whole.
+fn of_pass(pass: u64, op: Op) -> Tag {
+    Tag {
+        pass,
+        flight: 0,
+        layer: 0,
+        op,
     }
 }
 
@@ -182,7 +175,7 @@ impl Peers for PeersOfFollower {
 pub struct Follower<B: Backend> {
     model: Model<B>,
     kv: B::Kv,
-    peers: Arc<PeersOfFollower>,
+    peers: Arc<GroupPeers>,
     progress: StageProgress,
 }
 
@@ -193,7 +186,7 @@ impl<B: Backend> Follower<B> {
         kv: B::Kv,
         share: impl FnOnce(&mut Model<B>, Arc<dyn Peers>),
     ) -> Self {
-        let peers = Arc::new(PeersOfFollower::default());
+        let peers = Arc::new(GroupPeers::of_follower());
         share(&mut model, Arc::clone(&peers) as Arc<dyn Peers>);
         Self {
             model,
@@ -216,7 +209,7 @@ impl<B: Backend> Follower<B> {
         Ok(self.model.backend().bind_thread()?)
     }
 
-    /// Computes its share of each pass that begins, as a member of `group`, until `goes_on` returns false. All calls are made
+    /// Computes its share of each pass that begins, as a member of `group`, until `goes_on` returns false, also within a pass. All calls are made
     /// on the calling thread.
     ///
     /// # Errors
@@ -256,7 +249,10 @@ impl<B: Backend> Follower<B> {
             // Only now: the head may begin the next pass while this rank is still at the one before.
             group.forget(pass);
             self.progress.set(Some(Instant::now()));
-            let mut moves = Moves(&self.progress);
+            let mut moves = Moves {
+                progress: &self.progress,
+                goes_on,
+            };
             let run = || {
                 self.model
                     .follow_pass(pass, &rows, &mut self.kv, &mut moves)
@@ -273,20 +269,24 @@ impl<B: Backend> Follower<B> {
                     tracing::debug!(%error, pass, "a pass was given up");
                 }
                 Ok(Err(error)) => tracing::error!(%error, pass, "a pass failed"),
-                Err(_) => give_up(group, pass, crate::stage::PANICKED),
+                // The others were told.
+                Err(_) => tracing::error!(pass, "a pass has panicked"),
             }
         }
         Ok(())
     }
 }
 
-/// Notes that a pass goes on.
-struct Moves<'a>(&'a StageProgress);
+/// Notes that a pass goes on, as long as it is to.
+struct Moves<'a> {
+    progress: &'a StageProgress,
+    goes_on: &'a mut dyn FnMut() -> bool,
+}
 
 impl<B: Backend> Observer<B> for Moves<'_> {
     fn goes_on(&mut self, _: usize, _: usize) -> bool {
-        self.0.set(Some(Instant::now()));
-        true
+        self.progress.set(Some(Instant::now()));
+        (self.goes_on)()
     }
 
     fn sees_tensors(&self) -> bool {
@@ -301,39 +301,4 @@ fn tag(exchange: Exchange) -> Tag {
         layer: exchange.layer as u32,
         op: Op::Exchange(exchange.what),
     }
-}
-
-fn receive(
-    group: &dyn Group,
-    exchange: Exchange,
-    from: usize,
-    check: &mut dyn FnMut() -> Result<(), ModelError>,
-) -> Result<Vec<u8>, ModelError> {
-    loop {
-        check()?;
-        let bytes = group.recv(from, tag(exchange), CHECK_PERIOD);
-        if let Some(bytes) = bytes.map_err(model_error)? {
-            return Ok(bytes);
-        }
-    }
-}
-
-/// Tells the other members that this one computes no more of a pass.
-fn give_up(group: &dyn Group, pass: u64, why: &str) {
-    let tag = Tag {
-        pass,
-        flight: 0,
-        layer: 0,
-        op: Op::Fault,
-    };
-    for to in (0..group.size()).filter(|to| *to != group.rank()) {
-        // A group that is lost is over for all.
-        let _ = group.send(to, tag, why.as_bytes().to_vec());
-    }
-}
-
-fn accuse(group: &dyn Group, rank: usize, why: String) -> ModelError {
-    group.lose(rank, &why);
-    let member = group.name(rank);
-    model_error(GroupError::Lost { member, why })
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hearth_kernels::Backend;
-use hearth_model::{Model, ModelError};
+use hearth_model::{Model, ModelError, PANICKED};
 
 use crate::stream::{decode, encode};
 use crate::{Group, GroupError, Message, Op, Route, Tag};
@@ -143,9 +143,7 @@ impl<B: Backend> Stage<B> {
     }
 }
 
-/// What others are told of a panic, whose text is in this rank's log.
-pub(crate) const PANICKED: &str = "its computation has panicked; its log says where";
-
+/// What the head is told of a panic.
 fn panicked() -> ModelError {
     ModelError::Member {
         why: PANICKED.to_owned(),

@@ -10,7 +10,7 @@ use anyhow::Context;
 use clap::ValueEnum;
 use hearth_kernels::Backend;
 use hearth_model::{ExpertParallel, Membership};
-use hearth_parallel::{Follower, Formed, Former, Group, GroupError, LocalGroup, PeersOfHead};
+use hearth_parallel::{Follower, GroupPeers, LocalGroup, OneGroup};
 
 use super::session::cache;
 use crate::cli::ModelArgs;
@@ -52,18 +52,6 @@ impl Drop for Peers {
     }
 }
 
-/// Forms the one group that there is.
-struct Once(Arc<dyn Group>);
-
-impl Former for Once {
-    fn form(&self, _: Duration) -> Result<Option<Formed>, GroupError> {
-        Ok(Some(Formed {
-            group: Arc::clone(&self.0),
-            numerics: Vec::new(),
-        }))
-    }
-}
-
 /// Starts as many peers as `count` says, less `head`, which was opened as the first of them; each has a cache for `sequences`
 /// sequences of `capacity_tokens` tokens.
 ///
@@ -78,7 +66,7 @@ pub(super) fn start<B: Backend>(
     let experts = ExpertParallel::from(experts);
     let mut groups = LocalGroup::of(count).into_iter();
     let group = groups.next().context("a group has a member")?;
-    let peers = PeersOfHead::new(Box::new(Once(Arc::new(group))));
+    let peers = GroupPeers::of_head(Box::new(OneGroup(Arc::new(group))));
     peers.rejoin(Duration::ZERO)?;
     head.model.share(Arc::new(peers), (experts, count));
     let mut started = Peers {

@@ -5,25 +5,11 @@ use std::time::Duration;
 
 use hearth_cuda::CudaBackend;
 use hearth_model::{ExpertParallel, Membership, Model, Residency};
-use hearth_parallel::{
-    Follower, Formed, Former, Group, GroupError, LocalGroup, PeersOfHead, StageError,
-};
+use hearth_parallel::{Follower, GroupPeers, LocalGroup, OneGroup, StageError};
 use hearth_residency::RingSlots;
 
 use crate::device::gpu;
 use crate::streaming::{Files, bits_of, cache};
-
-/// Forms the one group that there is.
-struct Once(Arc<dyn Group>);
-
-impl Former for Once {
-    fn form(&self, _: Duration) -> Result<Option<Formed>, GroupError> {
-        Ok(Some(Formed {
-            group: Arc::clone(&self.0),
-            numerics: Vec::new(),
-        }))
-    }
-}
 
 type Weights = dyn Fn(&Files, &Arc<CudaBackend>) -> Arc<dyn Residency<CudaBackend>> + Sync;
 
@@ -48,7 +34,7 @@ fn bits(files: &Files, weights: &Weights, experts: ExpertParallel) -> [Vec<u32>;
             }
         });
         let gpu = gpu();
-        let peers = PeersOfHead::new(Box::new(Once(Arc::new(of_head))));
+        let peers = GroupPeers::of_head(Box::new(OneGroup(Arc::new(of_head))));
         assert!(peers.rejoin(Duration::ZERO).unwrap());
         let mut model = model(&gpu);
         model.share(Arc::new(peers), (experts, 2));

@@ -91,18 +91,6 @@ impl Gqa {
         }
     }
 
-    /// `x` `[rows, hidden]`, normalised → `[rows, hidden]`.
-    pub(crate) fn forward<B: Backend>(
-        &self,
-        pass: &mut Pass<'_, B>,
-        kv: &mut B::Kv,
-        weights: &ModuleWeights<B>,
-        x: &B::Tensor,
-    ) -> Result<B::Tensor, ModelError> {
-        let q = self.queries(pass, kv, weights, x)?;
-        self.attended(pass, kv, weights, &q)
-    }
-
     /// Columns of [`Gqa::queries`].
     pub(crate) fn query_cols(&self) -> usize {
         self.heads * self.head_dim

@@ -107,18 +107,6 @@ impl Mla {
         }
     }
 
-    /// `x` `[rows, hidden]`, normalised → `[rows, hidden]`.
-    pub(crate) fn forward<B: Backend>(
-        &self,
-        pass: &mut Pass<'_, B>,
-        kv: &mut B::Kv,
-        weights: &ModuleWeights<B>,
-        x: &B::Tensor,
-    ) -> Result<B::Tensor, ModelError> {
-        let query = self.absorbed(pass, kv, weights, x)?;
-        self.attended(pass, kv, weights, &query)
-    }
-
     /// Columns of [`Mla::absorbed`].
     pub(crate) fn query_cols(&self) -> usize {
         self.heads.heads * (self.heads.rank + self.rope_dim)

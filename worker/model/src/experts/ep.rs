@@ -59,7 +59,7 @@ impl<B: Backend> Experts<B> for Ep<B> {
                 true => None,
                 false => Some(backend.rows(x, &rows)?),
             };
-            let own = step.run(sent.choices(group.rank()), own.as_ref(), check)?;
+            let own = step.run(&sent.choices(group.rank()), own.as_ref(), check)?;
             step.combine(&sent, own.as_ref(), check)
         }))
     }
@@ -81,7 +81,7 @@ impl<B: Backend> Experts<B> for Ep<B> {
             layer,
             hidden,
         };
-        step.run(Vec::new(), None, check)?;
+        step.run(&[], None, check)?;
         for from in group.others() {
             group.receive((at, Exchanged::Combined), from, Some(0), check)?;
         }
@@ -146,7 +146,7 @@ impl<B: Backend> Step<'_, B> {
     /// `own`; sends the others what is theirs, and returns its own products `[choices, hidden]`, if there are any.
     fn run(
         &self,
-        own: Vec<u8>,
+        own: &[u8],
         own_rows: Option<&B::Tensor>,
         check: Check<'_>,
     ) -> Result<Option<B::Tensor>, ModelError> {
@@ -196,7 +196,7 @@ impl<B: Backend> Step<'_, B> {
     /// the first one of each rank.
     fn all_choices(
         &self,
-        own: Vec<u8>,
+        own: &[u8],
         check: Check<'_>,
     ) -> Result<(Routing, Vec<usize>), ModelError> {
         let Self { group, layer, .. } = self;
@@ -209,11 +209,12 @@ impl<B: Backend> Step<'_, B> {
         let mut firsts = vec![0];
         for from in 0..group.ranks() {
             let at = (layer.layer as usize, Exchanged::Choices);
-            let bytes = match from == group.rank() {
-                true => own.clone(),
-                false => group.receive(at, from, None, check)?,
+            let sent = match from == group.rank() {
+                true => None,
+                false => Some(group.receive(at, from, None, check)?),
             };
-            let (experts, weights) = choices(group, from, &bytes, &is_mine)?;
+            let bytes = sent.as_deref().unwrap_or(own);
+            let (experts, weights) = choices(group, from, bytes, &is_mine)?;
             let most = group.shares()[from].rows.len() * layer.top_k;
             if experts.len() > most {
                 let why = format!("it sent {} choices of at most {most}", experts.len());

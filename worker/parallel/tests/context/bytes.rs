@@ -86,3 +86,11 @@ fn keys_and_values_go_to_each_rank_once_as_they_are_stored() {
     let want = LAYERS * ROWS / 4 * layout.unwrap().token_layer_bytes();
     assert_eq!(of(&sent, "Kv"), vec![want; 12]);
 }
+
+#[test]
+fn each_rank_says_that_it_has_come_to_the_end_of_a_pass() {
+    // The last layer is a dense one: nothing else of it comes back to the head.
+    let files = Files::of("qwen3", LAYERS);
+    // The one row whose logits are wanted is the head's.
+    assert_eq!(of(&sent(&files, 4, SmallEp), "Last"), vec![0; 3]);
+}

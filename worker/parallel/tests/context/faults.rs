@@ -1,5 +1,6 @@
 //! Ranks that fail, lie or are lost.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use hearth_kernels::{BlockId, Span};
@@ -60,6 +61,34 @@ fn a_pass_that_is_given_up_leaves_the_ranks_ready_for_the_next() {
             }
         });
     }
+}
+
+/// Panics after some blocks of a pass.
+struct Panics(usize);
+
+impl<B: hearth_kernels::Backend> Observer<B> for Panics {
+    fn goes_on(&mut self, done: usize, _: usize) -> bool {
+        assert!(done < self.0, "as the test wants");
+        true
+    }
+}
+
+#[test]
+fn a_head_that_panics_in_a_pass_leaves_the_ranks_ready_for_the_next() {
+    let files = Files::of("qwen3_moe", LAYERS);
+    in_group(&files, (3, SmallEp), |head, _| {
+        let want = head.chunk(&TOKENS, spans()).unwrap();
+        for after in [0, 1, LAYERS] {
+            let batch = Batch {
+                tokens: TOKENS.to_vec(),
+                spans: spans(),
+                logit_rows: vec![3],
+            };
+            let run = || head.model.forward(&batch, &mut head.kv, &mut Panics(after));
+            assert!(catch_unwind(AssertUnwindSafe(run)).is_err());
+            assert_eq!(head.chunk(&TOKENS, spans()).unwrap(), want);
+        }
+    });
 }
 
 #[test]

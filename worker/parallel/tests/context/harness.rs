@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use hearth_kernels::Span;
 use hearth_model::{Batch, ExpertParallel, Membership, ModelError, Part, modules, modules_of};
 use hearth_parallel::{
-    Follower, Group, GroupError, LocalGroup, Message, Op, PeersOfHead, StageError, Tag,
+    Follower, Group, GroupError, GroupPeers, LocalGroup, Message, OneGroup, Op, StageError, Tag,
 };
 
-use crate::support::{Files, Head, Once, cache};
+use crate::support::{Files, Head, cache};
 
 /// Bytes by sender, receiver and kind.
 pub(crate) type Sent = BTreeMap<(usize, usize, String), usize>;
@@ -105,7 +105,7 @@ pub(crate) fn in_group<R>(
                 Err(error) => panic!("rank {rank}: {error}"),
             });
         }
-        let peers = PeersOfHead::new(Box::new(Once(Arc::clone(&group))));
+        let peers = GroupPeers::of_head(Box::new(OneGroup(Arc::clone(&group))));
         assert!(peers.rejoin(Duration::ZERO).unwrap());
         let all = Part::whole(files.config.layers).of(modules(&files.config).unwrap());
         let mut model = files.with(modules_of(0, ranks, all));

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use hearth_kernels::CpuBackend;
 use hearth_model::{Membership, Part};
-use hearth_parallel::{Group, LocalGroup, RingHead, Route, Stage, StageError};
+use hearth_parallel::{Group, LocalGroup, OneGroup, RingHead, Route, Stage, StageError};
 
-use crate::support::{Files, Head, Once, cache};
+use crate::support::{Files, Head, cache};
 
 impl Files {
     /// A follower with its cache.
@@ -21,7 +21,7 @@ impl Files {
     /// The head of a ring.
     pub(crate) fn head(&self, group: Arc<dyn Group>, route: &Route, flight_rows: usize) -> Head {
         let part = route.part(0).unwrap();
-        let others = RingHead::new(Box::new(Once(group)), route.clone(), flight_rows);
+        let others = RingHead::new(Box::new(OneGroup(group)), route.clone(), flight_rows);
         assert!(others.rejoin(Duration::ZERO).unwrap());
         let mut model = self.part(&part).of_part(part);
         model.lead(Arc::new(others));

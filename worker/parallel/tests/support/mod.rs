@@ -2,12 +2,10 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use hearth_formats::{Checkpoint, ModelConfig, RandomCheckpoint, write_random};
 use hearth_kernels::{BlockId, CpuBackend, CpuKv, CpuOptions, KvDType, Span};
 use hearth_model::{Batch, ExpansionRoom, Model, ModelError, ModuleSpec, Part, modules, tensors};
-use hearth_parallel::{Formed, Former, Group, GroupError};
 use hearth_residency::Resident;
 
 const BLOCK_TOKENS: usize = 16;
@@ -69,18 +67,6 @@ impl Files {
                 .unwrap(),
             false => model,
         }
-    }
-}
-
-/// Forms the same group each time.
-pub(crate) struct Once(pub(crate) Arc<dyn Group>);
-
-impl Former for Once {
-    fn form(&self, _: Duration) -> Result<Option<Formed>, GroupError> {
-        Ok(Some(Formed {
-            group: Arc::clone(&self.0),
-            numerics: Vec::new(),
-        }))
     }
 }
 

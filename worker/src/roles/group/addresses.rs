@@ -1,4 +1,4 @@
-//! Where the members of a ring serve.
+//! Where the members of a group serve.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;

@@ -58,7 +58,21 @@ impl FollowerWorker {
         let kv = model
             .kv_alloc(layout, kv_blocks as usize)
             .with_context(|| format!("the cache of {kv_blocks} blocks"))?;
-        let numerics = load::numerics(&model, kv_dtype);
+        let mut numerics = load::numerics(&model, kv_dtype);
+        let member = match place.task {
+            Task::Windows { .. } => Member::Stage(Stage::new(model, kv)),
+            Task::Share {
+                peers: ranks,
+                experts,
+            } => {
+                let share = |model: &mut Model<B>, peers| {
+                    model.share(peers, (experts, ranks));
+                    // As the head's: with the order in which so many ranks add.
+                    numerics = load::numerics(model, kv_dtype);
+                };
+                Member::Peer(Peer::new(model, kv, share))
+            }
+        };
         let (joined, groups) = channel();
         let membership = Membership::of_follower(Follower {
             terms: Terms {
@@ -72,16 +86,6 @@ impl FollowerWorker {
             joined: Mutex::new(joined),
         });
         let (failed, fault) = oneshot::channel();
-        let member = match place.task {
-            Task::Windows { .. } => Member::Stage(Stage::new(model, kv)),
-            Task::Share {
-                peers: ranks,
-                experts,
-            } => {
-                let share = |model: &mut Model<B>, peers| model.share(peers, (experts, ranks));
-                Member::Peer(Peer::new(model, kv, share))
-            }
-        };
         let progress = member.progress();
         std::thread::Builder::new()
             .name("follower".to_owned())

@@ -10,7 +10,7 @@ use hearth_crds::{InferencePlanSpec, PlanRank, ResidencyPolicy};
 use hearth_formats::ModelConfig;
 use hearth_kernels::{Backend, KvLayout};
 use hearth_model::ExpertParallel;
-use hearth_parallel::{Leg, PeersOfHead, RingHead, Route};
+use hearth_parallel::{GroupPeers, Leg, RingHead, Route};
 use hearth_transport::{Clients, v1};
 
 use super::addresses::Addresses;
@@ -164,7 +164,7 @@ impl Head {
                     experts,
                 },
             ) => {
-                let peers = Arc::new(PeersOfHead::new(former));
+                let peers = Arc::new(GroupPeers::of_head(former));
                 form(&*peers, waits)?;
                 loaded.model.share(peers, (experts, ranks));
             }

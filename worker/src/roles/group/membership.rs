@@ -137,11 +137,18 @@ impl Membership {
                 "epoch {epoch} is more than a day ahead: set the clocks of the nodes"
             )));
         }
+        if asked.waiting_bytes > MOST_WAITING_BYTES {
+            return Err(Status::failed_precondition(format!(
+                "{} bytes of messages may wait at a member in its longest pass, and a member takes {MOST_WAITING_BYTES}: \
+                 plan a shorter context",
+                asked.waiting_bytes
+            )));
+        }
         let group = Arc::new(NetGroup::new(
             epoch,
             asked.rank as usize,
             members,
-            asked.waiting_bytes.min(MOST_WAITING_BYTES) as usize,
+            asked.waiting_bytes as usize,
             follower.clients.clone(),
         ));
         self.enter(&group).map_err(|known| stale(epoch, known))?;

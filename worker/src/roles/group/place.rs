@@ -62,7 +62,7 @@ impl Place {
         }
         let task = match (&rank.ring, &rank.peers) {
             (Some(ring), None) => of_ring(plan, rank, ring)?,
-            (None, Some(peers)) => of_peers(peers)?,
+            (None, Some(peers)) => of_peers(rank, peers)?,
             _ => bail!("{}: {} is in two groups", wrong(group.head), rank.name),
         };
         Ok(Some(Self {
@@ -112,7 +112,15 @@ fn of_ring(plan: &InferencePlanSpec, rank: &PlanRank, ring: &PlanRing) -> anyhow
     })
 }
 
-fn of_peers(peers: &PlanPeers) -> anyhow::Result<Task> {
+fn of_peers(rank: &PlanRank, peers: &PlanPeers) -> anyhow::Result<Task> {
+    let policy = rank.residency.as_ref().map(|residency| residency.policy);
+    if policy == Some(ResidencyPolicy::HostExperts) {
+        bail!(
+            "{}: {} has experts on its CPUs, and peers run them on their own device",
+            wrong(&peers.head),
+            rank.name
+        );
+    }
     if peers.place >= peers.ranks {
         bail!(
             "{}: place {} of {} peers",

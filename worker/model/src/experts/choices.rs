@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use hearth_kernels::{Backend, Routing};
 
-use crate::peers::GroupPass;
+use super::Check;
+use crate::peers::{Exchanged, GroupPass};
 use crate::wire::{to_bytes, values};
 use crate::{ModelError, shares};
 
@@ -59,21 +60,34 @@ pub(super) fn is_of(group: &GroupPass, rank: usize, experts: usize) -> impl Fn(u
     move |expert| own.contains(&expert)
 }
 
-/// Copies rows that have come, as bytes, to the device: into the rows of `all` `[rows, hidden]` from `first` on.
-pub(super) fn put_rows<B: Backend>(
+/// Rows of all ranks on the device, `[rows, hidden]`: `own`, if this rank has any, and those that the others send in exchange
+/// `at`. `firsts`: index of each rank's first row, and behind them the number of rows. `None` if there are none.
+pub(super) fn collected<B: Backend>(
     backend: &B,
-    all: &mut B::Tensor,
-    first: usize,
-    bytes: &[u8],
-) -> Result<(), ModelError> {
-    let hidden = backend.shape(all).1;
-    let rows = bytes.len() / (4 * hidden).max(1);
-    if rows == 0 {
-        return Ok(());
+    group: &GroupPass,
+    at: (usize, Exchanged),
+    (firsts, hidden): (&[usize], usize),
+    own: Option<&B::Tensor>,
+    check: Check<'_>,
+) -> Result<Option<B::Tensor>, ModelError> {
+    let rows = firsts.last().copied().unwrap_or(0);
+    let mut all = match rows {
+        0 => None,
+        _ => Some(backend.zeros(rows, hidden)?),
+    };
+    if let (Some(all), Some(own)) = (&mut all, own) {
+        backend.put_tile(all, (firsts[group.rank()], 0), own)?;
     }
-    let values: Vec<f32> = values(bytes).collect();
-    let tile = backend.upload(rows, hidden, &values)?;
-    Ok(backend.put_tile(all, (first, 0), &tile)?)
+    for from in group.others() {
+        let sent = firsts[from + 1] - firsts[from];
+        let bytes = group.receive(at, from, Some(4 * hidden * sent), check)?;
+        if let Some(all) = all.as_mut().filter(|_| sent > 0) {
+            let values: Vec<f32> = values(&bytes).collect();
+            let tile = backend.upload(sent, hidden, &values)?;
+            backend.put_tile(all, (firsts[from], 0), &tile)?;
+        }
+    }
+    Ok(all)
 }
 
 /// Some consecutive rows of `all` `[rows, hidden]`, on the device.

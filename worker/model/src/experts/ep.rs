@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use hearth_kernels::{Backend, ExpertProducts, Routing};
 
-use super::choices::{bytes_of, choices, choices_to_bytes, each_choice, is_of, put_rows, rows_of};
+use super::choices::{bytes_of, choices, choices_to_bytes, collected, each_choice, is_of, rows_of};
 use super::chosen::ChosenExperts;
 use super::{Check, Experts, PendingExperts, RoutedLayer};
 use crate::peers::{Exchanged, GroupPass};
@@ -161,21 +161,15 @@ impl<B: Backend> Step<'_, B> {
         let (all, firsts) = self.all_choices(own, check)?;
         let chosen = ChosenExperts::new(RoutedLayer { top_k: 1, ..*layer }, &all);
         self.residency.announce(chosen.ids());
-        let count = all.experts.len();
-        let mut x = match count {
-            0 => None,
-            _ => Some(backend.zeros(count, *hidden)?),
-        };
-        if let (Some(x), Some(own)) = (&mut x, own_rows) {
-            backend.put_tile(x, (firsts[rank], 0), own)?;
-        }
-        for from in group.others() {
-            let want = 4 * hidden * (firsts[from + 1] - firsts[from]);
-            let bytes = group.receive((at, Exchanged::Dispatched), from, Some(want), check)?;
-            if let Some(x) = &mut x {
-                put_rows(*backend, x, firsts[from], &bytes)?;
-            }
-        }
+        let rows = (&firsts[..], *hidden);
+        let x = collected(
+            *backend,
+            group,
+            (at, Exchanged::Dispatched),
+            rows,
+            own_rows,
+            check,
+        )?;
         let products = x.map(|x| chosen.run(*backend, self.residency, &x, check));
         let products = products.transpose()?;
         let of = |rank: usize| firsts[rank]..firsts[rank + 1];
@@ -241,26 +235,18 @@ impl<B: Backend> Step<'_, B> {
             hidden,
             ..
         } = self;
-        let all = sent.routing.experts.len();
-        let mut products = backend.zeros(all, *hidden)?;
-        let mut places = vec![0; all];
-        let mut first = 0;
-        for (from, choices) in sent.by_rank.iter().enumerate() {
+        let mut places = vec![0; sent.routing.experts.len()];
+        let mut firsts = vec![0];
+        for choices in &sent.by_rank {
+            let first = firsts.last().copied().unwrap_or(0);
             for (row, choice) in (first as u32..).zip(choices) {
                 places[*choice as usize] = row;
             }
-            if from == group.rank() {
-                if let Some(own) = own {
-                    backend.put_tile(&mut products, (first, 0), own)?;
-                }
-            } else {
-                let at = (layer.layer as usize, Exchanged::Combined);
-                let want = 4 * hidden * choices.len();
-                let bytes = group.receive(at, from, Some(want), check)?;
-                put_rows(*backend, &mut products, first, &bytes)?;
-            }
-            first += choices.len();
+            firsts.push(first + choices.len());
         }
+        let at = (layer.layer as usize, Exchanged::Combined);
+        let products = collected(*backend, group, at, (&firsts, *hidden), own, check)?;
+        let products = products.ok_or(ModelError::Alone)?;
         let of = ExpertProducts {
             experts: layer.experts,
             routing: &sent.routing,

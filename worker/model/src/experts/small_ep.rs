@@ -9,7 +9,7 @@ use std::sync::Arc;
 use hearth_kernels::expert_sum::LEAVES;
 use hearth_kernels::{Backend, Routing};
 
-use super::choices::{bytes_of, choices, choices_to_bytes, each_choice, is_of, put_rows, rows_of};
+use super::choices::{bytes_of, choices, choices_to_bytes, collected, each_choice, is_of, rows_of};
 use super::chosen::ChosenExperts;
 use super::{Check, Experts, PendingExperts, RoutedLayer};
 use crate::peers::{Exchanged, GroupPass};
@@ -130,26 +130,17 @@ impl<B: Backend> Step<'_, B> {
         check: Check<'_>,
     ) -> Result<B::Tensor, ModelError> {
         let Self { group, layer, .. } = self;
-        let rank = group.rank();
         let all = self.all_choices(routing, check)?;
-        let chosen = ChosenExperts::new(*layer, &all).only(is_of(group, rank, layer.experts));
+        let is_mine = is_of(group, group.rank(), layer.experts);
+        let chosen = ChosenExperts::new(*layer, &all).only(is_mine);
         // The policy loads them while the rows travel.
         self.residency.announce(chosen.ids());
-        let (rows, hidden) = (group.rows(), self.hidden);
-        let mut x = self.backend.zeros(rows, hidden)?;
-        let firsts = self.firsts();
-        if let Some(own) = own {
-            self.backend.put_tile(&mut x, (firsts[rank], 0), own)?;
-        }
-        for from in group.others() {
-            let want = 4 * hidden * group.shares()[from].rows.len();
-            let at = (layer.layer as usize, Exchanged::Tokens);
-            let bytes = group.receive(at, from, Some(want), check)?;
-            put_rows(self.backend, &mut x, firsts[from], &bytes)?;
-        }
-        match chosen.is_empty() {
-            true => Ok(self.backend.zeros(rows, hidden)?),
-            false => chosen.run(self.backend, self.residency, &x, check),
+        let at = (layer.layer as usize, Exchanged::Tokens);
+        let rows = (&self.firsts()[..], self.hidden);
+        let x = collected(self.backend, group, at, rows, own, check)?;
+        match x.filter(|_| !chosen.is_empty()) {
+            Some(x) => chosen.run(self.backend, self.residency, &x, check),
+            None => Ok(self.backend.zeros(group.rows(), self.hidden)?),
         }
     }
 

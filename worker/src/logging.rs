@@ -27,6 +27,23 @@ pub(crate) fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
+/// Kubernetes' default `terminationMessagePath`, a file of the container that the kubelet reads when the container has ended.
+const TERMINATION_MESSAGE_PATH: &str = "/dev/termination-log";
+
+/// Says the error with which this process ends, on standard error and, as the main process of a container, to the kubelet.
+/// Without the second it would look for it in the last 2 KiB of the container's log, where the runtime may have put
+/// standard output, which it reads separately, behind it.
+pub(crate) fn say_last(error: impl std::fmt::Display) {
+    let line = format!("error: {error}\n");
+    let _ = std::io::stderr().write_all(line.as_bytes());
+    if std::process::id() == 1 {
+        let to = std::fs::OpenOptions::new()
+            .write(true)
+            .open(TERMINATION_MESSAGE_PATH);
+        let _ = to.and_then(|mut file| file.write_all(line.as_bytes()));
+    }
+}
+
 /// Writes a line to standard output. If the write fails, as when nobody reads it any more, only the line is lost.
 pub(crate) fn print_line(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stdout(), "{line}");

@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     match cli.run(&environment) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            logging::say(format_args!("error: {}", logging::sentence(&error)));
+            logging::say_last(logging::sentence(&error));
             lost::exit_code(&error)
         }
     }

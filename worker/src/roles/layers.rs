@@ -35,8 +35,8 @@ impl Layers {
     /// Ends the process if it is stuck; nothing else would, since the compute threads never finish.
     pub(super) fn end_if_stuck(&mut self, at_layer_for: Option<Duration>) {
         if self.is_stuck(at_layer_for) {
-            logging::say(format_args!(
-                "error: the computation stands still: it has been at one {} for {} s, and the longest before took {:.1} s\n  \
+            logging::say_last(format_args!(
+                "the computation stands still: it has been at one {} for {} s, and the longest before took {:.1} s\n  \
                  the supervisor restarts this worker",
                 self.of,
                 self.present.as_secs(),

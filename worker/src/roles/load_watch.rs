@@ -25,8 +25,8 @@ impl LoadWatch {
     /// Starts watching. Requires a tokio runtime with a thread other than the one that loads.
     pub(super) fn start(patience: Duration) -> Self {
         Self::with(patience, move |percent| {
-            logging::say(format_args!(
-                "error: no byte of the weights was read for {} s, at {percent} %\n  look at the disk or the share that the model lies on",
+            logging::say_last(format_args!(
+                "no byte of the weights was read for {} s, at {percent} %\n  look at the disk or the share that the model lies on",
                 patience.as_secs()
             ));
             std::process::exit(1);

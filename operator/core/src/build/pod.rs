@@ -326,7 +326,7 @@ fn container(
             run_as_non_root: Some(true),
             ..SecurityContext::default()
         }),
-        // The last lines of the log become the cause shown in the deployment's conditions.
+        // What a worker says last, or the end of its log, becomes the cause shown in the conditions of the deployment.
         termination_message_policy: Some("FallbackToLogsOnError".to_owned()),
         ..Container::default()
     }

@@ -332,7 +332,7 @@ pub(super) fn changed(x: &mut CudaTensor) {
 }
 
 /// One block per row and 1024 of its columns.
-fn row_grid(rows: usize, cols: usize) -> [usize; 3] {
+pub(super) fn row_grid(rows: usize, cols: usize) -> [usize; 3] {
     [rows, cols.div_ceil(QUAD_COLS), 1]
 }
 

@@ -9,6 +9,7 @@ use hearth_kernels::expert_sum::{ExpertOrder, LEAVES, PARTIAL_SUMS, leaf_of};
 use hearth_kernels::ops::ExpertOps;
 use hearth_kernels::{DType, ExpertCall, ExpertProducts, ExpertWeights, KernelError, checks};
 
+use super::elementwise::row_grid;
 use super::host_order::{HostOrder, ListedCall, SlotAddresses, chunks};
 use super::linear::DECODE_ROWS;
 use super::tensor::{CudaChosen, ExpertArg, Terms, WeightData};
@@ -520,10 +521,9 @@ impl CudaBackend {
             .with(leaf(Some(destination.end)))
             .with(destination.stride as i64);
         let variant = Variant::plain("experts_combine");
-        let blocks = (destination.tokens * hidden).div_ceil(256).min(4096);
         self.launch(
             Kernel::new(&variant, "experts_combine"),
-            [blocks, 1, 1],
+            row_grid(destination.tokens, hidden),
             args,
         )
     }

@@ -206,8 +206,9 @@ impl Files<'_> {
     pub(super) fn cached<B: Backend + LoadOps>(&self, backend: &Arc<B>, slots: usize) -> Cache<B> {
         let backend = Arc::clone(backend);
         let mut cache = HotExperts::open(&self.checkpoint, &self.modules, backend, slots)?;
-        if let Some(threads) = self.preparing_threads() {
-            cache.prepare(threads);
+        if self.preparing_threads().is_some() {
+            // One thread: the CPUs compute experts meanwhile, and need nearly all that memory can be read at.
+            cache.prepare(1);
         }
         Ok(Arc::new(cache))
     }

@@ -310,30 +310,25 @@ __device__ __forceinline__ void decode_stage(unsigned char* stage, const Tokens&
     cp_async_commit();
 }
 
-// A lane's two rows of a weight.
+// A lane's two rows of a weight. Where one does not exist, the last one is read, and its sums are not stored.
 struct WeightRows {
     const unsigned char* upper;
     const unsigned char* lower;
-    bool upper_some;
-    bool lower_some;
 };
 
 __device__ __forceinline__ WeightRows weight_rows(const Weight& w, int output, int n) {
     int row = output + (threadIdx.x & 31) / 4;
     long long row_bytes = (long long)w.ld * WEIGHT_BYTES;
-    WeightRows rows;
-    rows.upper = static_cast<const unsigned char*>(w.data) + row * row_bytes + (threadIdx.x & 3) * 16;
-    rows.lower = rows.upper + 8 * row_bytes;
-    rows.upper_some = row < n;
-    rows.lower_some = row + 8 < n;
-    return rows;
+    const unsigned char* first = static_cast<const unsigned char*>(w.data) + (threadIdx.x & 3) * 16;
+    return {first + min(row, n - 1) * row_bytes, first + min(row + 8, n - 1) * row_bytes};
 }
 
+// Where there is no such unit, the registers keep what they have: another value, as for lanes without a row, would be chosen
+// behind the load, which would then be waited for long before it is used.
 __device__ __forceinline__ void load_unit(uint4& upper, uint4& lower, const WeightRows& rows, int unit, int end_unit) {
-    upper = lower = make_uint4(0, 0, 0, 0);
     if (unit >= end_unit) return;
-    if (rows.upper_some) upper = load_stream_16(rows.upper + (long long)unit * 64);
-    if (rows.lower_some) lower = load_stream_16(rows.lower + (long long)unit * 64);
+    upper = load_stream_16(rows.upper + (long long)unit * 64);
+    lower = load_stream_16(rows.lower + (long long)unit * 64);
 }
 
 // total = the products of outputs `output` .. `output + 15` (those from n on do not exist) of w with at most 8 tokens
@@ -345,7 +340,7 @@ __device__ __forceinline__ void decode_products(
     const unsigned char* row_terms = x.terms + (long long)token_row(x, row) * x.padded * TERM_BYTES;
     WeightRows rows = weight_rows(w, output, n);
     ScaleRows<1, 1> scale_at = scale_rows<1, 1>(w, output, n, x, 0);
-    uint4 upper[RING][1], lower[RING][1];
+    uint4 upper[RING][1] = {}, lower[RING][1] = {};
 #pragma unroll
     for (int i = 0; i < RING; ++i) load_unit(upper[i][0], lower[i][0], rows, first * UNITS + i, end * UNITS);
     decode_stage(stages, x, row_terms, first, end);

@@ -4,6 +4,8 @@
 /// Rows of a prompt that pass through attention at a time where experts are streamed: prompts are long there, and the
 /// device's memory is short.
 pub const STREAMED_TILE_ROWS: u32 = 512;
+/// Most such tiles of a prompt: those of a longer one have more rows, which what its experts take has room for.
+pub const STREAMED_TILES: u32 = 8;
 /// Room for expanded heads of latent attention, and as much again for a tile of what they are made of: enough for every
 /// product to be large, and little beside a tile of rows of the largest models.
 pub const EXPANSION_BYTES: u64 = 64 << 20;

@@ -23,6 +23,7 @@ use files::{Files, Slots};
 // Plans are made for these.
 const _: () = assert!(
     hearth_model::EXPANSION_TILE_ROWS == hearth_crds::EXPANSION_TILE_ROWS as usize
+        && hearth_model::PASS_TILES == hearth_crds::STREAMED_TILES as usize
         && hearth_model::CACHED_STEP_ROWS == hearth_crds::CACHED_STEP_ROWS as usize
         && hearth_residency::LEAST_RING_SLOTS == hearth_crds::LEAST_RING_SLOTS as usize
         && hearth_residency::DENSE_SLOTS == hearth_crds::DENSE_SLOTS as usize

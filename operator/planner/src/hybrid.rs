@@ -1,7 +1,7 @@
 //! Duration of steps whose routed experts are not all on the device: a ring of slots, or CPUs (hybrid MoE paper, sections
 //! 3.1 and 3.3).
 
-use hearth_crds::{CACHED_STEP_ROWS, PlanMlaForm, STREAMED_TILE_ROWS};
+use hearth_crds::{CACHED_STEP_ROWS, PlanMlaForm, STREAMED_TILE_ROWS, STREAMED_TILES};
 
 use crate::latents::Latents;
 use crate::node_ranks::DenseModules;
@@ -81,7 +81,8 @@ impl Predictor<'_> {
     /// Milliseconds of everything in a streamed pass but its routed experts.
     pub(crate) fn beside_experts_ms(&self, step: Step) -> f64 {
         let facts = self.facts;
-        let tiles = (f64::from(step.tokens) / f64::from(STREAMED_TILE_ROWS)).ceil();
+        let tile_rows = STREAMED_TILE_ROWS.max(step.tokens.div_ceil(STREAMED_TILES));
+        let tiles = f64::from(step.tokens.div_ceil(tile_rows));
         let operations = Operations::of(facts, self.mla_form);
         let expansion = self.expanded().map_or(0.0, |latents| {
             latents.operations(step.tokens) * f64::from(facts.layers)

@@ -219,7 +219,7 @@ impl Demand<'_> {
     }
 
     /// Working room on a GPU for a streamed prompt of `tokens`, which passes through each layer as a whole, its attention
-    /// in tiles of rows.
+    /// in tiles of rows. Where these are an eighth of a long prompt, they take no more than its experts, which run before and after.
     pub(crate) fn flight_bytes(&self, tokens: u32) -> u64 {
         let facts = self.facts;
         let (hidden, inner) = (u64::from(facts.hidden), u64::from(facts.expert_hidden));

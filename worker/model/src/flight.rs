@@ -119,6 +119,15 @@ pub(crate) fn tile(spans: &[Span], rows: &Range<usize>) -> Vec<Span> {
     spans.iter().filter_map(part).collect()
 }
 
+/// Tiles of a long pass, at most: smaller ones would leave a large GPU idle, and what a tile takes is little beside what the
+/// pass's routed experts take.
+pub const PASS_TILES: usize = 8;
+
+/// Rows of a tile of a pass of `rows`: `least_rows`, or more where there would be more than [`PASS_TILES`].
+pub(crate) fn tile_rows(least_rows: usize, rows: usize) -> usize {
+    least_rows.max(rows.div_ceil(PASS_TILES))
+}
+
 /// Cuts rows into tiles of at most `tile_rows`, in order.
 pub(crate) fn row_tiles(rows: usize, tile_rows: usize) -> impl Iterator<Item = Range<usize>> {
     (0..rows)
@@ -155,16 +164,17 @@ impl<B: Backend> Stream<B> {
         })
     }
 
-    /// Runs a block over a tile of rows after the other: `block` gets the stream of a tile, and returns its output
+    /// Runs a block over a tile of rows after the other, of `least_rows` or more ([`tile_rows`]): `block` gets the stream of a tile, and returns its output
     /// `[tile rows, cols]`. Returns all of them, `[rows, cols]`, in the memory of the pending ones if these are as wide.
     pub(crate) fn in_tiles(
         &mut self,
         backend: &B,
-        tile_rows: usize,
+        least_rows: usize,
         cols: usize,
         mut block: impl FnMut(&mut Self, Range<usize>) -> Result<B::Tensor, ModelError>,
     ) -> Result<B::Tensor, ModelError> {
         let rows = backend.shape(&self.residual).0;
+        let tile_rows = tile_rows(least_rows, rows);
         if rows <= tile_rows {
             return block(self, 0..rows);
         }

@@ -37,7 +37,7 @@ pub use blocks::mla::EXPANSION_TILE_ROWS;
 pub use blocks::rope::{rope_table, yarn_softmax_factor};
 pub use error::{ModelError, PANICKED, ResidencyError};
 pub use experts::CACHED_STEP_ROWS;
-pub use flight::Flight;
+pub use flight::{Flight, PASS_TILES};
 pub use model::{ExpansionRoom, ExpertParallel, Model, kv_layout, modules};
 pub use module::{ModuleId, ModuleSpec, ModuleWeights, TensorShape, TensorSpec, tensors};
 pub use observer::Observer;

@@ -60,7 +60,7 @@ pub struct Model<B: Backend> {
     backend: Arc<B>,
     residency: Arc<dyn Residency<B>>,
     experts: Box<dyn Experts<B>>,
-    /// Most rows that attention and dense feed-forward blocks take at once.
+    /// Rows that attention and dense feed-forward blocks take at once in a pass that is not long.
     tile_rows: usize,
     /// Room for expanded heads of latent attention; `None`: it is absorbed.
     expansion: Option<ExpansionRoom>,
@@ -146,9 +146,9 @@ impl<B: Backend> Model<B> {
         self.group = Some(InGroup::Peer(peers));
     }
 
-    /// Runs attention and dense feed-forward blocks in tiles of at most `rows` rows: a long pass then needs, beside two
-    /// matrices `[rows, hidden]` and those of routed experts, working memory for one tile; with peers also the queries of its
-    /// rows. The bits are the same.
+    /// Runs attention and dense feed-forward blocks in tiles of `rows` rows, or of an eighth of a pass if that is more
+    /// ([`PASS_TILES`](crate::PASS_TILES)): a long pass then needs, beside two matrices `[rows, hidden]` and those of routed
+    /// experts, working memory for one tile; with peers also the queries of its rows. The bits are the same.
     #[must_use]
     pub fn in_row_tiles(mut self, rows: usize) -> Self {
         self.tile_rows = rows.max(1);

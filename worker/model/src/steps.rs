@@ -9,7 +9,7 @@ use crate::batch::{self, Rows};
 use crate::blocks::Pass;
 use crate::blocks::mla::Mla;
 use crate::decoder::{Attention, FeedForward};
-use crate::flight::{Flight, Sequences, Stream};
+use crate::flight::{Flight, Sequences, Stream, tile_rows};
 use crate::{ExpansionRoom, Model, ModelError, ModuleId, ModuleWeights, Observer};
 
 impl<B: Backend> Model<B> {
@@ -503,7 +503,7 @@ impl<B: Backend> Model<B> {
             // A layer of another rank has no weights here either.
             cache_layer: self.part().cache_layer(layer).unwrap_or(layer),
             blocks: 2 * self.decoder().feed_forward.len(),
-            tile_rows: self.tile_rows(),
+            tile_rows: tile_rows(self.tile_rows(), sequences.positions.len()),
         }
     }
 }

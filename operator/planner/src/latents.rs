@@ -5,11 +5,11 @@ use hearth_crds::{EXPANSION_BYTES, EXPANSION_TILE_ROWS, KvShape, ModelFacts};
 
 /// Most positions, or rows, of a tile.
 const MOST_TILE: u64 = EXPANSION_TILE_ROWS as u64;
-/// Operations that expand a tile of positions, but for the copies of the rotary part: latents from the cache, their two
-/// parts, the product and its two parts, keys, and all of it into a cache.
-const TILE_OPERATIONS: u64 = 9;
+/// Operations that expand a tile of positions: latents from the cache, the part that is multiplied, the product, and all of
+/// it into a cache.
+const TILE_OPERATIONS: u64 = 4;
 /// Operations of a tile of rows: queries with their rotation, scores, and the result in its place.
-const ROWS_OPERATIONS: u64 = 7;
+const ROWS_OPERATIONS: u64 = 4;
 
 /// Dimensions of latent attention, in elements.
 #[derive(Clone, Copy, Debug)]
@@ -78,16 +78,15 @@ impl Latents {
         let taken = EXPANSION_BYTES.max(at_once * self.head_bytes(tokens));
         let in_tile = EXPANSION_BYTES + (idle * tokens).saturating_sub(taken);
         let tile = (in_tile / (4 * self.in_tile(at_once))).clamp(1, MOST_TILE);
-        let copies = u64::from(at_once.next_power_of_two().ilog2());
-        let of_tile = TILE_OPERATIONS + copies + ROWS_OPERATIONS;
+        let of_tile = TILE_OPERATIONS + ROWS_OPERATIONS;
         (self.heads / at_once * tokens.div_ceil(tile) * of_tile) as f64
     }
 
     /// Elements of activations that a token's expansion and attention read and write in a layer.
     pub(crate) fn activations(self) -> f64 {
         let key = (self.nope + self.rope) as f64;
-        let (nope, rope, value) = (self.nope as f64, self.rope as f64, self.value as f64);
-        self.heads as f64 * (9.5 * key + 3.0 * nope + 8.0 * rope + 8.5 * value)
+        let (rope, value) = (self.rope as f64, self.value as f64);
+        self.heads as f64 * (4.5 * key + 2.0 * rope + 6.5 * value)
     }
 
     /// Bytes of a head's keys and values.

@@ -401,7 +401,7 @@ fn latent_projections(gpu: &CudaBackend, y: &CudaTensor, w: &CudaWeight) {
         magnitude: 1.0,
         layout: RopeLayout::Interleaved,
     };
-    gpu.rope(&mut rotated, 2, &[0, 1], &table).unwrap();
+    gpu.rope(&mut rotated, (2, 0), &[0, 1], &table).unwrap();
     let dims = MlaHeads {
         heads: 2,
         nope: 64,

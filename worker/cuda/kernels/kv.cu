@@ -25,6 +25,30 @@ extern "C" __global__ void kv_append(
     }
 }
 
+// The same for keys and values of expanded latents: of a head's columns of product [rows][heads][nope + v] the first are its
+// key's, before the columns from `rank` on of latents [rows][rank + rope], and the others its value's.
+extern "C" __global__ void kv_append_expanded(
+    unsigned char* layer, const float* product, const float* latents, const long long* offsets, int rows, int heads, int nope, int v,
+    int rank, int rope) {
+    int row = blockIdx.x;
+    if (row >= rows) return;
+    Element* record = reinterpret_cast<Element*>(layer + offsets[row]);
+    const float* of_heads = product + (long long)row * heads * (nope + v);
+    const float* rotated = latents + (long long)row * (rank + rope) + rank;
+    auto source = [&](int c) {
+        int key = nope + rope, keys = heads * key;
+        if (c >= keys) return of_heads + (c - keys) / v * (nope + v) + nope + (c - keys) % v;
+        int of_key = c % key;
+        return of_key < nope ? of_heads + c / key * (nope + v) + of_key : rotated + of_key - nope;
+    };
+    int start = quad_column(), cols = heads * (nope + rope + v);
+    if ((nope | v | rank | rope) % 4 == 0) {
+        if (start < cols) store_elements(record + start, *reinterpret_cast<const float4*>(source(start)));
+        return;
+    }
+    for (int c = start; c < min(start + 4, cols); ++c) store_element(record + c, *source(c));
+}
+
 // Grid (tokens, ceil(cols / 1024)), 256 threads: out [tokens][cols] are the records' elements.
 extern "C" __global__ void kv_rows(float* out, const unsigned char* layer, const long long* offsets, int tokens, int cols) {
     int token = blockIdx.x;

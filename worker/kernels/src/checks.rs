@@ -158,17 +158,49 @@ pub fn weight_rows(first: usize, rows: usize, of: usize) -> Result<(), KernelErr
 /// [`KernelError::Shape`].
 pub fn rope(
     x: Shape,
-    heads: usize,
+    (heads, first): (usize, usize),
     positions: usize,
     table: &RopeTable,
 ) -> Result<(), KernelError> {
     let half = table.inv_freq.len();
-    let fits =
-        heads > 0 && x.1.is_multiple_of(heads) && 2 * half <= x.1 / heads && positions == x.0;
+    let fits = heads > 0
+        && x.1.is_multiple_of(heads)
+        && first + 2 * half <= x.1 / heads
+        && positions == x.0;
     ensure(fits, "rope", || {
         format!(
-            "{} with {heads} heads, {positions} positions, {half} frequencies",
+            "{} with {heads} heads, {positions} positions, {half} frequencies from column {first} on",
             shape(x)
+        )
+    })
+}
+
+/// Checks a cache for expanded heads with their `product` and `latents`.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn kv_append_expanded(
+    layout: &KvLayout,
+    product: Shape,
+    latents: Shape,
+    dims: MlaHeads,
+) -> Result<(), KernelError> {
+    let MlaHeads {
+        heads,
+        nope,
+        v,
+        rank,
+    } = dims;
+    let fits = !layout.value_in_key
+        && (layout.kv_heads, layout.v_dim) == (heads, v)
+        && rank + layout.k_dim == latents.1 + nope
+        && product == (latents.0, heads * (nope + v));
+    ensure(fits, "kv_append_expanded", || {
+        format!(
+            "{} of latents {} with {heads} heads, nope {nope}, v {v}, rank {rank} for {}",
+            shape(product),
+            shape(latents),
+            layout.fingerprint()
         )
     })
 }

@@ -32,7 +32,7 @@ pub fn cache_heads<B: AttentionOps + ?Sized>(
             None => x,
         };
         let heads = backend.shape(&x).1 / head_dim;
-        backend.rope(&mut x, heads, positions, rope)?;
+        backend.rope(&mut x, (heads, 0), positions, rope)?;
         Ok(x)
     };
     let q = turned(q, norms.map(|norms| norms.0))?;
@@ -66,7 +66,7 @@ pub fn cache_latents<B: AttentionOps + ?Sized>(
     let latent = backend.columns(&kv_a, 1, 0, rank)?;
     let latent = backend.rms_norm(&latent, kv_norm, eps)?;
     let mut k_rope = backend.columns(&kv_a, 1, rank, rotated)?;
-    backend.rope(&mut k_rope, 1, positions, rope)?;
+    backend.rope(&mut k_rope, (1, 0), positions, rope)?;
     let key = backend.interleave(&latent, &k_rope, 1)?;
     backend.kv_append(kv, layer, &key, None, spans)?;
     q_a.map(|(q_a, norm)| backend.rms_norm(&q_a, norm, eps))
@@ -90,7 +90,7 @@ pub fn latent_queries<B: AttentionOps + LinearOps + ?Sized>(
     // q_nope [rows, heads * nope], q_rope [rows, heads * rope], q_latent [rows, heads * rank]
     let q_nope = backend.columns(q, heads, 0, nope)?;
     let mut q_rope = backend.columns(q, heads, nope, rotated)?;
-    backend.rope(&mut q_rope, heads, positions, rope)?;
+    backend.rope(&mut q_rope, (heads, 0), positions, rope)?;
     let q_latent = backend.mla_absorb(&q_nope, kv_b, dims)?;
     backend.interleave(&q_latent, &q_rope, heads)
 }
@@ -111,17 +111,31 @@ pub fn expand_latents<B: AttentionOps + ?Sized>(
     expanded: &mut B::Kv,
     to: &Span,
 ) -> Result<(), KernelError> {
+    // latents [tokens, rank + rope]
+    let latents = backend.kv_rows(kv, layer, blocks, to.start, to.rows)?;
+    // product [tokens, heads * (nope + v)]
+    let product = backend.linear(&backend.columns(&latents, 1, 0, dims.rank)?, kv_b, None)?;
+    backend.kv_append_expanded(expanded, (product, latents), dims, to)
+}
+
+/// [`AttentionOps::kv_append_expanded`].
+///
+/// # Errors
+/// Errors of the single operations.
+pub fn kv_append_expanded<B: AttentionOps + ?Sized>(
+    backend: &B,
+    kv: &mut B::Kv,
+    (product, latents): (B::Tensor, B::Tensor),
+    dims: MlaHeads,
+    to: &Span,
+) -> Result<(), KernelError> {
     let MlaHeads {
         heads,
         nope,
         v,
         rank,
     } = dims;
-    // latents [tokens, rank + rope]
-    let latents = backend.kv_rows(kv, layer, blocks, to.start, to.rows)?;
     let rotated = backend.shape(&latents).1.saturating_sub(rank);
-    // product [tokens, heads * (nope + v)]
-    let product = backend.linear(&backend.columns(&latents, 1, 0, rank)?, kv_b, None)?;
     // k_rope [tokens, heads * rope]: the same for all heads
     let mut k_rope = backend.columns(&latents, 1, rank, rotated)?;
     drop(latents);
@@ -133,5 +147,5 @@ pub fn expand_latents<B: AttentionOps + ?Sized>(
     let values = backend.columns(&product, heads, nope, v)?;
     drop(product);
     let keys = backend.interleave(&k_nope, &k_rope, heads)?;
-    backend.kv_append(expanded, 0, &keys, Some(&values), std::slice::from_ref(to))
+    backend.kv_append(kv, 0, &keys, Some(&values), std::slice::from_ref(to))
 }

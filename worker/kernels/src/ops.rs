@@ -234,12 +234,12 @@ pub trait ElementwiseOps: MemoryOps {
         at: (usize, usize),
         tile: &Self::Tensor,
     ) -> Result<(), KernelError>;
-    /// Rotates, in place, the first `2 * inv_freq.len()` columns of each of `heads` heads.
+    /// Rotates, in place, `2 * inv_freq.len()` columns of each head. `heads`: their number, and the first of those columns;
     /// `positions`: one absolute position per row.
     fn rope(
         &self,
         x: &mut Self::Tensor,
-        heads: usize,
+        heads: (usize, usize),
         positions: &[u32],
         table: &RopeTable,
     ) -> Result<(), KernelError>;
@@ -390,6 +390,18 @@ pub trait AttentionOps: KvOps + ElementwiseOps + LinearOps {
         latents: Latents<'_, Self::Tensor, Self::Vector>,
     ) -> Result<Option<Self::Tensor>, KernelError> {
         compose::cache_latents(self, kv, layer, spans, latents)
+    }
+    /// Stores the keys and values of expanded latents in layer 0, at the positions of `to`: of `heads * (nope + v)` columns of
+    /// `product`, a head's first `nope` are its key's, before the columns from `rank` on of `latents` `[rows, rank + rope]`,
+    /// which all heads share, and the others are its value.
+    fn kv_append_expanded(
+        &self,
+        kv: &mut Self::Kv,
+        (product, latents): (Self::Tensor, Self::Tensor),
+        heads: MlaHeads,
+        to: &Span,
+    ) -> Result<(), KernelError> {
+        compose::kv_append_expanded(self, kv, (product, latents), heads, to)
     }
     /// Absorbs and rotates queries `[rows, heads * (nope + rope)]` → for each head `[W_UKᵀ q_C, rope(q_R)]`,
     /// `[rows, heads * (rank + rope)]` (equations 6 to 9).

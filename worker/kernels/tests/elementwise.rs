@@ -145,11 +145,11 @@ fn rope_agrees_with_the_reference_in_both_layouts() {
         let positions = [0, 1, 77, 131_071];
         let x = rng.normals(4 * 3 * 20);
         let mut want = x.clone();
-        reference::rope(&mut want, 3, &positions, &table);
+        reference::rope(&mut want, (3, 2), &positions, &table);
         assert_ne!(want[20..40], x[20..40]);
         on_every_isa(3, |backend| {
             let mut y = upload(backend, 4, &x);
-            backend.rope(&mut y, 3, &positions, &table).unwrap();
+            backend.rope(&mut y, (3, 2), &positions, &table).unwrap();
             assert_same_bits(&download(backend, &y), &want, backend.isa().name());
         });
     }
@@ -215,8 +215,8 @@ fn shapes_that_do_not_fit_are_errors() {
     assert!(backend.rows(&x, &[2]).is_err());
     assert!(backend.upload(2, 2, &[0.0]).is_err());
     let mut z = backend.zeros(2, 6).unwrap();
-    assert!(backend.rope(&mut z, 2, &[0, 1], &table).is_err());
-    assert!(backend.rope(&mut z, 1, &[0], &table).is_err());
+    assert!(backend.rope(&mut z, (2, 0), &[0, 1], &table).is_err());
+    assert!(backend.rope(&mut z, (1, 0), &[0], &table).is_err());
     assert!(backend.add_assign(&mut z, &y).is_err());
 }
 

@@ -189,8 +189,18 @@ impl AttentionOps for VirtualBackend {
             positions,
             rope,
         } = heads;
-        checks::rope(q.shape, q.shape.1 / head_dim.max(1), positions.len(), rope)?;
-        checks::rope(k.shape, k.shape.1 / head_dim.max(1), positions.len(), rope)?;
+        checks::rope(
+            q.shape,
+            (q.shape.1 / head_dim.max(1), 0),
+            positions.len(),
+            rope,
+        )?;
+        checks::rope(
+            k.shape,
+            (k.shape.1 / head_dim.max(1), 0),
+            positions.len(),
+            rope,
+        )?;
         check_append(kv, layer, spans, k.shape, Some(v.shape))?;
         let touched = 2 * q.elements() + k.elements() + v.elements();
         let work =
@@ -242,7 +252,7 @@ impl AttentionOps for VirtualBackend {
         checks::columns(kv_a.shape.1, 1, 0, rank)?;
         checks::rope(
             (kv_a.shape.0, kv_a.shape.1 - rank),
-            1,
+            (1, 0),
             positions.len(),
             rope,
         )?;
@@ -276,6 +286,29 @@ impl AttentionOps for VirtualBackend {
         }))
     }
 
+    fn kv_append_expanded(
+        &self,
+        kv: &mut VirtualKv,
+        (product, latents): (VirtualTensor, VirtualTensor),
+        heads: MlaHeads,
+        to: &Span,
+    ) -> Result<(), KernelError> {
+        let layout = &kv.layout;
+        checks::kv_append_expanded(layout, product.shape, latents.shape, heads)?;
+        checks::span("kv_append_expanded", layout, kv.blocks, to, product.shape.0)?;
+        let touched = product.elements() + latents.elements();
+        let stored = to.rows * layout.token_layer_bytes();
+        let work = Work::new("kv_append_expanded", touched).bytes(stored);
+        self.run(&work, |cpu| {
+            let of = (
+                product.values.ok_or_else(no_values)?,
+                latents.values.ok_or_else(no_values)?,
+            );
+            cpu.kv_append_expanded(kv.values_mut()?, of, heads, to)
+        })?;
+        Ok(())
+    }
+
     fn latent_queries(
         &self,
         q: &VirtualTensor,
@@ -291,7 +324,7 @@ impl AttentionOps for VirtualBackend {
         checks::mla("latent_queries", nope, heads.nope, kv_b.shape(), heads)?;
         checks::rope(
             (rows, heads.heads * rotated),
-            heads.heads,
+            (heads.heads, 0),
             positions.len(),
             rope,
         )?;

@@ -116,12 +116,12 @@ impl ElementwiseOps for VirtualBackend {
     fn rope(
         &self,
         x: &mut VirtualTensor,
-        heads: usize,
+        heads: (usize, usize),
         positions: &[u32],
         table: &RopeTable,
     ) -> Result<(), KernelError> {
         checks::rope(x.shape, heads, positions.len(), table)?;
-        let work = Work::new("rope", 2 * x.elements());
+        let work = Work::new("rope", 4 * x.shape.0 * heads.0 * table.inv_freq.len());
         self.run(&work, |cpu| {
             cpu.rope(x.values_mut()?, heads, positions, table)
         })?;

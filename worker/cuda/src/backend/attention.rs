@@ -48,6 +48,16 @@ impl AttentionOps for CudaBackend {
         self.cache_latents_at_once(kv, layer, spans, latents)
     }
 
+    fn kv_append_expanded(
+        &self,
+        kv: &mut CudaKv,
+        (product, latents): (CudaTensor, CudaTensor),
+        heads: MlaHeads,
+        to: &Span,
+    ) -> Result<(), KernelError> {
+        self.append_expanded(kv, (&product, &latents), heads, to)
+    }
+
     fn latent_queries(
         &self,
         q: &CudaTensor,

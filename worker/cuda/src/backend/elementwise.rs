@@ -247,11 +247,11 @@ impl ElementwiseOps for CudaBackend {
     fn rope(
         &self,
         x: &mut CudaTensor,
-        heads: usize,
+        (heads, first): (usize, usize),
         positions: &[u32],
         table: &RopeTable,
     ) -> Result<(), KernelError> {
-        checks::rope(x.shape(), heads, positions.len(), table)?;
+        checks::rope(x.shape(), (heads, first), positions.len(), table)?;
         let pairs = table.inv_freq.len();
         checks::ensure(pairs <= MOST_PAIRS, "rope", || {
             format!("{pairs} frequencies: the GPU's kernel takes {MOST_PAIRS}")
@@ -266,6 +266,7 @@ impl ElementwiseOps for CudaBackend {
             .with(x.rows as i32)
             .with(heads as i32)
             .with((x.cols / heads) as i32)
+            .with(first as i32)
             .with(pairs as i32);
         let variant = Variant::plain("rope");
         let grid = [x.rows, heads.div_ceil(8), 1];

@@ -42,8 +42,8 @@ impl CudaBackend {
                 })?;
             }
         }
-        checks::rope(q.shape(), heads, of.positions.len(), of.rope)?;
-        checks::rope(k.shape(), kv_heads, of.positions.len(), of.rope)?;
+        checks::rope(q.shape(), (heads, 0), of.positions.len(), of.rope)?;
+        checks::rope(k.shape(), (kv_heads, 0), of.positions.len(), of.rope)?;
         checks::kv_append(&kv.layout, k.shape(), Some(v.shape()))?;
         let offsets = self.row_offsets(kv, layer, spans, q.rows)?;
         let out = self.tensor(q.rows, q.cols)?;
@@ -94,7 +94,7 @@ impl CudaBackend {
         checks::ensure(kv_norm.len == rank, "cache_latents", || {
             format!("a norm of {} elements for a latent of {rank}", kv_norm.len)
         })?;
-        checks::rope((rows, rotated), 1, of.positions.len(), of.rope)?;
+        checks::rope((rows, rotated), (1, 0), of.positions.len(), of.rope)?;
         checks::kv_append(&kv.layout, kv_a.shape(), None)?;
         let offsets = self.row_offsets(kv, layer, spans, rows)?;
         let q = match &q_a {
@@ -160,7 +160,7 @@ impl CudaBackend {
             kv_b.shape(),
             dims,
         )?;
-        checks::rope((q.rows, heads * rotated), heads, positions.len(), rope)?;
+        checks::rope((q.rows, heads * rotated), (heads, 0), positions.len(), rope)?;
         let out = self.tensor(q.rows, heads * (rank + rotated))?;
         let args = Args::new()
             .with(out.output())

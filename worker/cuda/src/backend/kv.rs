@@ -2,9 +2,9 @@
 //! CPU, so that workers exchange them as they are.
 
 use hearth_kernels::ops::KvOps;
-use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, Span, checks};
+use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, MlaHeads, Span, checks};
 
-use super::elementwise::QUAD_COLS;
+use super::elementwise::row_grid;
 use super::kv_export::CudaKvCopy;
 use super::{CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
@@ -182,7 +182,7 @@ impl KvOps for CudaBackend {
             .with(cols as i32);
         let variant = kv.variant();
         let kernel = Kernel::new(&variant, "kv_rows");
-        self.launch(kernel, [tokens, cols.div_ceil(QUAD_COLS), 1], args)?;
+        self.launch(kernel, row_grid(tokens, cols), args)?;
         Ok(rows)
     }
 
@@ -218,6 +218,35 @@ impl KvOps for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Stores the keys and values of expanded latents.
+    pub(super) fn append_expanded(
+        &self,
+        kv: &CudaKv,
+        (product, latents): (&CudaTensor, &CudaTensor),
+        dims: MlaHeads,
+        to: &Span,
+    ) -> Result<(), KernelError> {
+        let layout = &kv.layout;
+        checks::kv_append_expanded(layout, product.shape(), latents.shape(), dims)?;
+        checks::span("kv_append_expanded", layout, kv.blocks, to, product.rows)?;
+        let row = |x: &CudaTensor| -> Result<u64, KernelError> {
+            Ok(self.values(x)? + (to.first_row * x.cols * 4) as u64)
+        };
+        let args = Args::new()
+            .with(kv.layer(0))
+            .with(row(product)?)
+            .with(row(latents)?)
+            .with(self.host(&kv.offsets(&to.blocks, to.start, to.rows))?)
+            .with(to.rows as i32)
+            .with(dims.heads as i32)
+            .with(dims.nope as i32)
+            .with(dims.v as i32)
+            .with(dims.rank as i32)
+            .with((latents.cols - dims.rank) as i32);
+        let grid = row_grid(to.rows, layout.token_elements());
+        self.launch(Kernel::new(&kv.variant(), "kv_append_expanded"), grid, args)
+    }
+
     /// Stores spans whose rows are contiguous.
     fn append_run(
         &self,
@@ -244,7 +273,7 @@ impl CudaBackend {
             .with(offsets.len() as i32)
             .with(keys.cols as i32)
             .with(value_cols as i32);
-        let grid = [offsets.len(), (keys.cols + value_cols).div_ceil(1024), 1];
+        let grid = row_grid(offsets.len(), keys.cols + value_cols);
         self.launch(Kernel::new(&kv.variant(), "kv_append"), grid, args)
     }
 }

@@ -132,7 +132,14 @@ fn rope_agrees_with_the_reference_in_both_layouts() {
     let gpu = plain();
     let mut rng = Rng(6);
     for layout in [RopeLayout::Half, RopeLayout::Interleaved] {
-        for (heads, head_dim, pairs) in [(3, 20, 9), (1, 8, 4), (17, 6, 3), (2, 64, 32)] {
+        for (heads, head_dim, first, pairs) in [
+            (3, 20, 0, 9),
+            (1, 8, 0, 4),
+            (17, 6, 0, 3),
+            (2, 64, 0, 32),
+            (9, 48, 32, 8),
+            (3, 21, 2, 9),
+        ] {
             let table = RopeTable {
                 inv_freq: (0..pairs).map(|i| 0.5f32.powi(i)).collect(),
                 magnitude: 1.3,
@@ -142,9 +149,10 @@ fn rope_agrees_with_the_reference_in_both_layouts() {
             let cols = heads * head_dim;
             let x = rng.normals(4 * cols);
             let mut want = x.clone();
-            reference::rope(&mut want, heads, &positions, &table);
+            reference::rope(&mut want, (heads, first), &positions, &table);
             let mut y = gpu.upload(4, cols, &x).unwrap();
-            gpu.rope(&mut y, heads, &positions, &table).unwrap();
+            gpu.rope(&mut y, (heads, first), &positions, &table)
+                .unwrap();
             let got = gpu.download(&y).unwrap();
             // Angles are equal; sine and cosine are accurate to two units in the last place, 2^-22.
             let bound = |i: usize| {
@@ -154,15 +162,16 @@ fn rope_agrees_with_the_reference_in_both_layouts() {
             assert_close(&got, &want, bound, "rope");
             for row in [0, 3] {
                 let mut alone = gpu.upload(1, cols, &x[row * cols..][..cols]).unwrap();
-                gpu.rope(&mut alone, heads, &positions[row..=row], &table)
+                gpu.rope(&mut alone, (heads, first), &positions[row..=row], &table)
                     .unwrap();
                 let alone = gpu.download(&alone).unwrap();
                 assert_same_bits(&alone, &got[row * cols..][..cols], "alone");
             }
-            // Columns after the rotary part are unchanged.
+            // Columns before and after the rotary part are unchanged.
             for (got, x) in got.chunks(head_dim).zip(x.chunks(head_dim)) {
-                let rest = 2 * pairs as usize..;
-                assert_same_bits(&got[rest.clone()], &x[rest], "rest");
+                for rest in [0..first, first + 2 * pairs as usize..head_dim] {
+                    assert_same_bits(&got[rest.clone()], &x[rest], "rest");
+                }
             }
         }
     }

@@ -87,8 +87,8 @@ impl<'a> Model<'a> {
             magnitude: 1.0,
             layout: RopeLayout::Half,
         };
-        gpu.rope(&mut q, 2, &positions, &rope).unwrap();
-        gpu.rope(&mut k, 2, &positions, &rope).unwrap();
+        gpu.rope(&mut q, (2, 0), &positions, &rope).unwrap();
+        gpu.rope(&mut k, (2, 0), &positions, &rope).unwrap();
         let span = |(first_row, row): (usize, &Row)| Span {
             first_row,
             rows: 1,

@@ -67,9 +67,9 @@ fn elementwise<B: Backend>(backend: &B, answers: &mut Answers) {
     answers.add(backend.put_tile(&mut z, (1, 0), &y));
     answers.add(backend.put_tile(&mut z, (usize::MAX, 0), &y));
     answers.add(backend.put_tile(&mut z, (0, 2), &y));
-    answers.add(backend.rope(&mut z, 2, &[0, 1], &table));
-    answers.add(backend.rope(&mut z, 1, &[0], &table));
-    answers.add(backend.rope(&mut z, 0, &[0, 1], &table));
+    answers.add(backend.rope(&mut z, (2, 0), &[0, 1], &table));
+    answers.add(backend.rope(&mut z, (1, 0), &[0], &table));
+    answers.add(backend.rope(&mut z, (0, 0), &[0, 1], &table));
     answers.add(backend.add_assign(&mut z, &y));
 }
 
@@ -281,7 +281,7 @@ fn what_only_the_gpu_cannot_take_is_refused_by_name() {
         magnitude: 1.0,
         layout: RopeLayout::Half,
     };
-    let error = text(gpu.rope(&mut x, 1, &[0], &table));
+    let error = text(gpu.rope(&mut x, (1, 0), &[0], &table));
     assert!(error.starts_with("rope: 514 frequencies"), "{error}");
 
     let load = |dtype| gpu.weight(&matrix(&[1.0; 4], 2, 2, dtype)).unwrap();

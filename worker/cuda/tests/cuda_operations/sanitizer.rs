@@ -102,7 +102,7 @@ fn sanitizer_elementwise_and_routing() {
         gpu.begin_pass(3).unwrap();
         let x = gpu.embed(&embedding, &[6, 0, 3]).unwrap();
         let mut y = gpu.rms_norm(&x, &weight, 1e-6).unwrap();
-        gpu.rope(&mut y, 3, &[0, 5, 9], &table).unwrap();
+        gpu.rope(&mut y, (3, 0), &[0, 5, 9], &table).unwrap();
         gpu.add_rms_norm(&mut y, &x, &weight, 1e-6).unwrap();
         gpu.add_assign(&mut y, &x).unwrap();
         let y = gpu.silu_mul(&y, &x).unwrap();

@@ -135,17 +135,17 @@ impl ElementwiseOps for CpuBackend {
     fn rope(
         &self,
         x: &mut CpuTensor,
-        heads: usize,
+        (heads, first): (usize, usize),
         positions: &[u32],
         table: &RopeTable,
     ) -> Result<(), KernelError> {
-        checks::rope(shape(x), heads, positions.len(), table)?;
+        checks::rope(shape(x), (heads, first), positions.len(), table)?;
         let head_dim = x.cols() / heads;
         self.for_each_row(x, |row, x| {
             // All heads of a row share its angles.
             let angles = angles(positions[row], table);
             for head in x.chunks_mut(head_dim) {
-                rotate_head(head, &angles, table.layout);
+                rotate_head(&mut head[first..], &angles, table.layout);
             }
         });
         Ok(())

@@ -20,13 +20,13 @@ pub fn rope_head(head: &mut [f32], position: u32, table: &RopeTable) {
     }
 }
 
-/// Rotates every head of x `[positions, heads * head_dim]`.
-pub fn rope(x: &mut [f32], heads: usize, positions: &[u32], table: &RopeTable) {
+/// Rotates every head of x `[positions, heads * head_dim]` from its column `first` on.
+pub fn rope(x: &mut [f32], (heads, first): (usize, usize), positions: &[u32], table: &RopeTable) {
     let cols = x.len() / positions.len().max(1);
     let head_dim = cols / heads;
     for (row, &position) in x.chunks_mut(cols).zip(positions) {
         for head in row.chunks_mut(head_dim) {
-            rope_head(head, position, table);
+            rope_head(&mut head[first..], position, table);
         }
     }
 }

@@ -182,7 +182,7 @@ impl Gqa {
             pass.show(norm, &x);
         }
         let heads = backend.shape(&x).1 / self.head_dim;
-        backend.rope(&mut x, heads, &pass.sequences.positions, &self.rope)?;
+        backend.rope(&mut x, (heads, 0), &pass.sequences.positions, &self.rope)?;
         pass.show(rotated, &x);
         Ok(x)
     }

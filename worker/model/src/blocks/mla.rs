@@ -237,7 +237,7 @@ impl Mla {
         pass.show("kv_latent", &latent);
         // k_rope [rows, rope], shared by all heads
         let mut k_rope = backend.columns(&kv_a, 1, rank, self.rope_dim)?;
-        backend.rope(&mut k_rope, 1, &pass.sequences.positions, &self.rope)?;
+        backend.rope(&mut k_rope, (1, 0), &pass.sequences.positions, &self.rope)?;
         Ok(backend.interleave(&latent, &k_rope, 1)?)
     }
 
@@ -266,7 +266,12 @@ impl Mla {
         // q_nope [rows, heads * nope], q_rope [rows, heads * rope]
         let q_nope = backend.columns(&q, heads, 0, nope)?;
         let mut q_rope = backend.columns(&q, heads, nope, self.rope_dim)?;
-        backend.rope(&mut q_rope, heads, &pass.sequences.positions, &self.rope)?;
+        backend.rope(
+            &mut q_rope,
+            (heads, 0),
+            &pass.sequences.positions,
+            &self.rope,
+        )?;
         // q_latent [rows, heads * rank]
         let q_latent = backend.mla_absorb(&q_nope, weights.matrix("kv_b")?, self.heads)?;
         pass.show("q_latent", &q_latent);

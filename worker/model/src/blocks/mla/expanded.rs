@@ -159,13 +159,9 @@ impl Mla {
         positions: &[u32],
     ) -> Result<B::Tensor, KernelError> {
         // q [rows, heads * (nope + rope)]
-        let q = backend.linear(x, weight, None)?;
-        // q_nope [rows, heads * nope], q_rope [rows, heads * rope]
-        let q_nope = backend.columns(&q, heads, 0, self.heads.nope)?;
-        let mut q_rope = backend.columns(&q, heads, self.heads.nope, self.rope_dim)?;
-        drop(q);
-        backend.rope(&mut q_rope, heads, positions, &self.rope)?;
-        backend.interleave(&q_nope, &q_rope, heads)
+        let mut q = backend.linear(x, weight, None)?;
+        backend.rope(&mut q, (heads, self.heads.nope), positions, &self.rope)?;
+        Ok(q)
     }
 
     /// Layout of a cache for some expanded heads of a layer.

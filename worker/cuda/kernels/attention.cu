@@ -37,18 +37,6 @@ struct Cache {
     int last;
 };
 
-// This thread's two rows of work: position -1 if there is no such row, else also the row of `out`, batch row * heads + head.
-struct Work {
-    int positions[2];
-    int rows[2];
-};
-
-__device__ __forceinline__ Lane this_lane() {
-    int lane = threadIdx.x % 32;
-    int warp = threadIdx.x / 32;
-    return {lane, lane / 4, lane % 4, warp / COLUMN_WARPS * WARP_ROWS, warp % COLUMN_WARPS};
-}
-
 // Byte offset in the layer of the record of `position`; arbitrary if no row sees the position, as it is not read then.
 __device__ __forceinline__ long long record_offset(const Cache& cache, int position) {
     if (position > cache.last) return 0;

@@ -1,5 +1,6 @@
-// The arithmetic of attention over bf16 pages, used by attention.cu: scores, online softmax and values of one tile of
-// 64 positions by one warp, for 16 rows of work. A row's numbers depend only on its query, its position and the cache.
+// The arithmetic of attention over bf16 pages, used by attention.cu and, but for its products, by attention_sm90.cu: scores, online
+// softmax and values of one tile of 64 positions by one warp, for 16 rows of work. A row's numbers depend only on its query,
+// its position and the cache.
 //
 // The softmax state of a row is (m, l, o): the largest score so far, the sum of exp(score - m), and the sum of exp(score - m) times the
 // value. So m + ln(l) is the log-sum-exp of the scores, and states of different positions merge by it (`merge_split`).
@@ -43,6 +44,18 @@ struct Lane {
     int row;           // the warp's first row
     int column_warp;
 };
+
+// This thread's two rows of work: position -1 if there is no such row, else also the row of `out`, batch row * heads + head.
+struct Work {
+    int positions[2];
+    int rows[2];
+};
+
+__device__ __forceinline__ Lane this_lane() {
+    int lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32;
+    return {lane, lane / 4, lane % 4, warp / COLUMN_WARPS * WARP_ROWS, warp % COLUMN_WARPS};
+}
 
 // The queries of this thread's rows `group` and `group + 8`: rows in shared memory, already multiplied by scale, or in
 // global memory, where a row of work that does not exist is null.
@@ -199,7 +212,8 @@ __device__ __forceinline__ RowScores row_scores(const float (&scores)[KEY_TILE /
 
 // One softmax step of row h over the tile from position `first`: its scores become probabilities relative to the new
 // m, as A fragments; a position after the row's own has probability 0. A tile wholly after it
-// leaves m and l unchanged and gives the factor 1.
+// leaves m and l unchanged and gives the factor 1. MASKED may be false if no position of the tile is after the row's.
+template <bool MASKED = true>
 __device__ __forceinline__ float softmax_row(
     unsigned (&p)[KEY_TILE / STEP][TERMS][4], State& state, int h, const RowScores& scores, int first, int position, const Lane& at) {
     float s[KEY_TILE / 8][2];
@@ -207,8 +221,8 @@ __device__ __forceinline__ float softmax_row(
 #pragma unroll
     for (int n = 0; n < KEY_TILE / 8; ++n) {
         int key = n * 8 + 2 * at.quad;
-        s[n][0] = first + key <= position ? scores.of[n][0] : minus_infinity();
-        s[n][1] = first + key + 1 <= position ? scores.of[n][1] : minus_infinity();
+        s[n][0] = !MASKED || first + key <= position ? scores.of[n][0] : minus_infinity();
+        s[n][1] = !MASKED || first + key + 1 <= position ? scores.of[n][1] : minus_infinity();
         largest = fmaxf(largest, fmaxf(s[n][0], s[n][1]));
     }
     largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));

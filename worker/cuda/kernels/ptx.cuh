@@ -56,6 +56,12 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Named barrier ID (1 to 15) of all THREADS threads of the block: unlike __syncthreads, warps may reach it at different places.
+template <int ID, int THREADS>
+__device__ __forceinline__ void barrier_sync() {
+    asm volatile("barrier.sync.aligned %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements: lanes 8i..8i+7 give the rows of matrix i (16 bytes each, aligned to 16); r[i] holds the
 // elements 2*quad and 2*quad+1 of row `group` of matrix i.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* shared) {

@@ -53,7 +53,7 @@ const fn warpgroup(kernel: &'static str, begins: &'static [&'static str]) -> Pla
 /// Reports that are both right if the order of threads decides which comes first.
 const RACE: &[&str] = &["shared memory race", "read of unwritten shared memory"];
 
-const KERNELS: [Planted; 28] = [
+const KERNELS: [Planted; 34] = [
     planted("out_of_bounds_read", &["out of bounds"]),
     planted("out_of_bounds_write", &["out of bounds"]),
     planted("read_of_unwritten", &["read of unwritten memory"]),
@@ -81,6 +81,10 @@ const KERNELS: [Planted; 28] = [
     planted("cp_async_sound", &[]),
     planted("divergent_barrier", &["divergent barrier"]),
     planted("two_barriers", &["divergent barrier"]),
+    planted("missed_named_barrier", &["divergent barrier"]),
+    planted("two_named_barriers", &["divergent barrier"]),
+    planted("named_barrier_sound", &[]),
+    planted("named_barrier_too_early", &["shared memory race"]),
     planted("divergent_shuffle", &["divergent warp operation"]),
     planted("global_race", &["global memory race"]),
     planted("global_race_sound", &[]),
@@ -95,6 +99,8 @@ const KERNELS: [Planted; 28] = [
     warpgroup("missing_wgmma_fence", &["wgmma without wgmma.fence"]),
     warpgroup("wgmma_operand_overwritten", &["shared memory race"]),
     warpgroup("wgmma_sound", &[]),
+    warpgroup("wgmma_transposed_overwritten", &["shared memory race"]),
+    warpgroup("wgmma_transposed_sound", &[]),
 ];
 
 #[test]

@@ -46,6 +46,7 @@ extern HearthHostIndices hearth_host_indices;
 
 void hearth_host_sync_threads(HearthHostSite site);
 int hearth_host_sync_threads_count(HearthHostSite site, int predicate);
+void hearth_host_named_barrier(HearthHostSite site, unsigned id, unsigned threads);
 void hearth_host_sync_warp(HearthHostSite site, unsigned mask);
 unsigned long long hearth_host_shuffle(HearthHostSite site, unsigned mask, unsigned long long value, int source);
 unsigned hearth_host_ballot(HearthHostSite site, unsigned mask, int predicate);
@@ -68,7 +69,8 @@ void hearth_host_cp_async_wait(int groups);
 void hearth_host_fence_async_proxy();
 unsigned hearth_host_shared_address(const void* shared);
 void hearth_host_wgmma(HearthHostSite site, float* d, unsigned long long a, unsigned long long b, int accumulate);
-void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate);
+void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate, int columns,
+                            int is_transposed);
 void hearth_host_wgmma_fence();
 void hearth_host_wgmma_commit();
 void hearth_host_wgmma_wait(HearthHostSite site, int groups);

@@ -45,6 +45,11 @@ __forceinline__ void cp_async_wait() {
     hearth_host_cp_async_wait(N);
 }
 
+template <int ID, int THREADS>
+__forceinline__ void barrier_sync(HearthHostSite site = {__builtin_FILE(), __builtin_LINE()}) {
+    hearth_host_named_barrier(site, ID, THREADS);
+}
+
 __forceinline__ uint4 load_16(const void* address) { return *static_cast<const uint4*>(address); }
 __forceinline__ uint4 load_stream_16(const void* global) { return load_16(global); }
 

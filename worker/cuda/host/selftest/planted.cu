@@ -141,6 +141,41 @@ extern "C" __global__ void two_barriers(float* out, const float* in, int n) {
     }
 }
 
+// Half of the block does not reach a named barrier. "divergent barrier"
+extern "C" __global__ void missed_named_barrier(float* out, const float* in, int n) {
+    if (threadIdx.x < 32) barrier_sync<1, 64>();
+    out[threadIdx.x] = in[threadIdx.x];
+}
+
+// Both halves wait, at barriers of different names. "divergent barrier"
+extern "C" __global__ void two_named_barriers(float* out, const float* in, int n) {
+    if (threadIdx.x < 32) barrier_sync<1, 64>();
+    if (threadIdx.x >= 32) barrier_sync<2, 64>();
+    out[threadIdx.x] = in[threadIdx.x];
+}
+
+// The two halves of the block reach the same barriers at different places: the second reads what the first has written before one.
+extern "C" __global__ void named_barrier_sound(float* out, const float* in, int n) {
+    __shared__ float tile[32];
+    bool is_behind = threadIdx.x >= 32;
+    if (is_behind) barrier_sync<1, 64>();
+    if (!is_behind) tile[threadIdx.x] = in[threadIdx.x];
+    if (!is_behind) barrier_sync<1, 64>();
+    out[threadIdx.x] = is_behind ? tile[threadIdx.x - 32] : 0.0f;
+}
+
+// The same, but it writes after the barrier. Half of it is still behind. "shared memory race"
+extern "C" __global__ void named_barrier_too_early(float* out, const float* in, int n) {
+    __shared__ float tile[32];
+    if (threadIdx.x < 32) tile[threadIdx.x] = 0.0f;
+    __syncthreads();
+    bool is_behind = threadIdx.x >= 32;
+    if (is_behind) barrier_sync<1, 64>();
+    if (!is_behind) barrier_sync<1, 64>();
+    if (!is_behind) tile[threadIdx.x] = in[threadIdx.x];
+    out[threadIdx.x] = is_behind ? tile[threadIdx.x - 32] : 0.0f;
+}
+
 // Lane 7 does not take part in a shuffle that names it. "divergent warp operation"
 extern "C" __global__ void divergent_shuffle(float* out, const float* in, int n) {
     if (threadIdx.x % 32 == 7) return;
@@ -221,3 +256,35 @@ extern "C" __global__ void missing_wgmma_fence(float* out, const float* in, int 
 extern "C" __global__ void wgmma_operand_overwritten(float* out, const float* in, int n) { multiply_zeros(out, in, n, {true, true, true}); }
 
 extern "C" __global__ void wgmma_sound(float* out, const float* in, int n) { multiply_zeros(out, in, n, {true, true, false}); }
+
+// The same with bf16 and the second operand transposed, of which the last 8 columns of the last k are overwritten before or
+// after all but the latest group have been waited for: theirs, or that of a product of something else.
+__device__ __forceinline__ void multiply_zeros_transposed(float* out, const float* in, int n, bool waits) {
+    HEARTH_DYNAMIC_SHARED(unsigned char, unaligned);
+    unsigned char* tile = unaligned + (0u - shared_address(unaligned)) % 1024;
+    for (int i = threadIdx.x; i < 24 * 64; i += blockDim.x) cp_async_16(tile + i * 16, in, false);
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_async_proxy();
+    __syncthreads();
+    float sum[64], other[32];
+    for (int i = 0; i < 64; ++i) sum[i] = other[i / 2] = 1.0f;
+    unsigned ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
+    unsigned long long operand = transposed_descriptor(shared_address(tile), 4096);
+    wgmma_fence();
+    wgmma_transposed(sum, ones, operand, 0);
+    wgmma_commit();
+    wgmma_transposed(other, ones, descriptor_after(operand, 8192), 1);
+    wgmma_commit();
+    if (waits) wgmma_wait_all_but_one();
+    __syncthreads();
+    // Column 120 is in chunk 7 of the second part of k 15, which the swizzle moves to chunk 0.
+    if (threadIdx.x == 127) tile[4096 + 15 * 128] = 1;
+    wgmma_wait();
+    if ((int)threadIdx.x < n) out[threadIdx.x] = sum[0] + other[0];
+}
+
+// "shared memory race"
+extern "C" __global__ void wgmma_transposed_overwritten(float* out, const float* in, int n) { multiply_zeros_transposed(out, in, n, false); }
+
+extern "C" __global__ void wgmma_transposed_sound(float* out, const float* in, int n) { multiply_zeros_transposed(out, in, n, true); }

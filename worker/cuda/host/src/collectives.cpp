@@ -178,10 +178,18 @@ void complete_warp_operation(Executor& e, unsigned warp, WarpOperation operation
 
 using namespace hearth;
 
-void hearth_host_sync_threads(HearthHostSite site) { executor().wait_barrier(site, false); }
+void hearth_host_sync_threads(HearthHostSite site) { executor().wait_barrier(site, 0, false); }
+
+void hearth_host_named_barrier(HearthHostSite site, unsigned id, unsigned threads) {
+    Executor& e = executor();
+    if (threads != e.launch().threads()) {
+        e.fail(CUDA_ERROR_LAUNCH_FAILED, "named barrier", "only one of all threads of the block is modelled", *running_fiber);
+    }
+    e.wait_barrier(site, id, false);
+}
 
 int hearth_host_sync_threads_count(HearthHostSite site, int predicate) {
-    return (int)executor().wait_barrier(site, predicate != 0);
+    return (int)executor().wait_barrier(site, 0, predicate != 0);
 }
 
 void hearth_host_sync_warp(HearthHostSite site, unsigned mask) { exchange(site, WarpOperation::SYNC, mask, 0, 0); }

@@ -18,6 +18,11 @@ Fiber* running_fiber;
 
 namespace {
 
+// Threads reach __syncthreads at one place, and a named barrier wherever they are.
+bool same_barrier(const Fiber& a, const Fiber& b) {
+    return a.barrier == b.barrier && (a.barrier != 0 || same_site(a.site, b.site));
+}
+
 void thread_main() {
     Executor& e = executor();
     e.launch().function->call(e.values());
@@ -141,9 +146,10 @@ void Executor::exit_thread() {
     __builtin_unreachable();
 }
 
-unsigned Executor::wait_barrier(HearthHostSite site, bool predicate) {
+unsigned Executor::wait_barrier(HearthHostSite site, unsigned barrier, bool predicate) {
     Fiber& self = *running_fiber;
     self.site = site;
+    self.barrier = barrier;
     self.state = State::AT_BARRIER;
     self.operand.value = predicate;
     if (++at_barrier_ == threads_) {
@@ -160,7 +166,7 @@ void Executor::release_barrier() {
     barrier_count_ = 0;
     for (unsigned thread = 0; thread < threads_; thread++) {
         Fiber& fiber = fibers_[thread];
-        if (!same_site(fiber.site, self.site)) {
+        if (!same_barrier(fiber, self)) {
             fail(CUDA_ERROR_LAUNCH_FAILED, "divergent barrier",
                  format("while %s %s", thread_text(thread).c_str(), state_text(fiber).c_str()), self);
         }
@@ -236,8 +242,9 @@ void Executor::report_stall() {
     for (unsigned thread = 0; thread < threads_; thread++) {
         const Fiber& other = fibers_[thread];
         bool named = barrier || (other.warp() == waiting->warp() && (waiting->mask >> other.lane() & 1u) != 0);
-        bool same = other.state == waiting->state && same_site(other.site, waiting->site) &&
-                    (barrier || (other.operation == waiting->operation && other.mask == waiting->mask));
+        bool same = other.state == waiting->state &&
+                    (barrier ? same_barrier(other, *waiting)
+                             : same_site(other.site, waiting->site) && other.operation == waiting->operation && other.mask == waiting->mask);
         if (!named || same) continue;
         record(CUDA_ERROR_LAUNCH_FAILED, barrier ? "divergent barrier" : "divergent warp operation",
                format("while %s %s", thread_text(thread).c_str(), state_text(other).c_str()), *waiting);
@@ -251,7 +258,10 @@ std::string Executor::state_text(const Fiber& fiber) const {
     switch (fiber.state) {
         case State::RUNNABLE: return "runs";
         case State::EXITED: return "has exited";
-        case State::AT_BARRIER: return format("waits at __syncthreads in %s:%u", fiber.site.file, fiber.site.line);
+        case State::AT_BARRIER: {
+            std::string name = fiber.barrier == 0 ? "__syncthreads" : format("barrier %u", fiber.barrier);
+            return format("waits at %s in %s:%u", name.c_str(), fiber.site.file, fiber.site.line);
+        }
         case State::AT_WARP_OPERATION: break;
     }
     return format("waits at %s with mask %08x in %s:%u", operation_name(fiber.operation), fiber.mask, fiber.site.file, fiber.site.line);

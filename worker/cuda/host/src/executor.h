@@ -24,6 +24,8 @@ struct Product {
     unsigned long long a;                // descriptors; a is in registers if the elements are bf16
     unsigned long long b;
     bool is_bf16;
+    bool is_transposed;                  // b has contiguous columns
+    unsigned columns;
     unsigned registers[4];
     bool accumulate;
     bool is_first;                       // of those in flight with these accumulators
@@ -61,6 +63,7 @@ struct Fiber {
     State state;
     WarpOperation operation;
     HearthHostSite site;
+    unsigned barrier;                    // that it waits at: named, or 0 for __syncthreads
     unsigned mask;
     Label label;                         // this thread, since the last barrier or __syncwarp that it passed
     Operand operand;
@@ -91,7 +94,7 @@ public:
 
     // The functions below are called on a thread's own stack.
     Fiber& lane(unsigned warp, unsigned lane) { return fibers_[warp * 32 + lane]; }
-    unsigned wait_barrier(HearthHostSite site, bool predicate);
+    unsigned wait_barrier(HearthHostSite site, unsigned barrier, bool predicate);
     void wait_warp(HearthHostSite site, WarpOperation operation, unsigned mask);
     // `kind` begins the text of the fault, followed by the location of `at` and by `details`.
     [[noreturn]] void fail(CUresult code, const char* kind, const std::string& details, const Fiber& at);

@@ -13,7 +13,7 @@
 namespace hearth {
 namespace {
 
-// Rows of a warp, and the larger of both shapes: 128 columns of 32 e4m3, or 64 of 16 bf16.
+// Rows of a warp, and the most of any shape: 128 columns of 32 e4m3 or 16 bf16.
 constexpr int WARP_ROWS = 16, OUTPUTS = 128, DEPTH = 32;
 // Bytes of a row of an operand.
 constexpr unsigned ROW_BYTES = 32;
@@ -21,13 +21,15 @@ constexpr unsigned WARPGROUP = 128;
 // Shared addresses start after the part that the driver reserves, aligned no further than the kernels' declaration requires.
 constexpr unsigned SHARED_START = 1024 + 128;
 
-// A matrix as described in PTX ISA 9.7.15.5.1.2, with rows of 128 bytes and the 128-byte swizzle.
+// A matrix as described in PTX ISA 9.7.15.5.1.2, with rows of 128 bytes and the 128-byte swizzle. If its columns are contiguous,
+// a row is one k, with a part of the columns.
 struct Matrix {
     unsigned start;
-    unsigned stride;    // from eight rows to the next
+    unsigned stride;     // from eight rows to the next
+    unsigned leading;    // from one part of the columns to the next
 
     unsigned piece(unsigned row, unsigned byte) const {
-        unsigned address = start + row / 8 * stride + row % 8 * 128 + byte;
+        unsigned address = start + byte / 128 * leading + row / 8 * stride + row % 8 * 128 + byte % 128;
         return address ^ (address >> 7 & 7u) << 4;
     }
 };
@@ -37,7 +39,8 @@ Matrix matrix(Executor& e, unsigned long long descriptor, const Fiber& fiber) {
     if (!is_swizzled || has_offset) {
         e.fail(CUDA_ERROR_LAUNCH_FAILED, "wgmma descriptor", "only the 128-byte swizzle without a base offset is modelled", fiber);
     }
-    return {unsigned(descriptor & 0x3fffu) << 4, unsigned(descriptor >> 32 & 0x3fffu) << 4};
+    auto field = [descriptor](int shift) { return unsigned(descriptor >> shift & 0x3fffu) << 4; };
+    return {field(0), field(32), field(16)};
 }
 
 // Returns 16 bytes that the warp's wgmma reads.
@@ -48,8 +51,7 @@ const unsigned char* operand(const Matrix& from, unsigned row, unsigned byte, co
 }
 
 int depth(const Product& product) { return product.is_bf16 ? 16 : 32; }
-int outputs(const Product& product) { return product.is_bf16 ? 64 : 128; }
-int sums(const Product& product) { return outputs(product) / 2; }
+unsigned sums(const Product& product) { return product.columns / 2; }
 
 float bf16_value(unsigned bits) {
     unsigned word = bits << 16;
@@ -66,6 +68,16 @@ void read(float (*to)[DEPTH], const Matrix& from, unsigned first, unsigned rows,
                 if (!is_bf16) to[row][byte + i] = e4m3_values[codes[i]];
                 else if (i % 2 == 0) to[row][(byte + i) / 2] = bf16_value(codes[i] | codes[i + 1] << 8);
             }
+        }
+    }
+}
+
+// Each k has all columns, of bf16.
+void read_transposed(float (*to)[DEPTH], const Matrix& from, unsigned columns, const Fiber& fiber, const HearthHostSite& site) {
+    for (unsigned k = 0; k < 16; k++) {
+        for (unsigned column = 0; column < columns; column += 8) {
+            const unsigned char* codes = operand(from, k, column * 2, fiber, site);
+            for (int i = 0; i < 8; i++) to[column + i][k] = bf16_value(codes[2 * i] | codes[2 * i + 1] << 8);
         }
     }
 }
@@ -87,7 +99,8 @@ void take_registers(Operands& to, unsigned lane, const Product& product) {
 void read(Executor& e, Operands& to, const Product& product, const Fiber& fiber) {
     unsigned first = fiber.thread % WARPGROUP / 32 * WARP_ROWS;
     if (!product.is_bf16) read(to.a, matrix(e, product.a, fiber), first, WARP_ROWS, false, fiber, product.site);
-    read(to.b, matrix(e, product.b, fiber), 0, outputs(product), product.is_bf16, fiber, product.site);
+    if (product.is_transposed) return read_transposed(to.b, matrix(e, product.b, fiber), product.columns, fiber, product.site);
+    read(to.b, matrix(e, product.b, fiber), 0, product.columns, product.is_bf16, fiber, product.site);
 }
 
 // Each sum is over ascending k, with one rounding per step.
@@ -100,7 +113,7 @@ void multiply(Executor& e, unsigned warp, size_t index) {
     for (unsigned lane = 0; lane < 32; lane++) {
         Product& product = e.lane(warp, lane).products[index];
         if (product.is_first) memcpy(product.d, product.before, sums(product) * sizeof(float));
-        for (int i = 0; i < sums(product); i++) {
+        for (unsigned i = 0; i < sums(product); i++) {
             const float* a = operands.a[lane / 4 + i / 2 % 2 * 8];
             const float* b = operands.b[i / 4 * 8 + lane % 4 * 2 + i % 2];
             float sum = product.accumulate ? product.d[i] : 0.0f;
@@ -141,7 +154,7 @@ void start_product(Executor& e, unsigned warp) {
         for (const Product& other : fiber.products) product.is_first &= other.d != product.d;
         if (product.is_first) {
             memcpy(product.before, product.d, sums(product) * sizeof(float));
-            for (int i = 0; i < sums(product); i++) product.d[i] = NAN;
+            for (unsigned i = 0; i < sums(product); i++) product.d[i] = NAN;
         }
         fiber.products.push_back(product);
     }
@@ -176,12 +189,14 @@ void abandon_products(Fiber& fiber) {
 using namespace hearth;
 
 void hearth_host_wgmma(HearthHostSite site, float* d, unsigned long long a, unsigned long long b, int accumulate) {
-    running_fiber->operand.product = {d, a, b, false, {}, accumulate != 0, false, site, {}};
+    running_fiber->operand.product = {d, a, b, false, false, 128, {}, accumulate != 0, false, site, {}};
     executor().wait_warp(site, WarpOperation::WGMMA, 0xffffffffu);
 }
 
-void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate) {
-    running_fiber->operand.product = {d, 0, b, true, {a[0], a[1], a[2], a[3]}, accumulate != 0, false, site, {}};
+void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate, int columns,
+                            int is_transposed) {
+    running_fiber->operand.product = {
+        d, 0, b, true, is_transposed != 0, unsigned(columns), {a[0], a[1], a[2], a[3]}, accumulate != 0, false, site, {}};
     executor().wait_warp(site, WarpOperation::WGMMA, 0xffffffffu);
 }
 

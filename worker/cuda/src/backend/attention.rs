@@ -18,10 +18,16 @@ const SPLIT_POSITIONS: usize = 512;
 const MOST_PARTIAL_BYTES: usize = 256 << 20;
 
 /// Rows of a batch cut into tiles, with the blocks of their sequences.
-struct Tiles {
-    tiles: u64,
-    count: usize,
-    blocks: u64,
+pub(super) struct Tiles {
+    pub(super) tiles: u64,
+    pub(super) count: usize,
+    pub(super) blocks: u64,
+}
+
+/// Tiles as a kernel takes them, and blocks of rows for each of them and each kv head.
+pub(super) struct Prompt {
+    pub(super) tiles: Tiles,
+    pub(super) row_blocks: usize,
 }
 
 impl AttentionOps for CudaBackend {
@@ -127,15 +133,18 @@ impl CudaBackend {
             None => vec![Variant::plain("attention_any")],
             Some(dims) => {
                 let terms = self.attention_terms();
+                let by_wgmma = self.wgmma_attention(layout);
                 [16, AttentionShape::prefill_rows(dims, terms)]
                     .map(|rows| AttentionShape::new(dims, rows, terms).variant)
-                    .into()
+                    .into_iter()
+                    .chain(by_wgmma.map(|shape| shape.variant))
+                    .collect()
             }
         }
     }
 
     /// Bf16 terms of queries and probabilities.
-    fn attention_terms(&self) -> i64 {
+    pub(super) fn attention_terms(&self) -> i64 {
         match self.activations {
             Activations::F32 => 3,
             Activations::Bf16 | Activations::Fp8 => 1,
@@ -149,19 +158,26 @@ impl CudaBackend {
         let terms = self.attention_terms();
         let work_rows = match most_rows * group <= 16 {
             true => 16,
-            false => AttentionShape::prefill_rows(dims, terms) as usize,
+            false => AttentionShape::prefill_rows(dims, terms),
         };
-        let shape = AttentionShape::new(dims, work_rows as i64, terms);
-        let tokens = (work_rows / group).max(1);
-        let tiles = self.tiles(step.spans, tokens)?;
-        let row_blocks = (tokens * group).div_ceil(work_rows);
+        let shape = AttentionShape::new(dims, work_rows, terms);
+        let prompt = self.prompt(step, work_rows as usize)?;
 
         let longest = step.spans.iter().map(|s| s.start + s.rows).max();
         let reached = longest.unwrap_or(0).div_ceil(SPLIT_POSITIONS);
         let rows = step.q.rows;
         let partial_bytes = rows * step.spec.heads * reached * (2 + layout.v_dim) * 4;
-        let blocks = tiles.count * layout.kv_heads * row_blocks;
-        let idle = blocks < 2 * self.device.info.multiprocessors as usize;
+        let blocks = prompt.tiles.count * layout.kv_heads * prompt.row_blocks;
+        let multiprocessors = self.device.info.multiprocessors as usize;
+        // Where half the device has a block, wgmma is faster than splits, which are not for it.
+        let by_wgmma = work_rows > 16 && (reached == 1 || 2 * blocks >= multiprocessors);
+        if by_wgmma
+            && self.attends_by_wgmma(&layout)
+            && let Some(shape) = self.wgmma_attention(&layout)
+        {
+            return self.prompt_by_wgmma(step, &shape, &prompt);
+        }
+        let idle = blocks < 2 * multiprocessors;
         let is_split = reached > 1 && idle && partial_bytes <= MOST_PARTIAL_BYTES;
         // Splits change the time and no bit: without memory for them, blocks read all positions one after the other.
         let partials = match is_split.then(|| self.buffer(partial_bytes, "partial attention")) {
@@ -170,13 +186,59 @@ impl CudaBackend {
         };
         let splits = if partials.is_some() { reached } else { 1 };
         let partials_at = partials.as_ref().map_or(0, |p| p.address());
+        self.by_mma_sync(step, &shape, &prompt, (partials_at, splits))?;
+        if splits > 1 {
+            self.merge(step, &shape.variant, partials_at, splits)?;
+        }
+        Ok(())
+    }
+
+    /// Attends to all positions of a prompt without splits, by wgmma with that kernel's shape and else by `mma.sync`.
+    pub(super) fn attend_whole(
+        &self,
+        step: &Step<'_>,
+        by_wgmma: Option<&AttentionShape>,
+    ) -> Result<(), KernelError> {
+        let Some(dims) = flash_dims(&step.kv.layout) else {
+            return self.any(step);
+        };
+        let terms = self.attention_terms();
+        let work_rows = AttentionShape::prefill_rows(dims, terms);
+        let prompt = self.prompt(step, work_rows as usize)?;
+        match by_wgmma {
+            Some(shape) => self.prompt_by_wgmma(step, shape, &prompt),
+            None => {
+                let shape = AttentionShape::new(dims, work_rows, terms);
+                self.by_mma_sync(step, &shape, &prompt, (0, 1))
+            }
+        }
+    }
+
+    fn prompt(&self, step: &Step<'_>, work_rows: usize) -> Result<Prompt, KernelError> {
+        let group = step.spec.heads / step.kv.layout.kv_heads;
+        let tokens = (work_rows / group).max(1);
+        Ok(Prompt {
+            tiles: self.tiles(step.spans, tokens)?,
+            row_blocks: (tokens * group).div_ceil(work_rows),
+        })
+    }
+
+    /// Launches `attention`, with the address of the partial results and the number of splits.
+    fn by_mma_sync(
+        &self,
+        step: &Step<'_>,
+        shape: &AttentionShape,
+        prompt: &Prompt,
+        (partials, splits): (u64, usize),
+    ) -> Result<(), KernelError> {
+        let layout = step.kv.layout;
         let args = Args::new()
             .with(step.out.output())
-            .with(partials_at)
+            .with(partials)
             .with(self.values(step.q)?)
             .with(step.kv.layer(step.layer))
-            .with(tiles.tiles)
-            .with(tiles.blocks)
+            .with(prompt.tiles.tiles)
+            .with(prompt.tiles.blocks)
             .with(step.spec.heads as i32)
             .with(layout.kv_heads as i32)
             .with(layout.block_tokens as i32)
@@ -184,12 +246,8 @@ impl CudaBackend {
             .with(step.spec.scale)
             .with(splits as i32);
         let kernel = Kernel::new(&shape.variant, "attention").threads(shape.threads);
-        let grid = [tiles.count, layout.kv_heads * row_blocks, splits];
-        self.launch(kernel, grid, args)?;
-        if splits > 1 {
-            self.merge(step, &shape.variant, partials_at, splits)?;
-        }
-        Ok(())
+        let blocks = layout.kv_heads * prompt.row_blocks;
+        self.launch(kernel, [prompt.tiles.count, blocks, splits], args)
     }
 
     /// Merges the splits that each row reaches.
@@ -282,13 +340,13 @@ impl CudaBackend {
 }
 
 /// Operands of one call of [`AttentionOps::attention`].
-struct Step<'a> {
-    q: &'a CudaTensor,
-    kv: &'a CudaKv,
-    layer: usize,
-    spans: &'a [Span],
-    spec: AttentionSpec,
-    out: &'a CudaTensor,
+pub(super) struct Step<'a> {
+    pub(super) q: &'a CudaTensor,
+    pub(super) kv: &'a CudaKv,
+    pub(super) layer: usize,
+    pub(super) spans: &'a [Span],
+    pub(super) spec: AttentionSpec,
+    pub(super) out: &'a CudaTensor,
 }
 
 /// `(K_DIM, V_DIM, VALUE_IN_KEY)` if the tensor-core kernel supports the layout. This depends on the layout alone, so

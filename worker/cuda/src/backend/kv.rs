@@ -57,30 +57,10 @@ impl KvOps for CudaBackend {
     type KvCopy = CudaKvCopy;
 
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CudaKv, KernelError> {
-        checks::kv_alloc(&layout)?;
-        let bytes = layout.block_bytes().checked_mul(blocks);
-        let bytes = bytes.ok_or_else(|| KernelError::OutOfMemory {
-            device: self.device.label(),
-            what: format!("{blocks} KV blocks"),
-            needed_bytes: u64::MAX,
-        })?;
-        let buffer = self.buffer(bytes, "the KV cache")?;
-        // Kernels read whole tiles and mask everything past a sequence's end: it must hold finite numbers.
-        self.queue.push(Command::Zero {
-            address: buffer.address(),
-            bytes: bytes.max(1),
-        })?;
-        self.modules.prepare(self.attention_variants(&layout));
-        self.modules.prepare([self.input_variant(&layout)]);
-        if layout.value_in_key {
-            let mla = [DType::Bf16, DType::F8E4m3].map(|dtype| self.mla_variant(dtype));
-            self.modules.prepare(mla);
-        }
-        Ok(CudaKv {
-            layout,
-            blocks,
-            buffer,
-        })
+        let kv = self.kv_without_trial(layout, blocks)?;
+        // Tried here once, and not in the first prompt.
+        self.attends_by_wgmma(&layout);
+        Ok(kv)
     }
 
     fn kv_layout(&self, kv: &CudaKv) -> KvLayout {
@@ -218,6 +198,38 @@ impl KvOps for CudaBackend {
 }
 
 impl CudaBackend {
+    /// As `kv_alloc`, and nothing is attended to.
+    pub(super) fn kv_without_trial(
+        &self,
+        layout: KvLayout,
+        blocks: usize,
+    ) -> Result<CudaKv, KernelError> {
+        checks::kv_alloc(&layout)?;
+        let bytes = layout.block_bytes().checked_mul(blocks);
+        let bytes = bytes.ok_or_else(|| KernelError::OutOfMemory {
+            device: self.device.label(),
+            what: format!("{blocks} KV blocks"),
+            needed_bytes: u64::MAX,
+        })?;
+        let buffer = self.buffer(bytes, "the KV cache")?;
+        // Kernels read whole tiles and mask everything past a sequence's end: it must hold finite numbers.
+        self.queue.push(Command::Zero {
+            address: buffer.address(),
+            bytes: bytes.max(1),
+        })?;
+        self.modules.prepare(self.attention_variants(&layout));
+        self.modules.prepare([self.input_variant(&layout)]);
+        if layout.value_in_key {
+            let mla = [DType::Bf16, DType::F8E4m3].map(|dtype| self.mla_variant(dtype));
+            self.modules.prepare(mla);
+        }
+        Ok(CudaKv {
+            layout,
+            blocks,
+            buffer,
+        })
+    }
+
     /// Stores the keys and values of expanded latents.
     pub(super) fn append_expanded(
         &self,

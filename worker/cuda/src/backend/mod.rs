@@ -1,6 +1,7 @@
 //! The backend: checks shapes and chooses kernels; one file per operation group.
 
 mod attention;
+mod attention_wgmma;
 mod device;
 mod elementwise;
 mod experts;
@@ -17,7 +18,7 @@ mod weights;
 mod wgmma;
 
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use hearth_kernels::KernelError;
 use hearth_kernels::trace::Trace;
@@ -74,6 +75,8 @@ pub struct CudaOptions {
     /// many bytes (a multiple of 256), which [`CudaBackend::check_sentinels`] reads. 0: without patterns, so that a
     /// tool that watches the bounds of allocations sees every access beyond them.
     pub sentinels: Option<usize>,
+    /// Test and benchmark setting: all goes by `mma.sync`, whether or not the GPU has wgmma.
+    pub without_wgmma: bool,
     /// Receives what is launched and copied; its clock is not stretched.
     pub trace: Option<Arc<Trace>>,
 }
@@ -98,6 +101,9 @@ pub struct CudaBackend {
     wgmma: OnceLock<bool>,
     /// Whether bf16 products of many rows use it.
     wgmma_bf16: OnceLock<bool>,
+    /// Whether prompts attend by it, for each size of heads that has been tried.
+    wgmma_attention: Mutex<Vec<attention_wgmma::Verdict>>,
+    without_wgmma: bool,
 }
 
 impl CudaBackend {
@@ -114,6 +120,7 @@ impl CudaBackend {
             kernel_cache,
             nvrtc,
             sentinels,
+            without_wgmma,
             trace,
         } = options;
         let device = Arc::new(Device::open(uuid.as_deref())?);
@@ -155,6 +162,8 @@ impl CudaBackend {
             activations,
             wgmma: OnceLock::new(),
             wgmma_bf16: OnceLock::new(),
+            wgmma_attention: Mutex::default(),
+            without_wgmma,
         })
     }
 

@@ -24,7 +24,7 @@ const TRIAL: (usize, usize, usize) = (200, 328, 1408);
 impl CudaBackend {
     /// Whether FP8 products use wgmma.
     pub(super) fn has_wgmma(&self) -> bool {
-        if self.activations != Activations::Fp8 || self.device.info.architecture() != "sm_90a" {
+        if self.activations != Activations::Fp8 || !self.uses_wgmma() {
             return false;
         }
         *self.wgmma.get_or_init(|| match self.try_wgmma() {
@@ -68,9 +68,12 @@ impl CudaBackend {
 
     /// The same as far as is known without a trial.
     pub(super) fn may_multiply_by_wgmma(&self, dtype: DType) -> bool {
-        self.activations == Activations::Bf16
-            && self.device.info.architecture() == "sm_90a"
-            && TERMED.contains(&dtype)
+        self.activations == Activations::Bf16 && self.uses_wgmma() && TERMED.contains(&dtype)
+    }
+
+    /// Whether the GPU has wgmma, and the options allow it.
+    pub(super) fn uses_wgmma(&self) -> bool {
+        self.device.info.architecture() == "sm_90a" && !self.without_wgmma
     }
 
     /// Computes products with `mma.sync` and with wgmma; returns whether their bits are the same.

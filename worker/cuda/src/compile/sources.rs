@@ -10,6 +10,10 @@ pub const SOURCES: &[(&str, &str)] = &[
         "attention_any",
         include_str!("../../kernels/attention_any.cu"),
     ),
+    (
+        "attention_sm90",
+        include_str!("../../kernels/attention_sm90.cu"),
+    ),
     ("cache_heads", include_str!("../../kernels/cache_heads.cu")),
     (
         "cache_latents",
@@ -145,7 +149,9 @@ impl Variant {
     /// Whether the architecture has the instructions that this variant uses: FP8 tensor cores start with
     /// sm_89, and only sm_90a has wgmma.
     pub fn runs_on(&self, architecture: &str) -> bool {
-        if self.file == "gemm_fp8_sm90" || self.defines.contains(&BY_WGMMA) {
+        if matches!(self.file, "attention_sm90" | "gemm_fp8_sm90")
+            || self.defines.contains(&BY_WGMMA)
+        {
             return architecture == "sm_90a";
         }
         let fp8 = self.defines.contains(&("ACTIVATIONS", FP8_ACTIVATIONS));
@@ -174,6 +180,7 @@ impl Variant {
                 let [rows, buffers, queries] = ["ROWS", "BUFFERS", "QUERIES_SHARED"].map(value);
                 attention_bytes(dims, rows, buffers, queries)
             }
+            "attention_sm90" => wgmma_attention_bytes(value("K_DIM"), value("V_DIM")),
             "linear_tiled" | "experts_gate_up_tiled" | "experts_down_tiled"
                 if self.defines.contains(&BY_WGMMA) =>
             {
@@ -263,6 +270,9 @@ pub fn all_variants() -> Vec<Variant> {
         for terms in [3, 1] {
             let rows = [16, AttentionShape::prefill_rows(dims, terms)];
             out.extend(rows.map(|rows| AttentionShape::new(dims, rows, terms).variant));
+            let (k, v, in_key) = dims;
+            let by_wgmma = AttentionShape::by_wgmma((k as usize, v as usize, in_key), terms);
+            out.extend(by_wgmma.map(|shape| shape.variant));
         }
     }
     out
@@ -331,6 +341,19 @@ impl AttentionShape {
         }
     }
 
+    /// The kernel of prompts by wgmma, if it takes heads of these dimensions and as many terms.
+    pub(crate) fn by_wgmma((k, v, in_key): (usize, usize, bool), terms: i64) -> Option<Self> {
+        let is_whole = |dim: usize| dim > 0 && dim.is_multiple_of(WGMMA_COLS);
+        let fits = is_whole(k) && is_whole(v) && k <= 192 && v <= 128 && !in_key && terms == 1;
+        fits.then(|| Self {
+            variant: Variant::with(
+                "attention_sm90",
+                &[("K_DIM", k as i64), ("V_DIM", v as i64)],
+            ),
+            threads: 256,
+        })
+    }
+
     /// Rows of work of a block that reads a prompt: more where a warp has registers for its queries and scores.
     pub(crate) fn prefill_rows((k, v, in_key): (i64, i64, bool), terms: i64) -> i64 {
         match terms == 1 && k <= 192 && v <= 128 && !in_key {
@@ -349,6 +372,16 @@ impl AttentionShape {
 
 /// Rows of work of a block whose warps have queries and scores in registers, with one term.
 const ROWS_IN_REGISTERS: i64 = 128;
+
+/// Columns of a matrix of `attention_sm90`.
+const WGMMA_COLS: usize = 64;
+
+/// Dynamic shared memory of `attention_sm90`: `SHARED_BYTES` of the file.
+fn wgmma_attention_bytes(k: i64, v: i64) -> i64 {
+    let stages = if k + v <= 256 { 4 } else { 3 };
+    let kept = 256 * 2 * (v / 8 + 1) * 8;
+    stages * 128 * (k + v) + kept + 1024
+}
 
 fn attention_bytes((k, v, in_key): (i64, i64, bool), rows: i64, buffers: i64, queries: i64) -> i64 {
     let values = if in_key { 0 } else { v + 8 };
@@ -415,10 +448,9 @@ mod tests {
     fn variants_know_their_hardware() {
         let runs =
             |variant: &Variant| ["sm_80", "sm_89", "sm_90a", "sm_120a"].map(|a| variant.runs_on(a));
-        assert_eq!(
-            runs(&Variant::plain("gemm_fp8_sm90")),
-            [false, false, true, false]
-        );
+        for file in ["attention_sm90", "gemm_fp8_sm90"] {
+            assert_eq!(runs(&Variant::plain(file)), [false, false, true, false]);
+        }
         let fp8 = [
             ("WEIGHT_TYPE", FP8_WEIGHT),
             ("ACTIVATIONS", FP8_ACTIVATIONS),

@@ -11,6 +11,7 @@ mod common;
 
 mod attention;
 mod attention_bits;
+mod attention_wgmma;
 mod budget;
 mod columns;
 mod elementwise;

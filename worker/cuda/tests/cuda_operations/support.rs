@@ -41,10 +41,32 @@ impl Drop for Gpu {
 /// The backend with these activations.
 pub(crate) fn gpu(activations: Activations) -> Gpu {
     static BACKENDS: [OnceLock<CudaBackend>; 3] = [const { OnceLock::new() }; 3];
-    let turn = take_turn();
-    let backend = BACKENDS[activations as usize].get_or_init(|| {
-        open(CudaOptions {
+    shared(
+        &BACKENDS[activations as usize],
+        CudaOptions {
             activations,
+            ..options()
+        },
+    )
+}
+
+/// The backend with bf16 activations that goes by `mma.sync` on every GPU.
+pub(crate) fn without_wgmma() -> Gpu {
+    static BACKEND: OnceLock<CudaBackend> = OnceLock::new();
+    shared(
+        &BACKEND,
+        CudaOptions {
+            activations: Activations::Bf16,
+            without_wgmma: true,
+            ..options()
+        },
+    )
+}
+
+fn shared(backend: &'static OnceLock<CudaBackend>, options: CudaOptions) -> Gpu {
+    let turn = take_turn();
+    let backend = backend.get_or_init(|| {
+        open(CudaOptions {
             // The host model sees every access past an allocation; only hardware needs patterns to detect it.
             // A sanitizer sees such accesses too, but would consider those into a pattern sound.
             sentinels: Some(if is_hardware() && !is_sanitized() {
@@ -52,7 +74,7 @@ pub(crate) fn gpu(activations: Activations) -> Gpu {
             } else {
                 0
             }),
-            ..options()
+            ..options
         })
     });
     backend.bind_thread().unwrap();

@@ -68,7 +68,7 @@ void hearth_host_cp_async_wait(int groups);
 void hearth_host_fence_async_proxy();
 unsigned hearth_host_shared_address(const void* shared);
 void hearth_host_wgmma(HearthHostSite site, float* d, unsigned long long a, unsigned long long b, int accumulate);
-void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate);
+void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate, int columns);
 void hearth_host_wgmma_fence();
 void hearth_host_wgmma_commit();
 void hearth_host_wgmma_wait(HearthHostSite site, int groups);

@@ -24,6 +24,7 @@ struct Product {
     unsigned long long a;                // descriptors; a is in registers if the elements are bf16
     unsigned long long b;
     bool is_bf16;
+    unsigned columns;
     unsigned registers[4];
     bool accumulate;
     bool is_first;                       // of those in flight with these accumulators

@@ -13,7 +13,7 @@
 namespace hearth {
 namespace {
 
-// Rows of a warp, and the larger of both shapes: 128 columns of 32 e4m3, or 64 of 16 bf16.
+// Rows of a warp, and the largest shapes: 128 columns of 32 e4m3, or of 16 bf16.
 constexpr int WARP_ROWS = 16, OUTPUTS = 128, DEPTH = 32;
 // Bytes of a row of an operand.
 constexpr unsigned ROW_BYTES = 32;
@@ -47,9 +47,7 @@ const unsigned char* operand(const Matrix& from, unsigned row, unsigned byte, co
     return reinterpret_cast<const unsigned char*>(address);
 }
 
-int depth(const Product& product) { return product.is_bf16 ? 16 : 32; }
-int outputs(const Product& product) { return product.is_bf16 ? 64 : 128; }
-int sums(const Product& product) { return outputs(product) / 2; }
+unsigned sums(const Product& product) { return product.columns / 2; }
 
 float bf16_value(unsigned bits) {
     unsigned word = bits << 16;
@@ -87,10 +85,20 @@ void take_registers(Operands& to, unsigned lane, const Product& product) {
 void read(Executor& e, Operands& to, const Product& product, const Fiber& fiber) {
     unsigned first = fiber.thread % WARPGROUP / 32 * WARP_ROWS;
     if (!product.is_bf16) read(to.a, matrix(e, product.a, fiber), first, WARP_ROWS, false, fiber, product.site);
-    read(to.b, matrix(e, product.b, fiber), 0, outputs(product), product.is_bf16, fiber, product.site);
+    read(to.b, matrix(e, product.b, fiber), 0, product.columns, product.is_bf16, fiber, product.site);
 }
 
-// Each sum is over ascending k, with one rounding per step.
+// As mma adds them.
+float add_products(float d, const float* a, const float* b, bool is_bf16) {
+    if (is_bf16) {
+        double sum = d;
+        for (int k = 0; k < 16; k++) sum += (double)a[k] * b[k];
+        return (float)sum;
+    }
+    for (int k = 0; k < 32; k++) d += a[k] * b[k];
+    return d;
+}
+
 void multiply(Executor& e, unsigned warp, size_t index) {
     static Operands operands;
     const Product& first = e.lane(warp, 0).products[index];
@@ -100,12 +108,10 @@ void multiply(Executor& e, unsigned warp, size_t index) {
     for (unsigned lane = 0; lane < 32; lane++) {
         Product& product = e.lane(warp, lane).products[index];
         if (product.is_first) memcpy(product.d, product.before, sums(product) * sizeof(float));
-        for (int i = 0; i < sums(product); i++) {
+        for (unsigned i = 0; i < sums(product); i++) {
             const float* a = operands.a[lane / 4 + i / 2 % 2 * 8];
             const float* b = operands.b[i / 4 * 8 + lane % 4 * 2 + i % 2];
-            float sum = product.accumulate ? product.d[i] : 0.0f;
-            for (int k = 0; k < depth(product); k++) sum += a[k] * b[k];
-            product.d[i] = sum;
+            product.d[i] = add_products(product.accumulate ? product.d[i] : 0.0f, a, b, product.is_bf16);
         }
     }
 }
@@ -141,7 +147,7 @@ void start_product(Executor& e, unsigned warp) {
         for (const Product& other : fiber.products) product.is_first &= other.d != product.d;
         if (product.is_first) {
             memcpy(product.before, product.d, sums(product) * sizeof(float));
-            for (int i = 0; i < sums(product); i++) product.d[i] = NAN;
+            for (unsigned i = 0; i < sums(product); i++) product.d[i] = NAN;
         }
         fiber.products.push_back(product);
     }
@@ -176,12 +182,12 @@ void abandon_products(Fiber& fiber) {
 using namespace hearth;
 
 void hearth_host_wgmma(HearthHostSite site, float* d, unsigned long long a, unsigned long long b, int accumulate) {
-    running_fiber->operand.product = {d, a, b, false, {}, accumulate != 0, false, site, {}};
+    running_fiber->operand.product = {d, a, b, false, OUTPUTS, {}, accumulate != 0, false, site, {}};
     executor().wait_warp(site, WarpOperation::WGMMA, 0xffffffffu);
 }
 
-void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate) {
-    running_fiber->operand.product = {d, 0, b, true, {a[0], a[1], a[2], a[3]}, accumulate != 0, false, site, {}};
+void hearth_host_wgmma_bf16(HearthHostSite site, float* d, const unsigned* a, unsigned long long b, int accumulate, int columns) {
+    running_fiber->operand.product = {d, 0, b, true, unsigned(columns), {a[0], a[1], a[2], a[3]}, accumulate != 0, false, site, {}};
     executor().wait_warp(site, WarpOperation::WGMMA, 0xffffffffu);
 }
 

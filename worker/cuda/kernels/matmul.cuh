@@ -432,9 +432,12 @@ struct Half {
     int first;
 };
 
+// Threads that copy a stage: by wgmma those of one warpgroup.
+constexpr int COPY_THREADS = BY_WGMMA ? THREADS / 2 : THREADS;
+
 // Source of a thread's copies of weights into each stage: one 16-byte column of chunks of their rows.
 struct WeightCopy {
-    static constexpr int STEP = THREADS / WEIGHT_CHUNKS;                           // rows from one copy to the next
+    static constexpr int STEP = COPY_THREADS / WEIGHT_CHUNKS;                           // rows from one copy to the next
     static constexpr int COPIES = HALF_OUTPUTS / STEP;                             // of each half
 
     const unsigned char* rows[2];
@@ -444,12 +447,13 @@ struct WeightCopy {
 
 __device__ __forceinline__ WeightCopy weight_copy(const Half (&halves)[2], int n) {
     WeightCopy copy;
+    int thread = threadIdx.x % COPY_THREADS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const Weight& w = halves[half].w;
-        int row = halves[half].first + threadIdx.x / WEIGHT_CHUNKS;
+        int row = halves[half].first + thread / WEIGHT_CHUNKS;
         long long row_bytes = (long long)w.ld * WEIGHT_BYTES;
-        copy.rows[half] = static_cast<const unsigned char*>(w.data) + row * row_bytes + threadIdx.x % WEIGHT_CHUNKS * 16;
+        copy.rows[half] = static_cast<const unsigned char*>(w.data) + row * row_bytes + thread % WEIGHT_CHUNKS * 16;
         copy.step_bytes[half] = WeightCopy::STEP * row_bytes;
         copy.rows_left[half] = n - row;
     }
@@ -459,7 +463,8 @@ __device__ __forceinline__ WeightCopy weight_copy(const Half (&halves)[2], int n
 // Starts the copies of the weights of stage `index`.
 __device__ __forceinline__ void weight_stage(unsigned char* weights, const WeightCopy& copy, int index) {
     static_assert(WeightCopy::STEP % 4 == 0, "the rows of a thread have their chunk at the same place");
-    weights += place_weights<WEIGHT_CHUNKS>(threadIdx.x / WEIGHT_CHUNKS, threadIdx.x % WEIGHT_CHUNKS) * 16;
+    int thread = threadIdx.x % COPY_THREADS;
+    weights += place_weights<WEIGHT_CHUNKS>(thread / WEIGHT_CHUNKS, thread % WEIGHT_CHUNKS) * 16;
 #pragma unroll
     for (int i = 0; i < 2 * WeightCopy::COPIES; ++i) {
         int half = i / WeightCopy::COPIES, step = i % WeightCopy::COPIES;

@@ -13,10 +13,11 @@ constexpr int STEPS_OF_STAGE = STAGE_UNITS * STEPS;
 constexpr int BLOCK_STAGES = BLOCK / STAGE_COLS;
 constexpr int TOKEN_BYTES = STAGE_COLS * TERM_BYTES;                               // of a stage: a row of the swizzled layout
 constexpr int PIECES = TOKEN_BYTES / 8;                                            // fours of columns
-constexpr int COPY_TOKENS = THREADS / PIECES;                                      // whose pieces all threads copy at once
+constexpr int COPY_TOKENS = COPY_THREADS / PIECES;                                 // whose pieces a warpgroup copies at once
+constexpr int COPIED_STAGES = STAGES / 2 - 1;                                      // that are on their way from a warpgroup
 static_assert(TOKEN_BYTES == 128 && STEPS_OF_STAGE == 4 && COPY_TOKENS % 8 == 0, "a row of a stage is one of the swizzle's");
 static_assert(STAGE_BYTES % PATTERN_BYTES == 0 && WEIGHT_STAGE_BYTES % PATTERN_BYTES == 0, "matrices begin with a pattern");
-static_assert(BLOCK_STAGES == 2 && STAGES >= 4, "fragments alternate between two stages, while others are on their way");
+static_assert(BLOCK_STAGES == 2 && STAGES >= 4 && STAGES % 2 == 0, "warpgroups and fragments take turns in the stages of a block");
 
 __device__ __forceinline__ int warp_output() { return threadIdx.x / 32 * 16; }
 __device__ __forceinline__ int warp_token() { return 0; }
@@ -25,7 +26,7 @@ __device__ __forceinline__ unsigned char* stage_memory(unsigned char* given) {
     return given + (0u - shared_address(given)) % PATTERN_BYTES;
 }
 
-// Source of a thread's copies into each stage: the weights', and one piece of every COPY_TOKENS-th token.
+// Source of a thread's copies into every second stage: the weights', and one piece of every COPY_TOKENS-th token.
 template <int N>
 struct TileCopy {
     static constexpr int COPIES = N * 8 / COPY_TOKENS;
@@ -49,7 +50,7 @@ template <int N>
 __device__ __forceinline__ TileCopy<N> tile_copy(const Half (&halves)[2], int n, const Tokens& x, int first_stage) {
     TileCopy<N> copy;
     copy.weights = weight_copy(halves, n);
-    int token = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+    int token = threadIdx.x % COPY_THREADS / PIECES, piece = threadIdx.x % PIECES;
     copy.piece = x.terms + piece * 8 + first_stage * TOKEN_BYTES;
     copy.row_bytes = x.padded * TERM_BYTES;
     copy.place = piece_place(token, piece);
@@ -58,7 +59,7 @@ __device__ __forceinline__ TileCopy<N> tile_copy(const Half (&halves)[2], int n,
     return copy;
 }
 
-// Starts the copies of stage `index` of `stages`, the one after the previous call's, to `stage`; an index past the last gives an
+// Starts the copies of stage `index` of `stages`, the second after the previous call's, to `stage`; an index past the last gives an
 // empty group.
 template <int N>
 __device__ __forceinline__ void tile_stage(unsigned char* stage, TileCopy<N>& copy, int index, int stages) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ void tile_stage(unsigned char* stage, TileCopy<N>& co
         for (int i = 0; i < TileCopy<N>::COPIES; ++i)
             cp_async_8(tokens + i * (COPY_TOKENS * TOKEN_BYTES), copy.piece + (long long)copy.rows[i] * copy.row_bytes);
     }
-    copy.piece += TOKEN_BYTES;
+    copy.piece += 2 * TOKEN_BYTES;
     cp_async_commit();
 }
 
@@ -140,14 +141,18 @@ __device__ __forceinline__ void add_to_total(float (&sums)[1][N][4], float4* tot
 
 // As `tiled_products`, for at most 8 N tokens. While the tensor core multiplies one stage, the next one's weights are converted, and
 // it has the second stage of a block before it is through with the first. Warpgroups meet once a stage, when they have given the
-// tensor core work: while one adds up its block, it multiplies for the other.
+// tensor core work: while one adds up its block, it multiplies for the other. They copy stages in turn, since the fence that makes
+// copies visible may wait for later ones, too: these are then older.
 template <int N, class AtSegment, class AtEnd>
 __device__ __forceinline__ void products_of(
     const Half (&halves)[2], int n, const Tokens& x, int first, int end, unsigned char* shared, AtSegment at_segment, AtEnd at_end) {
     int stages = end * BLOCK_STAGES, index = first * BLOCK_STAGES;
-    TileCopy<N> copy = tile_copy<N>(halves, n, x, index);
+    // The first warpgroup copies the first stage of every block.
+    int turn = threadIdx.x / COPY_THREADS;
+    TileCopy<N> copy = tile_copy<N>(halves, n, x, index + turn);
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) tile_stage(shared + i * STAGE_BYTES, copy, index + i, stages);
+    for (int i = 0; i < STAGES - 1; ++i)
+        if (i % 2 == turn) tile_stage(shared + i * STAGE_BYTES, copy, index + i, stages);
     // Where the stage that is multiplied and the one that is filled lie; where tokens of the first do.
     int stage = 0, filled = (STAGES - 1) * STAGE_BYTES;
     unsigned tokens = shared_address(shared) + WEIGHT_STAGE_BYTES;
@@ -158,7 +163,7 @@ __device__ __forceinline__ void products_of(
     clear(dot);
     clear(sums);
     Fragments a[BLOCK_STAGES];
-    cp_async_wait<STAGES - 2>();
+    cp_async_wait<COPIED_STAGES>();
     fence_async_proxy();
     __syncthreads();
     load_fragments(a[0], shared);
@@ -171,10 +176,12 @@ __device__ __forceinline__ void products_of(
             multiply_stage(dot[0], a[s], tokens + stage, s > 0);
             if (s > 0) wgmma_wait_all_but_one();
             // After the barrier the next stage is complete, and both warpgroups have left the previous one, which is filled again.
-            cp_async_wait<STAGES - 3>();
-            fence_async_proxy();
+            if (turn != s) {
+                cp_async_wait<COPIED_STAGES - 1>();
+                fence_async_proxy();
+            }
             __syncthreads();
-            tile_stage(shared + filled, copy, index + STAGES - 1, stages);
+            if (turn != s) tile_stage(shared + filled, copy, index + STAGES - 1, stages);
             filled = stage;
             stage = stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
             if (index + 1 < stages) load_fragments(a[s ^ 1], shared + stage);

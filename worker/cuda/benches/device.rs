@@ -225,32 +225,40 @@ fn experts(activations: Activations) {
             ]
         })
         .collect();
-    let list: Vec<ExpertWeights<'_, CudaWeight>> = matrices
-        .iter()
-        .map(|[gate, up, down]| ExpertWeights { gate, up, down })
-        .collect();
-    let bank = gpu.expert_bank(&list).unwrap().unwrap();
-    let spec = RouterSpec {
-        score: RouterScore::Sigmoid,
-        top_k,
-        groups: 8,
-        top_groups: 4,
-        normalize: true,
-        scaling: 2.5,
+    let bank = |count: usize| {
+        let list: Vec<ExpertWeights<'_, CudaWeight>> = matrices[..count]
+            .iter()
+            .map(|[gate, up, down]| ExpertWeights { gate, up, down })
+            .collect();
+        gpu.expert_bank(&list).unwrap().unwrap()
     };
-    for tokens in [1, 8, 64, 4096] {
+    let run = |bank: &_, count: usize, top_k: usize, tokens: usize| {
         let x = tensor(&gpu, tokens, hidden);
         let logits = tensor(&gpu, tokens, count);
+        let spec = RouterSpec {
+            score: RouterScore::Sigmoid,
+            top_k,
+            groups: 8,
+            top_groups: 4,
+            normalize: true,
+            scaling: 2.5,
+        };
         let chosen = gpu.route(&logits, None, spec).unwrap();
         let time = step_seconds(&gpu, tokens, |_| {
-            drop(gpu.banked_experts(&x, &chosen, &bank).unwrap());
+            drop(gpu.banked_experts(&x, &chosen, bank).unwrap());
         });
         let tflops = 6.0 * (tokens * top_k * hidden * inter) as f64 / time / 1e12;
         println!(
-            "experts {tokens} tokens, {activations:?} activations: {:.2} ms, {tflops:.1} TFLOPS",
+            "experts {tokens} tokens, {top_k} of {count}, {activations:?} activations: {:.2} ms, {tflops:.1} TFLOPS",
             time * 1e3
         );
+    };
+    let all = bank(count);
+    for tokens in [1, 8, 64, 4096, 8192] {
+        run(&all, count, top_k, tokens);
     }
+    // A GPU's share of the experts and of the choices, when four have them and read a long prompt: 1024 rows an expert.
+    run(&bank(count / 4), count / 4, top_k / 4, 32_768);
 }
 
 /// Causal attention of a whole prompt, and of one token after it.

@@ -1,7 +1,7 @@
 // Routed experts, grouped: slots (a token's choice of an expert) are sorted by expert and cut into tiles of one expert
 // each by moe_sort.cu. A grid row is a tile, and rows past *tile_count return immediately, so that one launch fits
-// every routing. Tiles of the decode kernels have at most 8 slots, those of the tiled kernels at most 64; the tiled
-// kernels need 96 KiB of dynamic shared memory, and tiles of one expert run together, so that its weights come from memory once.
+// every routing. Tiles of the decode kernels have at most 8 slots, those of the tiled kernels at most 64 (by wgmma 128), and tiles of
+// one expert run together, so that its weights come from memory once.
 //
 // Gate and up share a block: its first 64 outputs are the gate's and the others are the up's for the same columns, so
 // each token is read once and h is computed where both are available.
@@ -17,17 +17,7 @@ __device__ __forceinline__ Tokens tile_tokens(
     return {static_cast<const unsigned char*>(terms), scales, tile_rows, tile.first, tile.count, term_rows, padded};
 }
 
-// Stores the lane's sums of 16 outputs from `output` and the tile's slots `token` .. `token + 7` to y[slot][n] where they exist.
-__device__ __forceinline__ void store_slots(float* y, const float (&sum)[4], const Tile& tile, int output, int token, int n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        int column = output + i / 2 * 8 + (threadIdx.x & 31) / 4;
-        int slot = token + (threadIdx.x & 3) * 2 + i % 2;
-        if (column < n && slot < tile.count) y[(long long)(tile.first + slot) * n + column] = sum[i];
-    }
-}
-
-// Stores the same as terms [TERMS][slots][padded] (split.cu), zeros from n on.
+// Stores the lane's sums of 16 outputs from `output` as terms [TERMS][slots][padded] (split.cu), zeros from n on.
 __device__ __forceinline__ void store_slot_terms(
     unsigned short* terms, const float (&sum)[4], const Tile& tile, int output, int n, int slots, int padded) {
 #pragma unroll
@@ -68,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) expe
     if (h_terms != nullptr) {
         store_slot_terms(h_terms, total[0][0], tile, output, inter, slots, h_padded);
     } else {
-        store_slots(h, total[0][0], tile, output, 0, inter);
+        store_sums(h + (long long)tile.first * inter, total[0][0], nullptr, output, 0, tile.count, inter);
     }
 }
 
@@ -83,26 +73,11 @@ extern "C" __global__ void TILED_BOUNDS experts_gate_up_tiled(
     Tokens x = tile_tokens(terms, scales, slot_rows, tile, x_rows, padded);
     int first = place.column * HALF_OUTPUTS;
     Half halves[2] = {{experts[tile.expert].gate, first}, {experts[tile.expert].up, first}};
-    float total[WARP_M][WARP_N][4];
-    tiled_products(total, halves, inter, x, shared);
-
-    // The gate's sums pass through the first stage, each to the lane that has the up's sum for the same column and
-    // slot: the warp with the same outputs of the other half.
-    bool gate = warp_output() < HALF_OUTPUTS;
-    float* gates = reinterpret_cast<float*>(shared) + warp_pair() * (32 * 32) + (threadIdx.x & 31);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 32; ++i)
-        if (gate) gates[i * 32] = total[i / (WARP_N * 4)][i / 4 % WARP_N][i % 4];
-    __syncthreads();
-    if (gate) return;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-        float (&sum)[4] = total[n / WARP_N][n % WARP_N];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] = silu_times(gates[(n * 4 + i) * 32], sum[i]);
-        store_slots(h, sum, tile, first + warp_output() % HALF_OUTPUTS + n / WARP_N * 16, warp_token() + n % WARP_N * 8, inter);
-    }
+    tiled_products(halves, inter, x, shared, [&](auto& sums) {
+        take_gates(sums, shared, [](float gate, float up) { return silu_times(gate, up); });
+        if (warp_output() < HALF_OUTPUTS) return;
+        store_tile(h + (long long)tile.first * inter, sums, nullptr, first - HALF_OUTPUTS, tile.count, inter, shared);
+    });
 }
 
 // d[slot][hidden] = down h, the terms of h by slot; grid (ceil(hidden / 128), tiles).
@@ -117,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) expe
     Weight w = experts[tile.expert].down;
     float total[1][1][4];
     decode_products(total, w, output, hidden, x, 0, padded / BLOCK, stages);
-    store_slots(d, total[0][0], tile, output, 0, hidden);
+    store_sums(d + (long long)tile.first * hidden, total[0][0], nullptr, output, 0, tile.count, hidden);
 }
 
 extern "C" __global__ void TILED_BOUNDS experts_down_tiled(
@@ -132,11 +107,7 @@ extern "C" __global__ void TILED_BOUNDS experts_down_tiled(
     int output = place.column * TILE_OUTPUTS;
     Weight w = experts[tile.expert].down;
     Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};
-    float total[WARP_M][WARP_N][4];
-    tiled_products(total, halves, hidden, x, shared);
-#pragma unroll
-    for (int i = 0; i < WARP_M * WARP_N; ++i) {
-        int m = i / WARP_N, slot = i % WARP_N;
-        store_slots(d, total[m][slot], tile, output + warp_output() + m * 16, warp_token() + slot * 8, hidden);
-    }
+    tiled_products(halves, hidden, x, shared, [&](const auto& sums) {
+        store_tile(d + (long long)tile.first * hidden, sums, nullptr, output, tile.count, hidden, shared);
+    });
 }

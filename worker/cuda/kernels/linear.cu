@@ -2,20 +2,9 @@
 //
 // linear_decode takes 1..8 rows and reads each weight once, at memory speed. If its blocks are too few to fill the
 // device, the grid has one row per segment, and the reader of y adds these (row_quad). linear_tiled takes any number of
-// rows; it needs 96 KiB of dynamic shared memory. Where its blocks would leave most of the device idle, each tile is cut
-// over several (gridDim.z): the first adds up its segments, the others keep theirs apart, and the reader of y adds all.
+// rows. Where its blocks would leave most of the device idle, each tile is cut over several (gridDim.z): the first adds up its
+// segments, the others keep theirs apart, and the reader of y adds all.
 #include "matmul.cuh"
-
-// Stores the lane's sums of 16 outputs from `output` and tokens `token` .. `token + 7` to y[row][n] where they exist.
-__device__ __forceinline__ void store_sums(float* y, const float (&sum)[4], const float* bias, int output, int token, int rows, int n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        int column = output + i / 2 * 8 + (threadIdx.x & 31) / 4;
-        int row = token + (threadIdx.x & 3) * 2 + i % 2;
-        if (column >= n || row >= rows) continue;
-        y[(long long)row * n + column] = bias != nullptr ? __fadd_rn(sum[i], bias[column]) : sum[i];
-    }
-}
 
 // One of several products, and the column of blocks in it.
 struct JointPart {
@@ -58,16 +47,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS_PER_SM) line
     store_sums(y, total[0][0], bias, output, 0, rows, part.n);
 }
 
-// Stores a thread's sums of a tile.
-__device__ __forceinline__ void store_tile(
-    float* y, const float (&sums)[WARP_M][WARP_N][4], const float* bias, int output, int first_row, int rows, int n) {
-#pragma unroll
-    for (int i = 0; i < WARP_M * WARP_N; ++i) {
-        int m = i / WARP_N, token = i % WARP_N;
-        store_sums(y, sums[m][token], bias, output + warp_output() + m * 16, first_row + warp_token() + token * 8, rows, n);
-    }
-}
-
 extern "C" __global__ void TILED_BOUNDS linear_tiled(
     float* y, const void* terms, const float* scales, Weight w, const float* bias, int rows, int n, int padded) {
     HEARTH_DYNAMIC_SHARED(unsigned char, given);
@@ -79,14 +58,15 @@ extern "C" __global__ void TILED_BOUNDS linear_tiled(
     Half halves[2] = {{w, output}, {w, output + HALF_OUTPUTS}};
     int blocks = padded / BLOCK, segments = (blocks + BLOCKS_OF_SEGMENT - 1) / BLOCKS_OF_SEGMENT;
     int each = (segments + gridDim.z - 1) / gridDim.z, first = blockIdx.z * each;
-    float total[WARP_M][WARP_N][4];
-    auto keep_apart = [&](int segment) {
-        if (blockIdx.z == 0) return;
-        store_tile(y + (long long)(segment - each + 1) * rows * n, total, nullptr, output, first_row, rows, n);
-        clear(total);
-    };
     int end = min((first + each) * BLOCKS_OF_SEGMENT, blocks);
-    tiled_products(total, halves, n, x, first * BLOCKS_OF_SEGMENT, end, shared, keep_apart);
-    if (blockIdx.z > 0) return;
-    store_tile(y, total, gridDim.z == 1 ? bias : nullptr, output, first_row, rows, n);
+    float* tile = y + (long long)first_row * n;
+    auto keep_apart = [&](int segment, const auto& sums) {
+        if (blockIdx.z == 0) return false;
+        store_tile(tile + (long long)(segment - each + 1) * rows * n, sums, nullptr, output, count, n, shared);
+        return true;
+    };
+    auto store = [&](const auto& sums) {
+        if (blockIdx.z == 0) store_tile(tile, sums, gridDim.z == 1 ? bias : nullptr, output, count, n, shared);
+    };
+    tiled_products(halves, n, x, first * BLOCKS_OF_SEGMENT, end, shared, keep_apart, store);
 }

@@ -106,13 +106,24 @@ __device__ __forceinline__ int place_64(int row, int chunk) {
     return row * CHUNKS + (CHUNKS >= 8 ? chunk ^ ((row & 1) << 2) : chunk);
 }
 
+// The same where a quad reads 32 consecutive bytes: sixteen lanes (four rows) are served together.
+template <int CHUNKS>
+__device__ __forceinline__ int place_32(int row, int chunk) {
+    return row * CHUNKS + (CHUNKS >= 8 ? chunk ^ ((row & 3) << 1) : chunk ^ (row & 2));
+}
+
 // The same for activations. A lane whose share of a unit is 32 bytes finds its two chunks four apart, so that a quad
-// still reads 64 consecutive bytes; if the share is 8 bytes, sixteen lanes (four rows) are served together.
+// still reads 64 consecutive bytes; if the share is 8 bytes, a quad reads 32.
 template <int CHUNKS>
 __device__ __forceinline__ int place_terms(int row, int chunk) {
     if constexpr (LANE_BYTES == 32) chunk = (chunk & ~7) | (chunk & 1) << 2 | (chunk & 7) >> 1;
-    if constexpr (LANE_BYTES == 8) return row * CHUNKS + (CHUNKS >= 8 ? chunk ^ ((row & 3) << 1) : chunk ^ (row & 2));
-    return place_64<CHUNKS>(row, chunk);
+    return LANE_BYTES == 8 ? place_32<CHUNKS>(row, chunk) : place_64<CHUNKS>(row, chunk);
+}
+
+// The same for the weights of a stage. For wgmma two lanes of a quad read the same chunk.
+template <int CHUNKS>
+__device__ __forceinline__ int place_weights(int row, int chunk) {
+    return BY_WGMMA ? place_32<CHUNKS>(row, chunk) : place_64<CHUNKS>(row, chunk);
 }
 
 // The B registers of LOAD_STEPS k steps for one row of activations.
@@ -283,6 +294,17 @@ __device__ __forceinline__ void fold_segment(float (&total)[M][N][4], float (&se
     clear(segment);
 }
 
+// Stores the lane's sums of 16 outputs from `output` and tokens `token` .. `token + 7` to y[token][n] where they exist.
+__device__ __forceinline__ void store_sums(float* y, const float (&sum)[4], const float* bias, int output, int token, int count, int n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int column = output + i / 2 * 8 + (threadIdx.x & 31) / 4;
+        int row = token + (threadIdx.x & 3) * 2 + i % 2;
+        if (column >= n || row >= count) continue;
+        y[(long long)row * n + column] = bias != nullptr ? __fadd_rn(sum[i], bias[column]) : sum[i];
+    }
+}
+
 // ---- Few tokens: weights are loaded from memory straight into registers, each warp computes 16 outputs.
 
 constexpr int DECODE_TOKENS = 8;
@@ -376,7 +398,7 @@ __device__ __forceinline__ void decode_products(
     }
 }
 
-// ---- Many tokens: weights and activations pass through shared memory, each warp 32 outputs by 32 tokens.
+// ---- Many tokens: weights and activations pass through shared memory, each warp 32 outputs by 32 tokens (by wgmma 16 by 128).
 
 // Kernels by wgmma may take all registers of a multiprocessor; others are given fewer without being told.
 #if BY_WGMMA
@@ -385,10 +407,10 @@ __device__ __forceinline__ void decode_products(
 #define TILED_BOUNDS
 #endif
 constexpr int TILE_OUTPUTS = 128;
-constexpr int TILE_TOKENS = 64;
+constexpr int TILE_TOKENS = BY_WGMMA ? 128 : 64;
 constexpr int HALF_OUTPUTS = TILE_OUTPUTS / 2;
 constexpr int GROUP_ROWS = TERMS == 1 ? 8 : 4;                                     // of place_in_groups: tokens in three terms are larger
-constexpr int STAGE_COLS = E4M3_MMA || (BY_WGMMA && WEIGHT_BYTES == 1) ? 128 : WEIGHT_TYPE == WEIGHTS_F32 ? 32 : 64;
+constexpr int STAGE_COLS = E4M3_MMA ? 128 : WEIGHT_TYPE == WEIGHTS_F32 ? 32 : 64;
 constexpr int STAGE_UNITS = STAGE_COLS / UNIT;
 constexpr int WEIGHT_CHUNKS = STAGE_COLS * WEIGHT_BYTES / 16;                      // of a row of a stage
 constexpr int TERM_CHUNKS = STAGE_COLS * TERM_BYTES / 16;
@@ -396,7 +418,7 @@ constexpr int WEIGHT_STAGE_BYTES = TILE_OUTPUTS * WEIGHT_CHUNKS * 16;
 constexpr int STAGE_BYTES = WEIGHT_STAGE_BYTES + TERMS * TILE_TOKENS * TERM_CHUNKS * 16;
 constexpr int TILED_SHARED_BYTES = 96 * 1024;                                      // 8.9 and 12.0 have 99 KiB per block
 constexpr int MOST_STAGES = TILED_SHARED_BYTES / STAGE_BYTES;
-constexpr int STAGES = BY_WGMMA ? 192 * 1024 / STAGE_BYTES : MOST_STAGES < 4 ? MOST_STAGES : 4;
+constexpr int STAGES = BY_WGMMA ? 144 * 1024 / STAGE_BYTES : MOST_STAGES < 4 ? MOST_STAGES : 4;
 static_assert(STAGES >= 2, "a stage is filled while another is read");
 
 // 64 consecutive outputs of one weight. A tile has two: an expert's gate and up, or neighbours of one weight.
@@ -405,13 +427,12 @@ struct Half {
     int first;
 };
 
-// Sums of a warp: WARP_M x 16 outputs by WARP_N x 8 tokens.
-constexpr int WARP_M = BY_WGMMA ? 1 : 2;
-constexpr int WARP_N = BY_WGMMA ? 8 : 4;
+// Threads that copy a stage: by wgmma those of one warpgroup.
+constexpr int COPY_THREADS = BY_WGMMA ? THREADS / 2 : THREADS;
 
 // Source of a thread's copies of weights into each stage: one 16-byte column of chunks of their rows.
 struct WeightCopy {
-    static constexpr int STEP = THREADS / WEIGHT_CHUNKS;                           // rows from one copy to the next
+    static constexpr int STEP = COPY_THREADS / WEIGHT_CHUNKS;                           // rows from one copy to the next
     static constexpr int COPIES = HALF_OUTPUTS / STEP;                             // of each half
 
     const unsigned char* rows[2];
@@ -421,12 +442,13 @@ struct WeightCopy {
 
 __device__ __forceinline__ WeightCopy weight_copy(const Half (&halves)[2], int n) {
     WeightCopy copy;
+    int thread = threadIdx.x % COPY_THREADS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const Weight& w = halves[half].w;
-        int row = halves[half].first + threadIdx.x / WEIGHT_CHUNKS;
+        int row = halves[half].first + thread / WEIGHT_CHUNKS;
         long long row_bytes = (long long)w.ld * WEIGHT_BYTES;
-        copy.rows[half] = static_cast<const unsigned char*>(w.data) + row * row_bytes + threadIdx.x % WEIGHT_CHUNKS * 16;
+        copy.rows[half] = static_cast<const unsigned char*>(w.data) + row * row_bytes + thread % WEIGHT_CHUNKS * 16;
         copy.step_bytes[half] = WeightCopy::STEP * row_bytes;
         copy.rows_left[half] = n - row;
     }
@@ -435,133 +457,25 @@ __device__ __forceinline__ WeightCopy weight_copy(const Half (&halves)[2], int n
 
 // Starts the copies of the weights of stage `index`.
 __device__ __forceinline__ void weight_stage(unsigned char* weights, const WeightCopy& copy, int index) {
-    int row = threadIdx.x / WEIGHT_CHUNKS, chunk = threadIdx.x % WEIGHT_CHUNKS;
+    static_assert(WeightCopy::STEP % 4 == 0, "the rows of a thread have their chunk at the same place");
+    int thread = threadIdx.x % COPY_THREADS;
+    weights += place_weights<WEIGHT_CHUNKS>(thread / WEIGHT_CHUNKS, thread % WEIGHT_CHUNKS) * 16;
 #pragma unroll
     for (int i = 0; i < 2 * WeightCopy::COPIES; ++i) {
         int half = i / WeightCopy::COPIES, step = i % WeightCopy::COPIES;
         const unsigned char* source = copy.rows[half] + step * copy.step_bytes[half] + index * (WEIGHT_CHUNKS * 16);
-        int at = place_64<WEIGHT_CHUNKS>(row + i * WeightCopy::STEP, chunk) * 16;
-        cp_async_16(weights + at, source, step * WeightCopy::STEP < copy.rows_left[half]);
+        cp_async_16(weights + i * (WeightCopy::STEP * WEIGHT_CHUNKS * 16), source, step * WeightCopy::STEP < copy.rows_left[half]);
     }
 }
 
 #if BY_WGMMA
 #include "matmul_sm90.cuh"
 #else
-
-// Source of a thread's copies into each stage: the weights', and one 16-byte column of chunks of the tokens' rows.
-struct TileCopy {
-    static constexpr int TOKEN_STEP = THREADS / TERM_CHUNKS;
-    static constexpr int TOKEN_COPIES = TILE_TOKENS / TOKEN_STEP;
-
-    WeightCopy weights;
-    const unsigned char* tokens[TOKEN_COPIES];
-    int tokens_left;
-    long long term_bytes;
-};
-
-__device__ __forceinline__ TileCopy tile_copy(const Half (&halves)[2], int n, const Tokens& x) {
-    TileCopy copy;
-    copy.weights = weight_copy(halves, n);
-    int token = threadIdx.x / TERM_CHUNKS;
-    copy.tokens_left = x.count - token;
-    copy.term_bytes = (long long)x.term_rows * x.padded * TERM_BYTES;
-#pragma unroll
-    for (int i = 0; i < TileCopy::TOKEN_COPIES; ++i) {
-        int row = token_row(x, min(token + i * TileCopy::TOKEN_STEP, x.count - 1));
-        copy.tokens[i] = x.terms + (long long)row * x.padded * TERM_BYTES + threadIdx.x % TERM_CHUNKS * 16;
-    }
-    return copy;
-}
-
-// Starts the copies of stage `index` of `stages`; an index past the last gives an empty group.
-__device__ __forceinline__ void tile_stage(unsigned char* shared, const TileCopy& copy, int index, int stages) {
-    if (index < stages) {
-        unsigned char* weights = shared + index % STAGES * STAGE_BYTES;
-        weight_stage(weights, copy.weights, index);
-        unsigned char* terms = weights + WEIGHT_STAGE_BYTES;
-        int row = threadIdx.x / TERM_CHUNKS, chunk = threadIdx.x % TERM_CHUNKS;
-#pragma unroll
-        for (int i = 0; i < TERMS * TileCopy::TOKEN_COPIES; ++i) {
-            int term = i / TileCopy::TOKEN_COPIES, step = i % TileCopy::TOKEN_COPIES;
-            const unsigned char* source = copy.tokens[step] + term * copy.term_bytes + index * (TERM_CHUNKS * 16);
-            int at = place_terms<TERM_CHUNKS>(term * TILE_TOKENS + row + step * TileCopy::TOKEN_STEP, chunk) * 16;
-            cp_async_16(terms + at, source, step * TileCopy::TOKEN_STEP < copy.tokens_left);
-        }
-    }
-    cp_async_commit();
-}
-
-// A warp computes the tile's outputs `warp_output()` .. + 31 for tokens `warp_token()` .. + 31. With at most 32 tokens
-// the first four warps do all the work, one per scheduler.
-__device__ __forceinline__ int warp_output() { return threadIdx.x / 32 % 4 * 32; }
-__device__ __forceinline__ int warp_token() { return threadIdx.x / 128 * 32; }
-// The same number for the two warps that have the same outputs of both halves, for the same tokens.
-__device__ __forceinline__ int warp_pair() { return threadIdx.x / 128 * 2 + warp_output() % HALF_OUTPUTS / 32; }
-// Where stages begin in the memory that a block was given.
-__device__ __forceinline__ unsigned char* stage_memory(unsigned char* given) { return given; }
-
-// dot += a warp's products of one stage; `tokens` of its 32 exist.
-__device__ __forceinline__ void multiply_stage(float (&dot)[2][4][4], const unsigned char* weights, int tokens) {
-    if (tokens <= 0) return;
-    const unsigned char* terms = weights + WEIGHT_STAGE_BYTES;
-    int row = warp_output() + (threadIdx.x & 31) / 4;
-#pragma unroll 1
-    for (int unit = 0; unit < STAGE_UNITS; ++unit) {
-        int chunk = unit * 4 + (threadIdx.x & 3);
-        uint4 upper[2], lower[2];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            upper[m] = load_16(weights + place_64<WEIGHT_CHUNKS>(row + m * 16, chunk) * 16);
-            lower[m] = load_16(weights + place_64<WEIGHT_CHUNKS>(row + m * 16 + 8, chunk) * 16);
-        }
-        if (tokens > 16) {
-            multiply_unit<2, 4, 4, TILE_TOKENS, TERM_CHUNKS>(dot, upper, lower, terms, warp_token(), unit);
-        } else {
-            multiply_unit<2, 4, 2, TILE_TOKENS, TERM_CHUNKS>(dot, upper, lower, terms, warp_token(), unit);
-        }
-    }
-}
-
-// total = the products of the halves' outputs (rows from n on do not exist) with at most 64 tokens over the blocks
-// `first` .. `end - 1`, summed as the contract requires; `first` begins a segment. `at_segment(s)` follows the addition
-// of segment s, and may take what is in `total`. `shared`: TILED_SHARED_BYTES, of which STAGES stages are used.
-template <class AtSegment>
-__device__ __forceinline__ void tiled_products(
-    float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, int first, int end, unsigned char* shared,
-    AtSegment at_segment) {
-    TileCopy copy = tile_copy(halves, n, x);
-    constexpr int BLOCK_STAGES = BLOCK / STAGE_COLS;
-    int stages = end * BLOCK_STAGES;
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) tile_stage(shared, copy, first * BLOCK_STAGES + i, stages);
-
-    const Half mine = warp_output() < HALF_OUTPUTS ? halves[0] : halves[1];
-    ScaleRows<2, 4> scale_at = scale_rows<2, 4>(mine.w, mine.first + warp_output() % HALF_OUTPUTS, n, x, warp_token());
-    float dot[2][4][4], segment[2][4][4];
-    clear(segment);
-    clear(total);
-    for (int block = first; block < end; ++block) {
-        Scales<2, 4> scales = load_scales(scale_at, block);
-        clear(dot);
-#pragma unroll 1
-        for (int s = 0; s < BLOCK_STAGES; ++s) {
-            int index = block * BLOCK_STAGES + s;
-            // After the barrier this stage is complete, and every warp has left the previous one, which is filled again.
-            cp_async_wait<STAGES - 2>();
-            __syncthreads();
-            tile_stage(shared, copy, index + STAGES - 1, stages);
-            multiply_stage(dot, shared + index % STAGES * STAGE_BYTES, x.count - warp_token());
-        }
-        fold_block(segment, dot, scales);
-        fold_segment(total, segment, block, end);
-        if ((block + 1) % BLOCKS_OF_SEGMENT == 0 || block + 1 == end) at_segment(block / BLOCKS_OF_SEGMENT);
-    }
-}
+#include "matmul_sync.cuh"
+#endif
 
 // The products over all columns.
-__device__ __forceinline__ void tiled_products(
-    float (&total)[2][4][4], const Half (&halves)[2], int n, const Tokens& x, unsigned char* shared) {
-    tiled_products(total, halves, n, x, 0, x.padded / BLOCK, shared, [](int) {});
+template <class AtEnd>
+__device__ __forceinline__ void tiled_products(const Half (&halves)[2], int n, const Tokens& x, unsigned char* shared, AtEnd at_end) {
+    tiled_products(halves, n, x, 0, x.padded / BLOCK, shared, [](int, const auto&) { return false; }, at_end);
 }
-#endif

@@ -41,10 +41,9 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
                  : "memory");
 }
 
-// The same for 4 bytes.
-__device__ __forceinline__ void cp_async_4(void* shared, const void* global, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 4 : 0)
-                 : "memory");
+// The same for 8 bytes, always read.
+__device__ __forceinline__ void cp_async_8(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
 // Closes the group of copies that this thread has started since the last group.
@@ -97,6 +96,13 @@ __device__ __forceinline__ unsigned sign_extend_pair(unsigned bytes) {
     unsigned pair;
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(pair) : "r"(bytes), "n"(PAIR == 0 ? 0x9180 : 0xb3a2));
     return pair;
+}
+
+// The same for a pair that is known when it runs.
+__device__ __forceinline__ unsigned sign_extend_pair(unsigned bytes, int pair) {
+    unsigned extended;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(extended) : "r"(bytes), "r"(pair == 0 ? 0x9180 : 0xb3a2));
+    return extended;
 }
 
 // Two f32 as bf16, rounded to nearest even, the first in the lower half.

@@ -45,6 +45,26 @@ __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[8][4], const unsigned
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
+// The same for 128 tokens.
+__device__ __forceinline__ void wgmma_m64n128k16(float (&d)[16][4], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0; "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 // d (64 rows x 128 columns, or x 64) = or += a (64 x 16) * b (16 x 128, or x 64), both bf16: a in registers as in wgmma_m64n64k16, b in shared
 // memory with its columns contiguous (`transposed_descriptor`). d[4 j + i] is row 16 * warp + lane / 4 + i / 2 * 8, column 8 j + lane % 4 * 2 + i % 2.
 __device__ __forceinline__ void wgmma_transposed(float (&d)[64], const unsigned (&a)[4], unsigned long long b, int accumulate) {
@@ -90,9 +110,10 @@ __device__ __forceinline__ void keep_in_order(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-__device__ __forceinline__ void keep_in_order(float (&d)[8][4]) {
+template <int N>
+__device__ __forceinline__ void keep_in_order(float (&d)[N][4]) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 // wgmma reads shared memory through the async proxy: this makes this thread's copies visible there.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -121,5 +142,5 @@ __device__ __forceinline__ unsigned long long transposed_descriptor(unsigned sha
 
 // The same descriptor of what begins `bytes` further: its lower half has the start and the leading dimension offset, and no carry leaves it.
 __device__ __forceinline__ unsigned long long descriptor_after(unsigned long long descriptor, unsigned bytes) {
-    return descriptor & 0xffffffff00000000ull | (unsigned)descriptor + (bytes >> 4);
+    return (descriptor & 0xffffffff00000000ull) | ((unsigned)descriptor + (bytes >> 4));
 }

@@ -9,7 +9,7 @@
 #define ldmatrix_x4(...) hearth_host::load_matrices(HEARTH_HOST_SITE, 0, __VA_ARGS__)
 #define ldmatrix_x4_trans(...) hearth_host::load_matrices(HEARTH_HOST_SITE, 1, __VA_ARGS__)
 #define cp_async_16(...) hearth_host_cp_async(HEARTH_HOST_SITE, 16, __VA_ARGS__)
-#define cp_async_4(...) hearth_host_cp_async(HEARTH_HOST_SITE, 4, __VA_ARGS__)
+#define cp_async_8(...) hearth_host_cp_async(HEARTH_HOST_SITE, 8, __VA_ARGS__, 1)
 
 namespace hearth_host {
 
@@ -57,6 +57,10 @@ template <int PAIR>
 __forceinline__ unsigned sign_extend_pair(unsigned bytes) {
     auto extended = [bytes](int i) { return static_cast<unsigned>(static_cast<signed char>(bytes >> (8 * i))); };
     return (extended(2 * PAIR) & 0xffffu) | extended(2 * PAIR + 1) << 16;
+}
+
+__forceinline__ unsigned sign_extend_pair(unsigned bytes, int pair) {
+    return pair == 0 ? sign_extend_pair<0>(bytes) : sign_extend_pair<1>(bytes);
 }
 
 __forceinline__ unsigned round_pair(float first, float second) {

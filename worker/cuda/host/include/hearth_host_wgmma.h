@@ -4,6 +4,7 @@
 #define wgmma_m64n128k32(...) hearth_host::multiply_by_warpgroup(HEARTH_HOST_SITE, __VA_ARGS__)
 #define wgmma_m64n64k16(...) hearth_host::multiply_by_warpgroup(HEARTH_HOST_SITE, __VA_ARGS__)
 #define wgmma_transposed(...) hearth_host::multiply_transposed(HEARTH_HOST_SITE, __VA_ARGS__)
+#define wgmma_m64n128k16(...) hearth_host::multiply_by_warpgroup(HEARTH_HOST_SITE, __VA_ARGS__)
 #define wgmma_fence() hearth_host_wgmma_fence()
 #define wgmma_commit() hearth_host_wgmma_commit()
 #define wgmma_wait() hearth_host_wgmma_wait(HEARTH_HOST_SITE, 0)
@@ -15,8 +16,9 @@ __forceinline__ void multiply_by_warpgroup(HearthHostSite site, float (&d)[64], 
     hearth_host_wgmma(site, d, a, b, accumulate);
 }
 
-__forceinline__ void multiply_by_warpgroup(HearthHostSite site, float (&d)[8][4], const unsigned (&a)[4], unsigned long long b, int accumulate) {
-    hearth_host_wgmma_bf16(site, d[0], a, b, accumulate, 64, 0);
+template <int N>
+__forceinline__ void multiply_by_warpgroup(HearthHostSite site, float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    hearth_host_wgmma_bf16(site, d[0], a, b, accumulate, N * 8, 0);
 }
 
 template <int N>
@@ -30,6 +32,7 @@ __forceinline__ void multiply_transposed(HearthHostSite site, float (&d)[N], con
 // The model has the address of the accumulators, so that the compiler keeps their contents at every call.
 template <int N>
 __forceinline__ void keep_in_order(float (&)[N]) {}
-__forceinline__ void keep_in_order(float (&)[8][4]) {}
+template <int N>
+__forceinline__ void keep_in_order(float (&)[N][4]) {}
 __forceinline__ void fence_async_proxy() { hearth_host_fence_async_proxy(); }
 __forceinline__ unsigned shared_address(const void* shared) { return hearth_host_shared_address(shared); }

@@ -64,23 +64,35 @@ float element(unsigned word, int i) {
 
 // Rows of eight columns: the width of the vector units, if any.
 typedef float Row __attribute__((vector_size(32)));
+typedef double WideRow __attribute__((vector_size(64)));
 #if defined(__x86_64__)
 #define HEARTH_WIDE __attribute__((target_clones("default", "avx2")))
 #else
 #define HEARTH_WIDE
 #endif
 
-HEARTH_WIDE void multiply_add(Row* d, const float (*a)[32], const Row* b, int depth) {
+HEARTH_WIDE void multiply_add_e4m3(Row* d, const float (*a)[32], const Row* b) {
     for (int row = 0; row < 16; row++) {
         Row sum = d[row];
-        for (int k = 0; k < depth; k++) sum += a[row][k] * b[k];
+        for (int k = 0; k < 32; k++) sum += a[row][k] * b[k];
         d[row] = sum;
+    }
+}
+
+HEARTH_WIDE void multiply_add_bf16(Row* d, const float (*a)[32], const Row* b) {
+    WideRow wide[16];
+    for (int k = 0; k < 16; k++) wide[k] = __builtin_convertvector(b[k], WideRow);
+    for (int row = 0; row < 16; row++) {
+        WideRow sum = __builtin_convertvector(d[row], WideRow);
+        for (int k = 0; k < 16; k++) sum += (double)a[row][k] * wide[k];
+        d[row] = __builtin_convertvector(sum, Row);
     }
 }
 
 // Fragments of m16n8k16 (two elements per register) and m16n8k32 (four) are laid out alike: registers 0, 1 of A hold
 // the first half of k in rows group and group + 8, registers 2, 3 the second half.
-// Each sum is over ascending k, with one rounding per step.
+// A sum of e4m3 is over ascending k, with one rounding for each. One of bf16 is rounded once for all k, of which it hardly ever shows
+// the order: on hardware it does not.
 template <bool E4M3>
 void mma(Executor& e, unsigned warp) {
     constexpr int per_word = E4M3 ? 4 : 2, half = 4 * per_word;
@@ -98,7 +110,11 @@ void mma(Executor& e, unsigned warp) {
             for (int i = 0; i < per_word; i++) b[quad * per_word + r * half + i][group] = element<E4M3>(operand.b.v[r], i);
         }
     }
-    multiply_add(d, a, b, 2 * half);
+    if constexpr (E4M3) {
+        multiply_add_e4m3(d, a, b);
+    } else {
+        multiply_add_bf16(d, a, b);
+    }
     for (unsigned lane = 0; lane < 32; lane++) {
         for (int r = 0; r < 4; r++) e.lane(warp, lane).operand.d.v[r] = d[lane / 4 + (r >> 1) * 8][lane % 4 * 2 + (r & 1)];
     }

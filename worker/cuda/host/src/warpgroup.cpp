@@ -50,7 +50,6 @@ const unsigned char* operand(const Matrix& from, unsigned row, unsigned byte, co
     return reinterpret_cast<const unsigned char*>(address);
 }
 
-int depth(const Product& product) { return product.is_bf16 ? 16 : 32; }
 unsigned sums(const Product& product) { return product.columns / 2; }
 
 float bf16_value(unsigned bits) {
@@ -103,7 +102,17 @@ void read(Executor& e, Operands& to, const Product& product, const Fiber& fiber)
     read(to.b, matrix(e, product.b, fiber), 0, product.columns, product.is_bf16, fiber, product.site);
 }
 
-// Each sum is over ascending k, with one rounding per step.
+// As mma adds them.
+float add_products(float d, const float* a, const float* b, bool is_bf16) {
+    if (is_bf16) {
+        double sum = d;
+        for (int k = 0; k < 16; k++) sum += (double)a[k] * b[k];
+        return (float)sum;
+    }
+    for (int k = 0; k < 32; k++) d += a[k] * b[k];
+    return d;
+}
+
 void multiply(Executor& e, unsigned warp, size_t index) {
     static Operands operands;
     const Product& first = e.lane(warp, 0).products[index];
@@ -116,9 +125,7 @@ void multiply(Executor& e, unsigned warp, size_t index) {
         for (unsigned i = 0; i < sums(product); i++) {
             const float* a = operands.a[lane / 4 + i / 2 % 2 * 8];
             const float* b = operands.b[i / 4 * 8 + lane % 4 * 2 + i % 2];
-            float sum = product.accumulate ? product.d[i] : 0.0f;
-            for (int k = 0; k < depth(product); k++) sum += a[k] * b[k];
-            product.d[i] = sum;
+            product.d[i] = add_products(product.accumulate ? product.d[i] : 0.0f, a, b, product.is_bf16);
         }
     }
 }

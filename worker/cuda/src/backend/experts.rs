@@ -1,7 +1,7 @@
 //! Mixture of experts: runs the chosen experts.
 //!
 //! Slots (a token and one of its choices) are sorted by expert. The matrix kernels take tiles of slots of one expert,
-//! so that an expert's weights are loaded once for up to 64 of them, and tiles of one expert run together. Each
+//! so that an expert's weights are loaded once for up to 64 or 128 of them, and tiles of one expert run together. Each
 //! token's outputs are then added in the order of [`expert_sum`](hearth_kernels::expert_sum), in registers; partial sums
 //! are in memory only between two invocations.
 
@@ -10,8 +10,8 @@ use hearth_kernels::ops::ExpertOps;
 use hearth_kernels::{DType, ExpertCall, ExpertProducts, ExpertWeights, KernelError, checks};
 
 use super::elementwise::row_grid;
-use super::host_order::{HostOrder, ListedCall, SlotAddresses, chunks};
-use super::linear::DECODE_ROWS;
+use super::host_order::{HostOrder, ListedCall, SlotAddresses, chunks, tile_rows};
+use super::linear::{DECODE_ROWS, TILE_ROWS, WGMMA_TILE_ROWS};
 use super::tensor::{CudaChosen, ExpertArg, Terms, WeightData};
 use super::{Activations, CudaBackend, CudaTensor, CudaWeight, Kernel, argument_bytes};
 use crate::compile::Variant;
@@ -184,7 +184,7 @@ impl ExpertOps for CudaBackend {
                 end: LEAVES,
                 experts: bank.count,
             };
-            let slots = self.sort(chosen, bank.count, first, destination.tokens)?;
+            let slots = self.sort(chosen, bank, first, destination.tokens)?;
             self.run_slots(
                 &destination,
                 &terms,
@@ -317,7 +317,7 @@ impl CudaBackend {
         for tokens in chunks(&listed, x.rows, self.most_slots(shape)) {
             destination.first = tokens.start;
             destination.tokens = tokens.len();
-            let order = HostOrder::new(&listed, tokens);
+            let order = HostOrder::new(&listed, tokens, || self.tiled_rows(shape));
             self.queue.forget_host_data()?;
             let slots = Slots {
                 rows: self.host_once(&order.rows)?,
@@ -364,20 +364,25 @@ impl CudaBackend {
     fn sort(
         &self,
         chosen: &CudaChosen,
-        experts: usize,
+        bank: &CudaBank,
         first: usize,
         tokens: usize,
     ) -> Result<(Slots, Option<Buffer>), KernelError> {
-        let top_k = chosen.spec.top_k;
+        let (top_k, experts) = (chosen.spec.top_k, bank.count);
         let slots = tokens * top_k;
         let offset = (first * top_k * 4) as u64;
         let is_all = tokens == chosen.tokens;
         let sorted = chosen.sorted.as_ref();
         let (at, buffer) = match sorted.filter(|sorted| is_all && sorted.experts == experts) {
-            Some(sorted) => (SlotAddresses::new(&sorted.buffer, slots, experts), None),
+            Some(sorted) => {
+                let at = SlotAddresses::new(&sorted.buffer, slots, experts, sorted.tile_rows);
+                (at, None)
+            }
             None => {
-                let buffer = self.buffer(SlotAddresses::bytes(slots, experts), "sorted slots")?;
-                let at = SlotAddresses::new(&buffer, slots, experts);
+                let tile_rows = tile_rows(slots, experts, || self.tiled_rows(bank.shape));
+                let bytes = SlotAddresses::bytes(slots, experts, tile_rows);
+                let buffer = self.buffer(bytes, "sorted slots")?;
+                let at = SlotAddresses::new(&buffer, slots, experts, tile_rows);
                 let args = Args::new()
                     .with(chosen.experts.address() + offset)
                     .with(tokens as i32)
@@ -542,6 +547,15 @@ impl CudaBackend {
         };
         let kernel = Kernel::new(&variant, name);
         self.launch(kernel, grid, args)
+    }
+
+    /// Rows of a tile of the tiled kernels. Both products of an expert take the same tiles.
+    fn tiled_rows(&self, shape: ExpertShape) -> usize {
+        let by_wgmma = |dtype| self.multiplies_by_wgmma(dtype);
+        match by_wgmma(shape.input) && by_wgmma(shape.output) {
+            true => WGMMA_TILE_ROWS,
+            false => TILE_ROWS,
+        }
     }
 
     /// Maximum slots per pass.

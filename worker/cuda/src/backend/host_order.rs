@@ -5,7 +5,7 @@ use std::ops::Range;
 use hearth_kernels::ExpertCall;
 
 use super::CudaWeight;
-use super::linear::{DECODE_ROWS, TILE_ROWS};
+use super::linear::DECODE_ROWS;
 use super::tensor::TileArg;
 use crate::memory::Buffer;
 
@@ -66,11 +66,11 @@ pub(super) fn chunks(
 
 /// Rows of a tile: those of the decode kernel, which is bound by the weights, for few tokens per expert; else those of
 /// the tiled one. The bits are the same.
-fn tile_rows(slots: usize, experts: usize) -> usize {
-    if slots <= experts * DECODE_ROWS {
+pub(super) fn tile_rows(slots: usize, experts: usize, tiled: impl FnOnce() -> usize) -> usize {
+    if slots <= experts.min(slots) * DECODE_ROWS {
         DECODE_ROWS
     } else {
-        TILE_ROWS
+        tiled()
     }
 }
 
@@ -87,11 +87,16 @@ pub(super) struct HostOrder {
 }
 
 impl HostOrder {
-    pub(super) fn new(calls: &[ListedCall<'_>], tokens: Range<usize>) -> Self {
+    /// `tiled`: rows of the tiled kernel's tiles.
+    pub(super) fn new(
+        calls: &[ListedCall<'_>],
+        tokens: Range<usize>,
+        tiled: impl FnOnce() -> usize,
+    ) -> Self {
         let calls: Vec<ListedCall<'_>> = calls.iter().map(|call| call.within(&tokens)).collect();
         let slots = calls.iter().map(|call| call.rows.len()).sum();
         let used = calls.iter().filter(|call| !call.rows.is_empty()).count();
-        Self::tiled(&calls, tokens, tile_rows(slots, used))
+        Self::tiled(&calls, tokens, tile_rows(slots, used, tiled))
     }
 
     fn tiled(calls: &[ListedCall<'_>], tokens: Range<usize>, tile_rows: usize) -> Self {
@@ -153,9 +158,9 @@ pub(super) struct SlotAddresses {
 }
 
 impl SlotAddresses {
-    /// The parts of a buffer for slots of `experts` experts: tiles, then rows, positions and the count.
-    pub(super) fn new(buffer: &Buffer, slots: usize, experts: usize) -> Self {
-        let (tile_rows, most_tiles) = Self::tiles(slots, experts);
+    /// The parts of a buffer for slots of `experts` experts: tiles of `tile_rows`, then rows, positions and the count.
+    pub(super) fn new(buffer: &Buffer, slots: usize, experts: usize, tile_rows: usize) -> Self {
+        let most_tiles = most_tiles(slots, experts, tile_rows);
         let rows = buffer.address() + (most_tiles * size_of::<TileArg>()) as u64;
         let positions = rows + slots as u64 * 4;
         Self {
@@ -169,14 +174,13 @@ impl SlotAddresses {
     }
 
     /// Size of the buffer.
-    pub(super) fn bytes(slots: usize, experts: usize) -> usize {
-        Self::tiles(slots, experts).1 * size_of::<TileArg>() + (2 * slots + 1) * 4
+    pub(super) fn bytes(slots: usize, experts: usize, tile_rows: usize) -> usize {
+        most_tiles(slots, experts, tile_rows) * size_of::<TileArg>() + (2 * slots + 1) * 4
     }
+}
 
-    fn tiles(slots: usize, experts: usize) -> (usize, usize) {
-        let tile_rows = tile_rows(slots, experts.min(slots));
-        (tile_rows, slots.min(experts + slots / tile_rows))
-    }
+fn most_tiles(slots: usize, experts: usize, tile_rows: usize) -> usize {
+    slots.min(experts + slots / tile_rows)
 }
 
 #[cfg(test)]
@@ -221,7 +225,7 @@ mod tests {
 
     #[test]
     fn some_tokens_have_their_part_of_the_slots_counted_from_the_first() {
-        let order = HostOrder::new(&CALLS, 2..4);
+        let order = HostOrder::new(&CALLS, 2..4, || 64);
         assert_eq!(order.rows, [0, 1, 0]);
         assert_eq!(order.positions, [0, 2, 1, -1]);
         assert_eq!(order.chosen, [4, 7, 4, 4]);
@@ -238,7 +242,8 @@ mod tests {
 
     #[test]
     fn few_tokens_an_expert_take_the_decode_kernel() {
-        assert_eq!(tile_rows(64, 8), DECODE_ROWS);
-        assert_eq!(tile_rows(65, 8), TILE_ROWS);
+        assert_eq!(tile_rows(64, 8, || 128), DECODE_ROWS);
+        assert_eq!(tile_rows(65, 8, || 128), 128);
+        assert_eq!(tile_rows(3, 8, || 128), DECODE_ROWS);
     }
 }

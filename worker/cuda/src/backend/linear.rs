@@ -16,9 +16,11 @@ use crate::queue::Args;
 
 /// Maximum rows of the decode kernel.
 pub(super) const DECODE_ROWS: usize = 8;
-/// Outputs per block (`TILE_OUTPUTS` of matmul.cuh) and rows per block of the tiled kernel (`TILE_TOKENS`).
+/// Outputs per block (`TILE_OUTPUTS` of matmul.cuh), and rows per block of the tiled kernel (`TILE_TOKENS`): by `mma.sync`, and
+/// by wgmma, which computes no more than the former's if there are no more.
 const TILE_OUTPUTS: usize = 128;
 pub(super) const TILE_ROWS: usize = 64;
+pub(super) const WGMMA_TILE_ROWS: usize = 128;
 /// Columns per partial sum (`SEGMENT` of common.cuh).
 const SEGMENT_COLS: usize = 512;
 
@@ -299,13 +301,13 @@ impl CudaBackend {
         product: &Product<'_>,
         by_wgmma: bool,
     ) -> Result<CudaTensor, KernelError> {
-        let variant = match by_wgmma {
-            true => product.wgmma_variant(),
-            false => product.variant(),
+        let (variant, tile_rows) = match by_wgmma {
+            true => (product.wgmma_variant(), WGMMA_TILE_ROWS),
+            false => (product.variant(), TILE_ROWS),
         };
         let kernel = Kernel::new(&variant, "linear_tiled");
         let columns = product.weight.rows.div_ceil(TILE_OUTPUTS);
-        let rows = product.rows.div_ceil(TILE_ROWS);
+        let rows = product.rows.div_ceil(tile_rows);
         let multiprocessors = self.device.info.multiprocessors as usize;
         let Cut { splits, sums } = Cut::of(columns * rows, product.segments(), multiprocessors);
         let y = self.result(product, sums)?;
@@ -414,7 +416,7 @@ impl CudaBackend {
     /// The variant of a kernel for products of many rows.
     pub(super) fn tiled_variant(&self, file: &'static str, dtype: DType) -> Variant {
         let activations = self.activations_for(dtype);
-        match activations == Activations::Bf16 && self.multiplies_by_wgmma(dtype) {
+        match self.multiplies_by_wgmma(dtype) {
             true => wgmma_variant(file, dtype, activations),
             false => matrix_variant(file, dtype, activations),
         }

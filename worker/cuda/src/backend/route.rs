@@ -4,7 +4,8 @@ use hearth_kernels::ops::{MemoryOps, RouterOps};
 use hearth_kernels::{KernelError, RouterScore, RouterSpec, Routing, checks};
 
 use super::elementwise::{QUAD, QUAD_COLS};
-use super::host_order::SlotAddresses;
+use super::host_order::{SlotAddresses, tile_rows};
+use super::linear::TILE_ROWS;
 use super::tensor::SortedSlots;
 use super::weights::floats;
 use super::{CudaBackend, CudaChosen, CudaTensor, CudaVector, Kernel};
@@ -39,10 +40,15 @@ impl RouterOps for CudaBackend {
         })?;
         let slots = tokens * spec.top_k;
         let sorted = match (1..=MOST_SORTED_TOKENS).contains(&tokens) {
-            true => Some(SortedSlots {
-                buffer: self.buffer(SlotAddresses::bytes(slots, experts), "sorted slots")?,
-                experts,
-            }),
+            true => {
+                let tile_rows = tile_rows(slots, experts, || TILE_ROWS);
+                let bytes = SlotAddresses::bytes(slots, experts, tile_rows);
+                Some(SortedSlots {
+                    buffer: self.buffer(bytes, "sorted slots")?,
+                    experts,
+                    tile_rows,
+                })
+            }
             false => None,
         };
         let chosen = CudaChosen {
@@ -67,7 +73,7 @@ impl RouterOps for CudaBackend {
             .with(spec.scaling);
         match &chosen.sorted {
             Some(sorted) => {
-                let at = SlotAddresses::new(&sorted.buffer, slots, experts);
+                let at = SlotAddresses::new(&sorted.buffer, slots, experts, sorted.tile_rows);
                 let args = args
                     .with(at.tile_rows as i32)
                     .with(at.rows)

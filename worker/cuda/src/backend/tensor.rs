@@ -243,6 +243,7 @@ pub(super) struct SortedSlots {
     pub(super) buffer: Buffer,
     /// Number of experts.
     pub(super) experts: usize,
+    pub(super) tile_rows: usize,
 }
 
 impl CudaChosen {

@@ -60,6 +60,10 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
         "matmul_sm90.cuh",
         include_str!("../../kernels/matmul_sm90.cuh"),
     ),
+    (
+        "matmul_sync.cuh",
+        include_str!("../../kernels/matmul_sync.cuh"),
+    ),
     ("moe_sort.cuh", include_str!("../../kernels/moe_sort.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
     ("norm_row.cuh", include_str!("../../kernels/norm_row.cuh")),
@@ -284,8 +288,9 @@ const SHARED_BYTES: i64 = 97 << 10;
 /// Dynamic shared memory of `gemm_fp8_sm90`: six stages of two tiles of 128 × 128, aligned to 1 KiB.
 const WGMMA_BYTES: i64 = 6 * 2 * 128 * 128 + 1024;
 
-/// The same of the tiled kernels by wgmma: 192 KiB of stages, aligned to 1 KiB.
-const WGMMA_TILED_BYTES: i64 = (192 << 10) + 1024;
+/// The same of the tiled kernels by wgmma: 144 KiB of stages, aligned to 1 KiB, and the totals of 128 × 128 sums.
+const WGMMA_TILED_BYTES: i64 = (144 << 10) + 1024 + 4 * 128 * 128;
+
 /// Dynamic shared memory of the tiled kernels: `STAGES * STAGE_BYTES` of matmul.cuh.
 fn tiled_bytes(weight_type: i64, activations: i64) -> i64 {
     let weight_bytes = match weight_type {

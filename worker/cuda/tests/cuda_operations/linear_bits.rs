@@ -38,6 +38,36 @@ fn an_output_is_the_same_bits_alone_and_in_any_batch() {
 }
 
 #[test]
+fn many_rows_give_the_bits_of_few_to_either_side_of_a_tile() {
+    // Five segments of which the last is short, whole or cut over blocks; columns that end inside a block; outputs that end
+    // inside a tile, and are a multiple of four or not.
+    let gpu = gpu(Activations::Bf16);
+    let mut rng = Rng(5);
+    for dtype in [DType::F8E4m3, DType::Bf16, DType::F16] {
+        for (outputs, cols, most) in [(270, 2150, 300), (100, 2150, 129), (129, 512, 129)] {
+            let w = random_matrix(&mut rng, outputs, cols, dtype);
+            let weight = gpu.weight(&w).unwrap();
+            let bias = gpu.vector(&rng.normals(outputs)).unwrap();
+            let values = rng.normals(most * cols);
+            let product = |values: &[f32]| {
+                let x = gpu.upload(values.len() / cols, cols, values).unwrap();
+                let y = gpu.linear(&x, &weight, Some(&bias)).unwrap();
+                gpu.download(&y).unwrap()
+            };
+            let few: Vec<f32> = values.chunks(8 * cols).flat_map(product).collect();
+            for rows in [9, 64, 65, 127, 128, 129, 300] {
+                if rows > most {
+                    continue;
+                }
+                let got = product(&values[..rows * cols]);
+                let what = what(&gpu, &w, rows);
+                assert_same_bits(&got, &few[..rows * outputs], &what);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_slice_of_a_weight_gives_the_bits_of_the_whole() {
     let (outputs, cols) = (300, 260);
     on_all_activations(|gpu| {

@@ -235,6 +235,7 @@ fn open_gpu(options: GpuOptions) -> anyhow::Result<AnyBackend> {
         kernel_cache: image.into_iter().chain(cache).collect(),
         nvrtc,
         sentinels: None,
+        without_wgmma: false,
         trace: options.trace,
     };
     let backend = CudaBackend::new(options)?;

@@ -5,14 +5,16 @@
 //   ROWS            rows of work of a block: 16, 32, 64 or 128; 16 for decode, 64 or (one term, 192 / 128 elements at most) 128
 //                   for prefill
 //   BUFFERS         tiles of keys and values in shared memory: 2 loads one while the other is used
-//   QUERIES_SHARED  1: the queries stay in shared memory as f32; 0: they are read from global memory for each tile
+//   QUERIES_SHARED  1: the queries stay in shared memory, as f32, or as bf16 with one term; 0: they are read from global memory for
+//                   each tile
 //
 // A row of work is a token of a tile with a query head of one kv head's group: row i is token i / group, head
 // kv * group + i % group. A tile may hold any number of tokens. Grid (tiles, kv_heads * row_blocks, splits) with
 // row_blocks = ceil(largest tokens * group / ROWS); 128 threads for ROWS = 16, else 256. Shared memory is 1 KiB static and,
 // dynamic, these bytes:
 //   128 * BUFFERS * (K_DIM + 8 + (VALUE_IN_KEY ? 0 : V_DIM + 8)) + 4 * ROWS * (72 + (QUERIES_SHARED ? K_DIM + (K_DIM % 32 ? 24 : 8) : 0))
-// of which the second part is left out where scores stay in registers (IN_REGISTERS of attention.cuh).
+// of which the second part is left out where scores stay in registers (IN_REGISTERS of attention.cuh); with one term a query takes
+// 2 * (K_DIM + 8).
 //
 // With splits == 1 a block walks all positions and writes `out` [rows][heads][V_DIM]; `partials` is unused. With more,
 // block z computes only the positions 512 z .. 512 z + 511 into partials [rows][heads][splits][m, l, o of V_DIM], and
@@ -49,11 +51,22 @@ __device__ __forceinline__ long long record_offset(const Cache& cache, int posit
 template <int DIM, int PITCH>
 __device__ __forceinline__ void load_rows(unsigned short* to, const unsigned char* from, const long long* offsets, int first, int last) {
     constexpr int PARTS = DIM / 8;
+    if constexpr (PARTS >= 32 && PACKED_QUERIES) {
+        // A warp copies a record at a time, where there are registers for it.
+#pragma unroll 1
+        for (int key = threadIdx.x / 32; key < KEY_TILE; key += ATTENTION_THREADS / 32) {
+            const unsigned char* record = from + offsets[key];
+            bool valid = first + key <= last;
+#pragma unroll
+            for (int part = threadIdx.x % 32; part < PARTS; part += 32) cp_async_16(to + key * PITCH + part * 8, record + part * 16, valid);
+        }
+    } else {
 #pragma unroll 2
-    for (int i = threadIdx.x; i < KEY_TILE * PARTS; i += ATTENTION_THREADS) {
-        int key = i / PARTS;
-        int part = i % PARTS;
-        cp_async_16(to + key * PITCH + part * 8, from + offsets[key] + part * 16, first + key <= last);
+        for (int i = threadIdx.x; i < KEY_TILE * PARTS; i += ATTENTION_THREADS) {
+            int key = i / PARTS;
+            int part = i % PARTS;
+            cp_async_16(to + key * PITCH + part * 8, from + offsets[key] + part * 16, first + key <= last);
+        }
     }
 }
 
@@ -63,7 +76,7 @@ __device__ __forceinline__ void load_tile(unsigned short* stage, const Cache& ca
     cp_async_commit();
 }
 
-// Loads the queries of the block's rows into shared memory, times scale; rows without work are zero.
+// Loads the queries of the block's rows into shared memory, times scale, packed or not; rows without work are zero.
 __device__ __forceinline__ void stage_queries(
     float* to, const float* q, const AttentionTile& tile, int first_row, int count, int group, int first_head, int heads, float scale) {
     for (int i = threadIdx.x; i < ROWS * K_DIM / 4; i += ATTENTION_THREADS) {
@@ -74,8 +87,13 @@ __device__ __forceinline__ void stage_queries(
             long long token = tile.first_row + (first_row + row) / group;
             v = *reinterpret_cast<const float4*>(q + (token * heads + first_head + (first_row + row) % group) * K_DIM + c);
         }
-        *reinterpret_cast<float4*>(to + row * QUERY_PITCH + c) =
-            make_float4(__fmul_rn(v.x, scale), __fmul_rn(v.y, scale), __fmul_rn(v.z, scale), __fmul_rn(v.w, scale));
+        v = make_float4(__fmul_rn(v.x, scale), __fmul_rn(v.y, scale), __fmul_rn(v.z, scale), __fmul_rn(v.w, scale));
+        if constexpr (PACKED_QUERIES) {
+            unsigned short* packed = reinterpret_cast<unsigned short*>(to) + row * PACKED_PITCH + c;
+            *reinterpret_cast<uint2*>(packed) = make_uint2(round_pair(v.x, v.y), round_pair(v.z, v.w));
+        } else {
+            *reinterpret_cast<float4*>(to + row * QUERY_PITCH + c) = v;
+        }
     }
 }
 
@@ -215,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, 1) attention(
     Lane at = this_lane();
     Queries queries;
     queries.scale = scale;
+    queries.packed = reinterpret_cast<const unsigned short*>(scores + ROWS * SCORE_PITCH) + (at.row + at.lane % 16) * PACKED_PITCH + at.lane / 16 * 8;
     Work work;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

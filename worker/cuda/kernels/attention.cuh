@@ -57,10 +57,15 @@ __device__ __forceinline__ Lane this_lane() {
     return {lane, lane / 4, lane % 4, warp / COLUMN_WARPS * WARP_ROWS, warp % COLUMN_WARPS};
 }
 
+// Queries in shared memory, if rounded, are bf16 and lie as ldmatrix wants them.
+constexpr bool PACKED_QUERIES = QUERIES_SHARED && TERMS == 1;
+constexpr int PACKED_PITCH = K_DIM + 8;
+
 // The queries of this thread's rows `group` and `group + 8`: rows in shared memory, already multiplied by scale, or in
-// global memory, where a row of work that does not exist is null.
+// global memory, where a row of work that does not exist is null. Or the row of packed ones whose address this lane gives.
 struct Queries {
     const float* rows[2];
+    const unsigned short* packed;
     float scale;
 };
 
@@ -134,7 +139,11 @@ __device__ __forceinline__ void score_keys(float* scores, const Queries& queries
 #pragma unroll 4
     for (int c = 0; c < K_DIM; c += STEP) {
         unsigned a[TERMS][4];
-        query_fragments(a, queries, c + 2 * at.quad);
+        if constexpr (PACKED_QUERIES) {
+            ldmatrix_x4(a[0], queries.packed + c);
+        } else {
+            query_fragments(a, queries, c + 2 * at.quad);
+        }
 #pragma unroll
         for (int n = 0; n < WARP_KEYS / 8; n += 2) {
             unsigned k[4];

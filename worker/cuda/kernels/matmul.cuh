@@ -308,8 +308,10 @@ __device__ __forceinline__ void store_sums(float* y, const float (&sum)[4], cons
 // ---- Few tokens: weights are loaded from memory straight into registers, each warp computes 16 outputs.
 
 constexpr int DECODE_TOKENS = 8;
-// Blocks of a multiprocessor, which registers must suffice for: FP8 takes more instructions for a byte, and so more warps.
-constexpr int DECODE_BLOCKS_PER_SM = WEIGHT_TYPE == WEIGHTS_FP8 && TERMS == 1 && !E4M3_MMA ? 3 : 2;
+// Blocks of a multiprocessor, which registers must suffice for: FP8 takes more instructions for a byte, and so more warps; f32 in three
+// terms takes registers.
+constexpr int DECODE_BLOCKS_PER_SM =
+    WEIGHT_TYPE == WEIGHTS_F32 ? 1 : WEIGHT_TYPE == WEIGHTS_FP8 && TERMS == 1 && !E4M3_MMA ? 3 : 2;
 constexpr int RING = 4;                                                            // units in flight: 128 bytes a lane
 constexpr int DECODE_BLOCKS = UNITS < RING ? RING / UNITS : 1;                     // blocks of one stage of activations
 constexpr int DECODE_CHUNKS = DECODE_BLOCKS * BLOCK * TERM_BYTES / 16;             // of one row

@@ -44,7 +44,7 @@ struct MlaTile {
 
 // One thread's share of a step, on its way to shared memory.
 struct MlaStep {
-    float4 weights[MLA_QUADS];
+    StoredQuad weights[MLA_QUADS];
     float inputs[MLA_INPUTS];
 };
 
@@ -72,17 +72,25 @@ __device__ __forceinline__ void fetch_step(MlaStep& step, const Rows& x, const W
 #pragma unroll
     for (int u = 0; u < MLA_QUADS; ++u) {
         Place at = quad_place<EXPAND>(u);
-        step.weights[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (at.row < rows && at.col < cols) step.weights[u] = weight_quad(kv_b, first_row + at.row, first_col + at.col);
+        step.weights[u] = {};
+        if (at.row < rows && at.col < cols) step.weights[u] = stored_quad(kv_b, first_row + at.row, first_col + at.col);
     }
     int k = first_k + threadIdx.x % MLA_STEP;
     int row = blockIdx.z * MLA_ROWS + threadIdx.x / MLA_STEP;
 #pragma unroll
+    for (int u = 0; u < MLA_INPUTS; ++u) step.inputs[u] = 0.0f;
+    if (k >= shape.k_count) return;
+#pragma unroll
     for (int u = 0; u < MLA_INPUTS; ++u) {
-        int ahead = u * (MLA_THREADS / MLA_STEP);
-        step.inputs[u] = 0.0f;
-        if (row + ahead < shape.rows && k < shape.k_count)
-            step.inputs[u] = row_value(x, (long long)(row + ahead) * shape.in_pitch, shape.in_first + k);
+        int at = row + u * (MLA_THREADS / MLA_STEP);
+        if (at >= shape.rows) break;
+        long long first = (long long)at * shape.in_pitch;
+        // Without partial sums nothing follows the load, so that it is not waited for here.
+        if (x.segments == 0) {
+            step.inputs[u] = x.values[first + shape.in_first + k];
+        } else {
+            step.inputs[u] = row_value(x, first, shape.in_first + k);
+        }
     }
 }
 
@@ -91,7 +99,7 @@ __device__ __forceinline__ void store_step(MlaTile& tile, const MlaStep& step) {
 #pragma unroll
     for (int u = 0; u < MLA_QUADS; ++u) {
         Place at = quad_place<EXPAND>(u);
-        float4 w = step.weights[u];
+        float4 w = quad_value(step.weights[u]);
         if (EXPAND) {
             tile.weights[at.col][at.row] = w.x;
             tile.weights[at.col + 1][at.row] = w.y;

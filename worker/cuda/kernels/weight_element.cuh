@@ -37,17 +37,42 @@ __device__ __forceinline__ float4 e4m3_quad(unsigned codes, float scale) {
                        __fmul_rn(e4m3_to_float((unsigned char)(codes >> 24)), scale));
 }
 
-// Loads columns c..c+3 of row r; c is a multiple of 4, so one scale applies to all, and rows are padded, so all exist.
-__device__ __forceinline__ float4 weight_quad(const Weight& w, int r, int c) {
-    long long at = (long long)r * w.ld + c;
 #if WEIGHT_TYPE == 0
-    return *reinterpret_cast<const float4*>(static_cast<const float*>(w.data) + at);
-#elif WEIGHT_TYPE == 1
-    return f16_quad(*reinterpret_cast<const uint2*>(static_cast<const unsigned short*>(w.data) + at));
-#elif WEIGHT_TYPE == 2
-    return bf16_quad(*reinterpret_cast<const uint2*>(static_cast<const unsigned short*>(w.data) + at));
+typedef float4 QuadBits;
 #elif WEIGHT_TYPE == 3
-    float scale = w.scales[(long long)((w.first_row + r) / BLOCK) * w.scale_cols + c / BLOCK];
-    return e4m3_quad(*reinterpret_cast<const unsigned*>(static_cast<const unsigned char*>(w.data) + at), scale);
+typedef unsigned QuadBits;
+#else
+typedef uint2 QuadBits;
+#endif
+
+// Four columns as stored. Kept so until they are used, they can be loaded ahead: a conversion behind the load would wait for it.
+struct StoredQuad {
+    QuadBits bits;
+    float scale;       // of FP8
+};
+
+// Loads columns c..c+3 of row r; c is a multiple of 4, so one scale applies to all, and rows are padded, so all exist.
+__device__ __forceinline__ StoredQuad stored_quad(const Weight& w, int r, int c) {
+    StoredQuad quad;
+    long long first = ((long long)r * w.ld + c) >> 2;
+    quad.bits = static_cast<const QuadBits*>(w.data)[first];
+    quad.scale = 1.0f;
+#if WEIGHT_TYPE == 3
+    quad.scale = w.scales[(long long)((w.first_row + r) / BLOCK) * w.scale_cols + c / BLOCK];
+#endif
+    return quad;
+}
+
+__device__ __forceinline__ float4 quad_value(const StoredQuad& quad) {
+#if WEIGHT_TYPE == 0
+    return quad.bits;
+#elif WEIGHT_TYPE == 1
+    return f16_quad(quad.bits);
+#elif WEIGHT_TYPE == 2
+    return bf16_quad(quad.bits);
+#elif WEIGHT_TYPE == 3
+    return e4m3_quad(quad.bits, quad.scale);
 #endif
 }
+
+__device__ __forceinline__ float4 weight_quad(const Weight& w, int r, int c) { return quad_value(stored_quad(w, r, c)); }

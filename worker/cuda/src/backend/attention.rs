@@ -12,6 +12,8 @@ use super::{Activations, CudaBackend, CudaKv, CudaTensor, CudaVector, CudaWeight
 use crate::compile::{AttentionShape, Variant};
 use crate::queue::Args;
 
+/// Shared memory of a block of attention.cu that is static, and what tools and drivers may take.
+const OTHER_SHARED_BYTES: i64 = 2 << 10;
 /// Positions per partial result (`KEY_SPLIT` of common.cuh).
 const SPLIT_POSITIONS: usize = 512;
 /// Size of the partial results beyond which splits are merged in registers instead.
@@ -135,12 +137,17 @@ impl CudaBackend {
                 let terms = self.attention_terms();
                 let by_wgmma = self.wgmma_attention(layout);
                 [16, AttentionShape::prefill_rows(dims, terms)]
-                    .map(|rows| AttentionShape::new(dims, rows, terms).variant)
+                    .map(|rows| self.attention_shape(dims, rows, terms).variant)
                     .into_iter()
                     .chain(by_wgmma.map(|shape| shape.variant))
                     .collect()
             }
         }
+    }
+
+    fn attention_shape(&self, dims: (i64, i64, bool), rows: i64, terms: i64) -> AttentionShape {
+        let most_bytes = i64::from(self.device.info.shared_bytes_per_block) - OTHER_SHARED_BYTES;
+        AttentionShape::new(dims, rows, terms, most_bytes)
     }
 
     /// Bf16 terms of queries and probabilities.
@@ -160,7 +167,7 @@ impl CudaBackend {
             true => 16,
             false => AttentionShape::prefill_rows(dims, terms),
         };
-        let shape = AttentionShape::new(dims, work_rows, terms);
+        let shape = self.attention_shape(dims, work_rows, terms);
         let prompt = self.prompt(step, work_rows as usize)?;
 
         let longest = step.spans.iter().map(|s| s.start + s.rows).max();
@@ -208,7 +215,7 @@ impl CudaBackend {
         match by_wgmma {
             Some(shape) => self.prompt_by_wgmma(step, shape, &prompt),
             None => {
-                let shape = AttentionShape::new(dims, work_rows, terms);
+                let shape = self.attention_shape(dims, work_rows, terms);
                 self.by_mma_sync(step, &shape, &prompt, (0, 1))
             }
         }

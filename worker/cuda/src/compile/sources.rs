@@ -158,6 +158,9 @@ impl Variant {
         {
             return architecture == "sm_90a";
         }
+        if self.file == "attention" && i64::from(self.shared_bytes("attention")) > SHARED_BYTES {
+            return architecture == "sm_90a";
+        }
         let fp8 = self.defines.contains(&("ACTIVATIONS", FP8_ACTIVATIONS));
         // Quantisation needs no FP8 instruction, but is useless without them.
         !fp8 || !matches!(architecture, "sm_80" | "sm_86" | "sm_87")
@@ -181,8 +184,8 @@ impl Variant {
         let bytes = match entry_point {
             "attention" => {
                 let dims = (value("K_DIM"), value("V_DIM"), value("VALUE_IN_KEY") == 1);
-                let [rows, buffers, queries] = ["ROWS", "BUFFERS", "QUERIES_SHARED"].map(value);
-                attention_bytes(dims, rows, buffers, queries)
+                let options = ["BUFFERS", "QUERIES_SHARED", "ATTENTION_TERMS"].map(value);
+                attention_bytes(dims, value("ROWS"), options)
             }
             "attention_sm90" => wgmma_attention_bytes(value("K_DIM"), value("V_DIM")),
             "linear_tiled" | "experts_gate_up_tiled" | "experts_down_tiled"
@@ -273,7 +276,14 @@ pub fn all_variants() -> Vec<Variant> {
     for dims in ATTENTION_DIMS {
         for terms in [3, 1] {
             let rows = [16, AttentionShape::prefill_rows(dims, terms)];
-            out.extend(rows.map(|rows| AttentionShape::new(dims, rows, terms).variant));
+            for most_bytes in [SHARED_BYTES, LARGER_SHARED_BYTES] {
+                for rows in rows {
+                    let variant = AttentionShape::new(dims, rows, terms, most_bytes).variant;
+                    if !out.contains(&variant) {
+                        out.push(variant);
+                    }
+                }
+            }
             let (k, v, in_key) = dims;
             let by_wgmma = AttentionShape::by_wgmma((k as usize, v as usize, in_key), terms);
             out.extend(by_wgmma.map(|shape| shape.variant));
@@ -285,6 +295,8 @@ pub fn all_variants() -> Vec<Variant> {
 /// Maximum dynamic shared memory of a block, so that all GPUs use the same shapes: 99 KiB is what each has since compute
 /// capability 8.6, less 1 KiB of static, and 1 KiB for what tools and drivers may take.
 const SHARED_BYTES: i64 = 97 << 10;
+/// The same of GPUs of compute capability 9.0 and 10.0.
+const LARGER_SHARED_BYTES: i64 = 225 << 10;
 /// Dynamic shared memory of `gemm_fp8_sm90`: six stages of two tiles of 128 × 128, aligned to 1 KiB.
 const WGMMA_BYTES: i64 = 6 * 2 * 128 * 128 + 1024;
 
@@ -321,11 +333,18 @@ pub(crate) struct AttentionShape {
 
 impl AttentionShape {
     /// Chooses the shape for `(K_DIM, V_DIM, VALUE_IN_KEY)` with `rows` rows of work per block: as many tiles in
-    /// shared memory as fit, then the queries as well. `terms`: bf16 terms of queries and probabilities, 3 or 1.
-    pub(crate) fn new((k, v, in_key): (i64, i64, bool), rows: i64, terms: i64) -> Self {
+    /// shared memory as fit, then the queries as well. `terms`: bf16 terms of queries and probabilities, 3 or 1; `most_bytes`: of
+    /// shared memory of a block on the device, which latents of hundreds of elements may take.
+    pub(crate) fn new(
+        (k, v, in_key): (i64, i64, bool),
+        rows: i64,
+        terms: i64,
+        most_bytes: i64,
+    ) -> Self {
+        let most_bytes = if in_key { most_bytes } else { SHARED_BYTES };
         let choices = [(2, 1), (2, 0), (1, 1), (1, 0)];
         let fitting = choices.into_iter().find(|&(buffers, queries)| {
-            attention_bytes((k, v, in_key), rows, buffers, queries) <= SHARED_BYTES
+            attention_bytes((k, v, in_key), rows, [buffers, queries, terms]) <= most_bytes
         });
         let (buffers, queries) = match rows == ROWS_IN_REGISTERS {
             true => (2, 0),
@@ -371,7 +390,7 @@ impl AttentionShape {
     pub(crate) fn fits(k: usize, v: usize, in_key: bool) -> bool {
         k <= 1024
             && v <= 1024
-            && attention_bytes((k as i64, v as i64, in_key), 64, 1, 0) <= SHARED_BYTES
+            && attention_bytes((k as i64, v as i64, in_key), 64, [1, 0, 3]) <= SHARED_BYTES
     }
 }
 
@@ -388,13 +407,19 @@ fn wgmma_attention_bytes(k: i64, v: i64) -> i64 {
     stages * 128 * (k + v) + kept + 1024
 }
 
-fn attention_bytes((k, v, in_key): (i64, i64, bool), rows: i64, buffers: i64, queries: i64) -> i64 {
+/// `options`: `BUFFERS`, `QUERIES_SHARED` and `ATTENTION_TERMS`.
+fn attention_bytes((k, v, in_key): (i64, i64, bool), rows: i64, options: [i64; 3]) -> i64 {
+    let [buffers, queries, terms] = options;
     let values = if in_key { 0 } else { v + 8 };
-    let query_pitch = k + if k % 32 == 0 { 8 } else { 24 };
+    let query_bytes = match (terms, k % 32) {
+        (1, _) => 2 * (k + 8),
+        (_, 0) => 4 * (k + 8),
+        _ => 4 * (k + 24),
+    };
     let tiles = 128 * buffers * (k + 8 + values);
     match rows == ROWS_IN_REGISTERS {
         true => tiles,
-        false => tiles + 4 * rows * (72 + queries * query_pitch),
+        false => tiles + rows * (4 * 72 + queries * query_bytes),
     }
 }
 

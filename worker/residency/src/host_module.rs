@@ -1,6 +1,7 @@
 //! A module in the host's memory, and its copy in a slot of the device's.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use hearth_formats::Checkpoint;
 use hearth_kernels::ops::LoadOps;
@@ -14,6 +15,8 @@ pub(crate) struct HostModule<B: Backend> {
     vectors: Vec<(&'static str, B::Vector)>,
     bytes: u64,
     vector_bytes: u64,
+    /// Whether it was prepared, or copied once.
+    is_prepared: AtomicBool,
 }
 
 /// A module in a slot.
@@ -62,7 +65,13 @@ impl<B: Backend + LoadOps> HostModule<B> {
             vectors,
             bytes: spec.stored_bytes(checkpoint),
             vector_bytes,
+            is_prepared: AtomicBool::new(false),
         })
+    }
+
+    /// Whether a copy is nothing but a copy, on a device that prepares.
+    pub(crate) fn is_prepared(&self) -> bool {
+        self.is_prepared.load(Ordering::Relaxed)
     }
 
     /// Bytes as stored.
@@ -90,6 +99,7 @@ impl<B: Backend + LoadOps> HostModule<B> {
                 .ok()
                 .filter(|is_needed| *is_needed)?;
         }
+        self.is_prepared.store(true, Ordering::Relaxed);
         Some(self.bytes())
     }
 
@@ -109,6 +119,7 @@ impl<B: Backend + LoadOps> HostModule<B> {
             matrices.push((*field, backend.load(matrix, slot, at).map_err(failed)?));
             at += backend.slot_bytes(matrix);
         }
+        self.is_prepared.store(true, Ordering::Relaxed);
         let weights = ModuleWeights::new(module, matrices, self.vectors.clone(), self.bytes);
         Ok(Streamed {
             weights: Arc::new(weights),

@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use hearth_formats::Checkpoint;
@@ -44,6 +44,8 @@ struct Caching<B: Backend + LoadOps> {
     slots: Vec<B::Slot>,
     shared: Shared<State<B>>,
     loaded_bytes: AtomicU64,
+    /// Whether experts are being prepared, or were; not on a device whose copies need nothing else.
+    prepares: AtomicBool,
 }
 
 struct State<B: Backend + LoadOps> {
@@ -58,6 +60,8 @@ struct State<B: Backend + LoadOps> {
     heat: Heat,
     /// Milliseconds that a copy takes, a running mean; 0: not measured yet.
     copy_ms: f64,
+    /// An expert that is wanted or copied and was not prepared: nothing is to wait behind it.
+    slow: Option<ModuleId>,
 }
 
 struct Cached<B: Backend + LoadOps> {
@@ -117,9 +121,11 @@ impl<B: Backend + LoadOps> HotExperts<B> {
                 failed: HashMap::new(),
                 heat: Heat::new(HALF_LIFE_STEPS * layers as f64),
                 copy_ms: 0.0,
+                slow: None,
             }),
             slots: taken,
             loaded_bytes: AtomicU64::new(0),
+            prepares: AtomicBool::new(false),
         })?;
         Ok(Self {
             loader,
@@ -130,11 +136,18 @@ impl<B: Backend + LoadOps> HotExperts<B> {
         })
     }
 
-    /// Lets `threads` threads do ahead what the first copies do beside copying.
+    /// Lets `threads` threads do ahead what the first copies do beside copying. Until then no step waits for such a copy.
     pub fn prepare(&mut self, threads: usize) {
         let loading = self.loader.loading();
         let modules: Vec<ModuleId> = loading.experts.keys().copied().collect();
-        let prepare = move |id| loading.experts.get(&id)?.prepare(&*loading.backend);
+        loading.prepares.store(true, Ordering::Relaxed);
+        let prepare = move |id| {
+            let prepared = loading.experts.get(&id)?.prepare(&*loading.backend);
+            if prepared.is_none() {
+                loading.prepares.store(false, Ordering::Relaxed);
+            }
+            prepared
+        };
         self.preparation = Some(Preparation::start(modules, threads, prepare));
     }
 
@@ -190,7 +203,7 @@ impl<B: Backend + LoadOps> State<B> {
 
     /// Number of `missed` experts to copy so that link and host are done soonest; the fewest of those that are equal.
     fn pays(&self, missed: usize, host_ms: f64) -> usize {
-        if self.copy_ms <= 0.0 || host_ms <= 0.0 {
+        if self.copy_ms <= 0.0 || host_ms <= 0.0 || self.slow.is_some() {
             return 0;
         }
         let before = self.wanted.len() + usize::from(self.is_loading);
@@ -230,7 +243,8 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
         let heat = |index: usize| state.heat.of(missed[index]);
         hottest.sort_by_key(|index| Reverse(heat(*index)));
         let count = state.pays(missed.len(), host_ms);
-        for index in hottest.iter().take(count) {
+        let is_ready = |index: &&usize| self.loader.loads_quickly(missed[**index]);
+        for index in hottest.iter().filter(is_ready).take(count) {
             let Some(slot) = state.slot(|_| true) else {
                 break;
             };
@@ -238,7 +252,7 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
             state.want(missed[*index], slot, Some(free.clone()), 1);
             coming[*index] = Some(self.kept(missed[*index]));
         }
-        let is_idle = count == 0 && state.wanted.is_empty() && !state.is_loading;
+        let is_idle = state.wanted.is_empty() && !state.is_loading;
         if let Some(hottest) = hottest.first().filter(|_| is_idle) {
             // For later steps: the host computes it now.
             let id = missed[*hottest];
@@ -246,6 +260,7 @@ impl<B: Backend + LoadOps> ExpertCache<B> for HotExperts<B> {
             if let Some(slot) = state.slot(|warmth| warmth < own) {
                 self.loader.backend.vacate(&self.loader.slots[slot]);
                 state.want(id, slot, Some(free), 0);
+                state.slow = (!self.loader.loads_quickly(id)).then_some(id);
             }
         }
         drop(state);
@@ -326,14 +341,17 @@ impl<B: Backend + LoadOps> Loading for Caching<B> {
     }
 
     fn load(&self, (id, slot, free): Task<B>) {
+        let is_quick = self.loads_quickly(id);
         let started = Instant::now();
         let loaded = self.copy(id, slot, free.as_ref());
         let copy_ms = started.elapsed().as_secs_f64() * 1e3;
         let mut state = self.shared.lock();
         state.is_loading = false;
+        state.slow = state.slow.filter(|slow| *slow != id);
         match loaded {
             Ok(loaded) => {
                 state.copy_ms = match state.copy_ms {
+                    mean if !is_quick => mean,
                     0.0 => copy_ms,
                     mean => (1.0 - NEWEST_SHARE) * mean + NEWEST_SHARE * copy_ms,
                 };
@@ -359,6 +377,12 @@ impl<B: Backend + LoadOps> Loading for Caching<B> {
 }
 
 impl<B: Backend + LoadOps> Caching<B> {
+    /// Whether an expert is copied in the time that others took.
+    fn loads_quickly(&self, id: ModuleId) -> bool {
+        let is_prepared = |expert: &HostModule<B>| expert.is_prepared();
+        !self.prepares.load(Ordering::Relaxed) || self.experts.get(&id).is_some_and(is_prepared)
+    }
+
     /// Copies an expert, and waits until it is there.
     fn copy(
         &self,

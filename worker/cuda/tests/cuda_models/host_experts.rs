@@ -69,7 +69,9 @@ impl Hybrid {
         let dense = Resident::open(&files.checkpoint, dense, Arc::clone(gpu)).unwrap();
         let cache = slots.map(|slots| {
             let open = HotExperts::open(&files.checkpoint, &all, Arc::clone(gpu), slots);
-            Arc::new(open.unwrap())
+            let mut cache = open.unwrap();
+            cache.prepare(1);
+            Arc::new(cache)
         });
         let shared = cache
             .clone()

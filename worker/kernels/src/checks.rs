@@ -192,6 +192,7 @@ pub fn kv_append_expanded(
         rank,
     } = dims;
     let fits = !layout.value_in_key
+        && latents.1 >= rank
         && (layout.kv_heads, layout.v_dim) == (heads, v)
         && rank + layout.k_dim == latents.1 + nope
         && product == (latents.0, heads * (nope + v));

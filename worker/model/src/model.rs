@@ -312,7 +312,7 @@ impl<B: Backend> Model<B> {
         &self.decoder
     }
 
-    /// Most rows that attention and dense feed-forward blocks take at once.
+    /// Rows that attention and dense feed-forward blocks take at once in a pass that is not long.
     pub(crate) fn tile_rows(&self) -> usize {
         self.tile_rows
     }

@@ -171,7 +171,7 @@ pub struct ContainerView {
     pub waiting: Option<(String, String)>,
     /// Its image, while it waits; empty afterwards.
     pub image: String,
-    /// Its last termination: exit code, reason such as OOMKilled, message (the last lines of its log).
+    /// Its last termination: exit code, reason such as OOMKilled, message (what it said last, or the end of its log).
     pub last_end: Option<ContainerEnd>,
 }
 
@@ -182,6 +182,6 @@ pub struct ContainerEnd {
     pub exit_code: i32,
     /// Reason, such as OOMKilled or Error.
     pub reason: String,
-    /// Message: the last lines of its log.
+    /// Message: what it said last, or the end of its log.
     pub message: String,
 }

@@ -159,7 +159,7 @@ impl Variant {
             return architecture == "sm_90a";
         }
         if self.file == "attention" && i64::from(self.shared_bytes("attention")) > SHARED_BYTES {
-            return architecture == "sm_90a";
+            return matches!(architecture, "sm_90a" | "sm_100a" | "sm_103a");
         }
         let fp8 = self.defines.contains(&("ACTIVATIONS", FP8_ACTIVATIONS));
         // Quantisation needs no FP8 instruction, but is useless without them.
@@ -341,7 +341,11 @@ impl AttentionShape {
         terms: i64,
         most_bytes: i64,
     ) -> Self {
-        let most_bytes = if in_key { most_bytes } else { SHARED_BYTES };
+        // One of two, so that an image has every variant that a GPU may ask for.
+        let most_bytes = match in_key && most_bytes >= LARGER_SHARED_BYTES {
+            true => LARGER_SHARED_BYTES,
+            false => SHARED_BYTES,
+        };
         let choices = [(2, 1), (2, 0), (1, 1), (1, 0)];
         let fitting = choices.into_iter().find(|&(buffers, queries)| {
             attention_bytes((k, v, in_key), rows, [buffers, queries, terms]) <= most_bytes
@@ -428,6 +432,19 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
+
+    #[test]
+    fn every_gpu_s_shape_of_attention_is_among_the_variants() {
+        let variants = all_variants();
+        for shared_kib in [97, 98, 161, 225, 226] {
+            for (dims, terms) in ATTENTION_DIMS.into_iter().flat_map(|d| [(d, 3), (d, 1)]) {
+                for rows in [16, AttentionShape::prefill_rows(dims, terms)] {
+                    let shape = AttentionShape::new(dims, rows, terms, shared_kib << 10);
+                    assert!(variants.contains(&shape.variant), "{:?}", shape.variant);
+                }
+            }
+        }
+    }
 
     #[test]
     fn every_source_has_a_variant_and_every_variant_a_source() {

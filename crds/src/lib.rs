@@ -79,7 +79,7 @@ pub use process::{
 pub use profile::*;
 pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
 pub use reader::{
-    READER_VERSION, RING_VERSION, ReadError, STREAMED_DENSE_VERSION, read_versioned,
+    PEERS_VERSION, READER_VERSION, RING_VERSION, ReadError, STREAMED_DENSE_VERSION, read_versioned,
     read_versioned_value,
 };
 pub use routes::{Route, Routes};

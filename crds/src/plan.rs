@@ -522,6 +522,11 @@ pub struct PlanRouting {
     /// Prompts with fewer tokens are read by the decode rank itself, in chunks between its steps;
     /// 4294967295: all of them, as there is no prefill rank.
     pub chunked_below_tokens: u32,
+    /// Milliseconds in which nothing may have been decoded for a prompt to be read by all peers of its prefill rank, instead of by
+    /// that rank alone (OSDI '26, section 3.3.2); 0: all peers read every prompt. Unset where there are no peers, and in plans of
+    /// earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub together_after_quiet_ms: Option<u64>,
     /// Requests that may wait; further ones get 429.
     pub max_queue: u32,
     /// Milliseconds that a request may wait before it gets 503.

@@ -10,11 +10,14 @@ use serde_json::Value;
 /// Version 2: a rank's experts may be streamed or computed by CPUs (`residency`), in two half batches (`dualBatch`), and its
 /// GPU may be a virtual one (`virtualDevice`). Version 3: its dense modules may stream with its experts (`streamsDense`),
 /// or only some of its experts be in memory at a time (`hostBudgetBytes`). Version 4: it may be one of a ring (`ring`).
-pub const READER_VERSION: u32 = 4;
+/// Version 5: it may be one of peers (`peers`).
+pub const READER_VERSION: u32 = 5;
 /// The first version that reads `streamsDense` and `hostBudgetBytes`.
 pub const STREAMED_DENSE_VERSION: u32 = 3;
 /// The first version that reads `ring`.
 pub const RING_VERSION: u32 = 4;
+/// The first version that reads `peers`.
+pub const PEERS_VERSION: u32 = 5;
 
 /// Reason a plan or routes cannot be read.
 #[derive(Debug, thiserror::Error)]

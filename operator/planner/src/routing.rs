@@ -22,6 +22,7 @@ impl Draft<'_> {
                 (true, Some(tokens)) => tokens,
                 (true, None) => self.chunked_below_tokens(ranks),
             },
+            together_after_quiet_ms: None,
             max_queue: streams.saturating_mul(32).max(LEAST_QUEUE),
             queue_timeout_ms: QUEUE_TIMEOUT_MS,
         }

@@ -197,11 +197,13 @@ fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
     if role == PlanRole::Gateway {
         let PlanRouting {
             chunked_below_tokens,
+            together_after_quiet_ms,
             max_queue,
             queue_timeout_ms,
         } = routing;
         lines.put("served-name", served_name);
         lines.put("chunked-below", chunked_below_tokens);
+        lines.put_some("together-after-quiet", together_after_quiet_ms.as_ref());
         lines.put("max-queue", max_queue);
         lines.put("queue-timeout", queue_timeout_ms);
     }

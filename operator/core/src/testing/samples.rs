@@ -99,6 +99,7 @@ pub fn plan() -> InferencePlanSpec {
         ],
         routing: PlanRouting {
             chunked_below_tokens: 32,
+            together_after_quiet_ms: None,
             max_queue: 256,
             queue_timeout_ms: 120_000,
         },

@@ -257,8 +257,13 @@ pub const GPU_RANK_THREADS: u32 = 4;
 /// Resource as which device plugins offer GPUs.
 pub const GPU_RESOURCE: &str = "nvidia.com/gpu";
 
-/// UUID of the virtual device in a profile, which stands for a GPU.
+/// UUID of the first virtual device in a profile, which stands for a GPU.
 pub const VIRTUAL_UUID: &str = "VIRTUAL-0";
+
+/// UUID of a virtual device of a node, counted from 0.
+pub fn virtual_uuid(index: u32) -> String {
+    format!("VIRTUAL-{index}")
+}
 
 /// Exit code of a worker whose device no longer answers, or that cannot open it for that reason (`EX_UNAVAILABLE` of
 /// sysexits.h).

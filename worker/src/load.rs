@@ -6,7 +6,7 @@ use std::sync::Arc;
 use hearth_crds::{EXPANSION_BYTES, PlanMlaForm};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, CpuBackend, KvDType};
-use hearth_model::{ExpansionRoom, Membership, Model, Part, modules, modules_of};
+use hearth_model::{ExpansionRoom, ExpertShare, Membership, Model, Part, modules, modules_of};
 use hearth_residency::{LoadProgress, Placing, ResidentOptions, RingSlots, note_unused};
 use hearth_virtual::VirtualBackend;
 
@@ -44,8 +44,8 @@ pub(crate) struct LoadOptions<'a> {
     pub(crate) is_dual_batch: bool,
     /// The layers that are computed here; `None`: all.
     pub(crate) part: Option<Part>,
-    /// Place among peers, and their number, that share out the experts of each layer; `None`: all are needed here.
-    pub(crate) share: Option<(usize, usize)>,
+    /// The experts of each layer that are needed here.
+    pub(crate) share: ExpertShare,
     /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
     pub(crate) placing: Option<Placing<'a>>,
 }
@@ -134,7 +134,7 @@ impl LoadOptions<'_> {
             mla_form: args.mla_form.into(),
             is_dual_batch: args.dual_batch,
             part: None,
-            share: None,
+            share: ExpertShare::ALL,
             placing: None,
         })
     }
@@ -256,8 +256,7 @@ pub(crate) fn open(
         directory,
         modules: match (&options.part, options.share) {
             (Some(part), _) => part.of(all),
-            (None, Some((place, peers))) => modules_of(place, peers, all),
-            (None, None) => all,
+            (None, share) => modules_of(share, all),
         },
         config,
         checkpoint,

@@ -185,6 +185,8 @@ pub struct PrefillInput {
     pub tokens: Vec<u32>,
     /// The caller already has the KV before this token.
     pub first_token: usize,
+    /// Whether a rank that has peers reads it without them, if it can.
+    pub alone: bool,
 }
 
 /// Events of a prefill: `Kv` for each layer of each chunk, then `Done` or `Failed`.

@@ -220,6 +220,7 @@ impl Engine {
             request_id,
             tokens,
             first_token,
+            alone,
         } = input;
         self.check_prompt("tokens", &tokens, &[])?;
         if first_token >= tokens.len() {
@@ -242,6 +243,7 @@ impl Engine {
             receiver: Receiver::new(sink),
             tokens,
             sent_to: first_token,
+            alone,
             cached_tokens: 0,
             unread: self.inner.unread.clone(),
             owed: None,

@@ -8,7 +8,7 @@ use std::{
 
 use hearth_kernels::ops::DeviceMemory;
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
-use hearth_model::{Membership, Model, ModelError, Observer, Rows, StreamedStats};
+use hearth_model::{Membership, Model, ModelError, Observer, PassSpec, Rows, StreamedStats};
 
 use crate::{
     progress::{Pass, Progress},
@@ -111,9 +111,14 @@ pub(crate) trait Forward: Send {
     fn device_lost(&self) -> Option<String> {
         None
     }
-    /// Why the group of ranks that run the model is not complete: no pass succeeds, and none of the KV is left.
+    /// Why the group of ranks that run the model is not complete: no pass succeeds, and none of the KV is left, but for a rank
+    /// that computes alone, too.
     fn group_lost(&self) -> Option<String> {
         None
+    }
+    /// Whether passes succeed without the group, and all KV is here.
+    fn computes_alone(&self) -> bool {
+        false
     }
     /// Whether other ranks compute a part of the model.
     fn is_in_group(&self) -> bool {
@@ -258,13 +263,14 @@ impl<B: Backend> Forward for ModelForward<B> {
                 Rows::Sampled { tokens, picked }
             }
         };
-        let logits = self.model.forward_rows(
-            rows,
-            &batch.spans,
-            &batch.logit_rows,
-            &mut self.kv,
-            &mut observing,
-        );
+        let pass = PassSpec {
+            spans: &batch.spans,
+            logit_rows: &batch.logit_rows,
+            alone: work.alone,
+        };
+        let logits = self
+            .model
+            .forward_rows(rows, pass, &mut self.kv, &mut observing);
         let logits = match logits {
             Err(ModelError::GivenUp) => return Ok(Started::GivenUp),
             Err(error) => return Err(self.lost.noted(&error)),
@@ -309,11 +315,13 @@ impl<B: Backend> Forward for ModelForward<B> {
         self.model.group().is_some()
     }
 
+    fn computes_alone(&self) -> bool {
+        self.model.computes_alone()
+    }
+
     fn rejoin(&mut self, patience: Duration) -> Result<bool, String> {
-        let joined = self.model.group().map(|group| group.rejoin(patience));
-        joined
-            .unwrap_or(Ok(true))
-            .map_err(|error| error.to_string())
+        let joined = self.model.rejoin(patience);
+        joined.map_err(|error| error.to_string())
     }
 
     fn progress(&self) -> Progress {

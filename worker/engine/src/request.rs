@@ -93,6 +93,8 @@ pub(crate) struct Export {
     pub(crate) tokens: Vec<u32>,
     /// KV of tokens before this one has been sent or is not wanted.
     pub(crate) sent_to: usize,
+    /// See [`PrefillInput::alone`](crate::PrefillInput::alone).
+    pub(crate) alone: bool,
     pub(crate) cached_tokens: usize,
     pub(crate) unread: Unread,
     /// What its receiver will get; `None` until it may begin.

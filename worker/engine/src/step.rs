@@ -74,6 +74,8 @@ pub(crate) struct StepLoop<F> {
     whole_prompts: bool,
     /// Set while the group of ranks that run the model is not complete.
     apart: Option<Apart>,
+    /// Set while peers are lost without which this rank computes alone.
+    peers_lost: Option<Apart>,
     /// How often the group has lost a member and was complete again.
     group_losses: u32,
     /// How often the group has lost a member in a step of a sequence since its last token.
@@ -131,6 +133,7 @@ impl<F: Forward> StepLoop<F> {
             failures_in_a_row: 0,
             whole_prompts: options.whole_prompts,
             apart: None,
+            peers_lost: None,
             losses: HashMap::new(),
             group_losses: 0,
             idle: true,

@@ -24,6 +24,8 @@ pub(crate) struct StepWork {
     /// Sequences whose logits come to the host; theirs are the remaining rows of `batch.logit_rows`.
     pub(crate) on_host: Vec<SequenceId>,
     pub(crate) exports: Vec<ExportRange>,
+    /// Whether a rank that has peers computes it without them, if it can.
+    pub(crate) alone: bool,
 }
 
 impl StepWork {
@@ -74,6 +76,7 @@ impl StepWork {
                 host_rows.push(last_row());
             }
             if let EngineRequest::Export(export) = request {
+                work.alone |= export.alone;
                 work.exports.push(ExportRange {
                     sequence: span.sequence,
                     blocks: span.blocks.clone(),

@@ -81,6 +81,7 @@ fn streaming_until(dir: &Path, slots: usize, fault: Fault<'_>) -> (Engine, Cross
     let options = StreamLoadingOptions {
         slots: RingSlots::Fixed(slots),
         streams_dense: false,
+        experts: config.moe.as_ref().unwrap().experts,
         experts_per_token: config.moe.as_ref().unwrap().experts_per_token,
         listener: Some(Box::new(move |event| {
             let StreamEvent::Loaded(id) = event else {

@@ -17,6 +17,17 @@ pub struct Batch {
     pub logit_rows: Vec<u32>,
 }
 
+/// What a pass computes, beside its tokens.
+#[derive(Clone, Copy)]
+pub struct PassSpec<'a> {
+    /// The sequences of its rows, see [`Batch::spans`].
+    pub spans: &'a [Span],
+    /// Rows whose logits are wanted, see [`Batch::logit_rows`].
+    pub logit_rows: &'a [u32],
+    /// Whether this rank computes it without its peers, if it can.
+    pub alone: bool,
+}
+
 /// What the rows of a pass begin with.
 pub enum Rows<'a, B: Backend> {
     /// Tokens, one a row.

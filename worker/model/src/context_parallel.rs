@@ -2,31 +2,32 @@
 
 use std::sync::Arc;
 
-use hearth_kernels::{Backend, Span};
+use hearth_kernels::Backend;
 
 use crate::batch::{self, Rows};
 use crate::decoder::FeedForward;
 use crate::peers::{Exchanged, GroupPass};
 use crate::wire::{to_bytes, values};
-use crate::{GroupRows, Model, ModelError, ModuleId, Observer, PANICKED, Peers};
+use crate::{
+    ExpertShare, GroupRows, Model, ModelError, ModuleId, Observer, PANICKED, PassSpec, Peers,
+};
 
 impl<B: Backend> Model<B> {
     /// Begins a pass at the head of a group, computes this rank's share, and returns the logits.
     pub(crate) fn lead_group_pass(
         &self,
         peers: &Arc<dyn Peers>,
-        (rows, spans): (Rows<'_, B>, &[Span]),
-        logit_rows: &[u32],
+        (rows, pass): (Rows<'_, B>, PassSpec<'_>),
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
         let tokens = rows.known();
         batch::check_tokens(tokens, self.decoder().vocab)?;
-        batch::check_spans(spans, tokens.len())?;
+        batch::check_spans(pass.spans, tokens.len())?;
         let rows = GroupRows {
             tokens: tokens.to_vec(),
-            spans: spans.to_vec(),
-            logit_rows: logit_rows.to_vec(),
+            spans: pass.spans.to_vec(),
+            logit_rows: pass.logit_rows.to_vec(),
         };
         let pass = peers.begin_pass(&rows)?;
         let unfinished = Unfinished::new(&**peers, pass);
@@ -47,7 +48,7 @@ impl<B: Backend> Model<B> {
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<(), ModelError> {
-        let peers = self.peers().ok_or(ModelError::Alone)?;
+        let peers = &self.peering().ok_or(ModelError::Alone)?.peers;
         let unfinished = Unfinished::new(&**peers, pass);
         let checked = batch::check_tokens(&rows.tokens, self.decoder().vocab)
             .and_then(|()| batch::check_spans(&rows.spans, rows.tokens.len()))
@@ -66,7 +67,8 @@ impl<B: Backend> Model<B> {
     ) -> Result<Option<B::Tensor>, ModelError> {
         let group = Arc::new(GroupPass::new(Arc::clone(peers), pass, &rows.spans));
         // Experts are given the rows of all ranks.
-        self.begin_pass(rows.tokens.len(), &rows.spans)?;
+        let share = ExpertShare::of(group.rank(), group.ranks());
+        self.begin_pass(rows.tokens.len(), &rows.spans, share)?;
         let last = match group.own().rows.is_empty() {
             true => {
                 for layer in 0..self.config().layers {
@@ -145,7 +147,7 @@ impl<B: Backend> Model<B> {
                     drop(self.residency().acquire(ModuleId::SharedExpert(number))?);
                 }
                 let hidden = self.decoder().hidden;
-                self.experts()
+                self.group_experts()?
                     .assist(moe.routed(layer), hidden, group, check)?;
             }
         }

@@ -1,6 +1,7 @@
 //! A decoder, the backend that runs it, and the policy that provides its weights.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use hearth_formats::ModelConfig;
 use hearth_kernels::trace::Trace;
@@ -8,7 +9,8 @@ use hearth_kernels::{Backend, KernelError, KvDType, KvLayout};
 
 use crate::arch;
 use crate::decoder::{Attention, Decoder};
-use crate::experts::{Ep, Experts, HostExperts, LocalExperts, SmallEp};
+use crate::experts::{Experts, HostExperts, LocalExperts};
+use crate::peering::{Peering, Sharing};
 use crate::{
     Batch, ExpertCache, Membership, ModelError, ModuleId, ModuleSpec, Observer, OtherRanks, Part,
     Peers, Residency, ResidencyStats,
@@ -74,17 +76,7 @@ enum InGroup<B: Backend> {
     /// Others have the other layers; this rank is the head.
     Head(Arc<dyn OtherRanks<B>>),
     /// All have all layers, and a share of each layer's experts.
-    Peer(Arc<dyn Peers>),
-}
-
-/// How experts that are on several ranks run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ExpertParallel {
-    /// All rows go to all ranks, and come back summed: SmallEP (OSDI '26, section 3.2).
-    #[default]
-    SmallEp,
-    /// Each row goes to the ranks of the experts that it chose.
-    Ep,
+    Peer(Peering<B>),
 }
 
 impl<B: Backend> Model<B> {
@@ -134,16 +126,12 @@ impl<B: Backend> Model<B> {
         self.group = Some(InGroup::Head(others));
     }
 
-    /// Computes passes together with `peers`, each rank its own rows; `residency` needs the modules of
-    /// [`modules_of`](crate::modules_of) alone, and runs all of its experts on the model's own device. With 1, 2, 4 or 8 ranks, or with [`ExpertParallel::Ep`], the bits are those
-    /// of one rank. `ranks`: their number.
-    pub fn share(&mut self, peers: Arc<dyn Peers>, (experts, ranks): (ExpertParallel, usize)) {
-        let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
-        self.experts = match experts {
-            ExpertParallel::SmallEp => Box::new(SmallEp::new(backend, residency, ranks)),
-            ExpertParallel::Ep => Box::new(Ep::new(backend, residency)),
-        };
-        self.group = Some(InGroup::Peer(peers));
+    /// Computes passes together with `peers`, each rank its own rows, and its experts on the model's own device; `residency`
+    /// needs the modules of [`modules_of`](crate::modules_of), or all of them for a rank that computes passes alone, too. The bits
+    /// are those of one rank where [`ExpertParallel::keeps_bits`](crate::ExpertParallel::keeps_bits) says so.
+    pub fn share(&mut self, peers: Arc<dyn Peers>, sharing: Sharing) {
+        let own = (Arc::clone(&self.backend), Arc::clone(&self.residency));
+        self.group = Some(InGroup::Peer(Peering::new(peers, sharing, own)));
     }
 
     /// Runs attention and dense feed-forward blocks in tiles of `rows` rows, or of an eighth of a pass if that is more
@@ -246,7 +234,11 @@ impl<B: Backend> Model<B> {
 
     /// Numerics of the backend that runs routed experts if they differ from the device's.
     pub fn expert_numerics(&self) -> Option<String> {
-        self.experts.numerics(&self.backend.numerics())
+        let experts = match self.peering() {
+            Some(peering) => &*peering.experts,
+            None => &*self.experts,
+        };
+        experts.numerics(&self.backend.numerics())
     }
 
     /// Counters of all weights, on the device and elsewhere.
@@ -292,18 +284,38 @@ impl<B: Backend> Model<B> {
     }
 
     /// The ranks that compute passes together with this one.
-    pub(crate) fn peers(&self) -> Option<&Arc<dyn Peers>> {
+    pub(crate) fn peering(&self) -> Option<&Peering<B>> {
         match &self.group {
-            Some(InGroup::Peer(peers)) => Some(peers),
+            Some(InGroup::Peer(peering)) => Some(peering),
             Some(InGroup::Head(_)) | None => None,
         }
+    }
+
+    /// Whether this rank can compute passes without the group that it is in.
+    pub fn computes_alone(&self) -> bool {
+        self.peering().is_some_and(Peering::computes_alone)
+    }
+
+    /// Waits up to `patience` for the group to be complete, and returns whether it is.
+    ///
+    /// # Errors
+    /// Those of [`Membership::rejoin`].
+    pub fn rejoin(&self, patience: Duration) -> Result<bool, ModelError> {
+        let Some(group) = self.group() else {
+            return Ok(true);
+        };
+        let is_complete = group.rejoin(patience)?;
+        if let Some(peering) = self.peering().filter(|_| is_complete) {
+            peering.formed();
+        }
+        Ok(is_complete)
     }
 
     /// The group of ranks that runs the model; `None` if this rank alone does, or is a follower that sees none.
     pub fn group(&self) -> Option<&dyn Membership> {
         match self.group.as_ref()? {
             InGroup::Head(others) => Some(&**others),
-            InGroup::Peer(peers) => Some(&**peers),
+            InGroup::Peer(peering) => Some(&*peering.peers),
         }
     }
 
@@ -337,8 +349,14 @@ impl<B: Backend> Model<B> {
         self.is_dual_batch
     }
 
-    /// The place where routed experts run.
+    /// The place where routed experts run, in a pass that is all of this rank's.
     pub(crate) fn experts(&self) -> &dyn Experts<B> {
         &*self.experts
+    }
+
+    /// The place where they run in a pass of which this rank has a share.
+    pub(crate) fn group_experts(&self) -> Result<&dyn Experts<B>, ModelError> {
+        let peering = self.peering().ok_or(ModelError::Alone)?;
+        Ok(&*peering.experts)
     }
 }

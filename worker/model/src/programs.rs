@@ -6,7 +6,7 @@ use hearth_kernels::{Backend, Span};
 
 use crate::batch::{self, Rows};
 use crate::flight;
-use crate::{Away, Batch, Flight, Model, ModelError, Observer, OtherRanks};
+use crate::{Away, Batch, Flight, Model, ModelError, Observer, OtherRanks, PassSpec};
 
 impl<B: Backend> Model<B> {
     /// Runs a batch: stores its keys and values, and returns logits `[batch.logit_rows.len(), vocab]` on the device, where a
@@ -20,27 +20,38 @@ impl<B: Backend> Model<B> {
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
-        let rows = Rows::Tokens(&batch.tokens);
-        self.forward_rows(rows, &batch.spans, &batch.logit_rows, kv, observer)
+        let pass = PassSpec {
+            spans: &batch.spans,
+            logit_rows: &batch.logit_rows,
+            alone: false,
+        };
+        self.forward_rows(Rows::Tokens(&batch.tokens), pass, kv, observer)
     }
 
-    /// Runs rows whose sequences are `spans`, see [`Batch::spans`]; as [`Model::forward_logits`]. On a device that queues
-    /// operations, it returns before they are computed (see [`Model::queues_passes`]).
+    /// Runs rows as [`Model::forward_logits`] does. On a device that queues operations, it returns before they are computed (see
+    /// [`Model::queues_passes`]).
     ///
     /// # Errors
     /// Same as [`Model::forward`].
     pub fn forward_rows(
         &self,
         rows: Rows<'_, B>,
-        spans: &[Span],
-        logit_rows: &[u32],
+        pass: PassSpec<'_>,
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
+        let PassSpec {
+            spans, logit_rows, ..
+        } = pass;
         batch::check_logit_rows(logit_rows, rows.count())?;
         let input = Input { rows, spans };
-        if let Some(peers) = self.peers() {
-            return self.lead_group_pass(peers, (rows, spans), logit_rows, kv, observer);
+        if let Some(peering) = self.peering() {
+            let block_tokens = self.backend().kv_layout(kv).block_tokens;
+            if peering.is_together(pass.alone, spans, block_tokens) {
+                let logits = self.lead_group_pass(&peering.peers, (rows, pass), kv, observer);
+                peering.computed(&logits, spans, block_tokens);
+                return logits;
+            }
         }
         match self.others() {
             Some(others) => self.windows(&input, logit_rows, kv, (others, observer)),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use hearth_kernels::Backend;
 
-use crate::{ModuleId, ModuleWeights, ResidencyError};
+use crate::{ExpertShare, ModuleId, ModuleWeights, ResidencyError};
 
 /// A policy that hands out guards for modules that are ready on the device.
 ///
@@ -18,16 +18,18 @@ pub trait Residency<B: Backend>: Send + Sync {
     /// [`ResidencyError::Unknown`] for a module that the policy was not opened with, and errors of loading the module.
     fn acquire(&self, id: ModuleId) -> Result<Guard<B>, ResidencyError>;
 
-    /// Tells the policy that a pass of `rows` rows begins, from the first layer.
+    /// Tells the policy that a pass of `rows` rows begins, from the first layer; of each layer's experts it uses none but those
+    /// of `share`.
     ///
     /// # Errors
     /// [`ResidencyError::Device`] if the policy's device fails.
-    fn begin_pass(&self, _rows: usize) -> Result<(), ResidencyError> {
+    fn begin_pass(&self, _rows: usize, _share: ExpertShare) -> Result<(), ResidencyError> {
         Ok(())
     }
 
-    /// Tells the policy which modules will be acquired next, in order: the experts that a router has just chosen.
-    fn announce(&self, _upcoming: &[ModuleId]) {}
+    /// Tells the policy which experts of a layer will be acquired next, in order: those that its router has just chosen. No others
+    /// of the layer are.
+    fn announce(&self, _layer: u32, _upcoming: &[ModuleId]) {}
 
     /// Returns how many of these modules, counted from the first, may be held at once; at least 1.
     fn group(&self, upcoming: &[ModuleId]) -> usize {

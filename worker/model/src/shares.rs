@@ -54,14 +54,37 @@ impl Share {
     }
 }
 
-/// The experts of one rank, of `experts` that a layer has. Where the number of ranks is 1, 2, 4 or 8, these are whole leaves of
-/// the tree in which experts are summed ([`hearth_kernels::expert_sum`]).
-pub(crate) fn experts_of(rank: usize, ranks: usize, experts: usize) -> Range<usize> {
-    rank * experts / ranks..(rank + 1) * experts / ranks
+/// One rank's share of each layer's experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertShare {
+    rank: usize,
+    ranks: usize,
+}
+
+impl ExpertShare {
+    /// All of them.
+    pub const ALL: Self = Self { rank: 0, ranks: 1 };
+
+    /// That of a rank, counted from 0, of `ranks` ranks.
+    pub const fn of(rank: usize, ranks: usize) -> Self {
+        Self { rank, ranks }
+    }
+
+    /// Number of ranks.
+    pub const fn ranks(self) -> usize {
+        self.ranks
+    }
+
+    /// Its experts, of `experts` that a layer has. Where the number of ranks is 1, 2, 4 or 8, these are whole leaves of the tree
+    /// in which experts are summed ([`hearth_kernels::expert_sum`]).
+    pub const fn experts(self, experts: usize) -> Range<usize> {
+        let Self { rank, ranks } = self;
+        rank * experts / ranks..(rank + 1) * experts / ranks
+    }
 }
 
 /// Those of a model's modules that a rank needs: its share of each layer's experts, and all others.
-pub fn modules_of(rank: usize, ranks: usize, mut modules: Vec<ModuleSpec>) -> Vec<ModuleSpec> {
+pub fn modules_of(share: ExpertShare, mut modules: Vec<ModuleSpec>) -> Vec<ModuleSpec> {
     let mut experts = HashMap::new();
     for module in &modules {
         if let ModuleId::Expert(layer, _) = module.id {
@@ -71,7 +94,7 @@ pub fn modules_of(rank: usize, ranks: usize, mut modules: Vec<ModuleSpec>) -> Ve
     modules.retain(|module| match module.id {
         ModuleId::Expert(layer, expert) => {
             let of_layer = experts.get(&layer).copied().unwrap_or(0);
-            experts_of(rank, ranks, of_layer).contains(&(expert as usize))
+            share.experts(of_layer).contains(&(expert as usize))
         }
         _ => true,
     });
@@ -150,11 +173,12 @@ mod tests {
         for ranks in 1..9 {
             for experts in [1, 3, 8, 60, 256, 257] {
                 for rank in 0..ranks {
-                    for expert in experts_of(rank, ranks, experts) {
+                    for expert in ExpertShare::of(rank, ranks).experts(experts) {
                         assert_eq!(rank_of(expert, ranks, experts), rank);
                     }
                 }
-                assert_eq!(experts_of(ranks - 1, ranks, experts).end, experts);
+                let last = ExpertShare::of(ranks - 1, ranks);
+                assert_eq!(last.experts(experts).end, experts);
             }
         }
     }

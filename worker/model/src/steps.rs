@@ -10,7 +10,9 @@ use crate::blocks::Pass;
 use crate::blocks::mla::Mla;
 use crate::decoder::{Attention, FeedForward};
 use crate::flight::{Flight, Sequences, Stream, tile_rows};
-use crate::{ExpansionRoom, Model, ModelError, ModuleId, ModuleWeights, Observer};
+use crate::{
+    ExpansionRoom, ExpertShare, Model, ModelError, ModuleId, ModuleWeights, Observer,
+};
 
 impl<B: Backend> Model<B> {
     /// Begins a pass of `rows` whose sequences are `spans`: looks up the embeddings of their tokens.
@@ -23,7 +25,7 @@ impl<B: Backend> Model<B> {
         spans: Vec<Span>,
         observer: &mut dyn Observer<B>,
     ) -> Result<Flight<B>, ModelError> {
-        self.begin_pass(rows.count(), &spans)?;
+        self.begin_pass(rows.count(), &spans, ExpertShare::ALL)?;
         self.embed(rows, spans, observer)
     }
 
@@ -67,7 +69,7 @@ impl<B: Backend> Model<B> {
                 "a stream of {cols} columns enters layer {layer}, whose rows have {hidden}"
             )));
         }
-        self.begin_pass(rows, &spans)?;
+        self.begin_pass(rows, &spans, ExpertShare::ALL)?;
         Ok(Flight::new(residual, spans, 2 * layer))
     }
 
@@ -88,8 +90,13 @@ impl<B: Backend> Model<B> {
         Ok(residual)
     }
 
-    /// Tells the backend and the policy that rows come.
-    pub(crate) fn begin_pass(&self, rows: usize, spans: &[Span]) -> Result<(), ModelError> {
+    /// Tells the backend and the policy that rows come, whose experts this rank has as `share` says.
+    pub(crate) fn begin_pass(
+        &self,
+        rows: usize,
+        spans: &[Span],
+        share: ExpertShare,
+    ) -> Result<(), ModelError> {
         batch::check_spans(spans, rows)?;
         // Positions that are expanded pass through products as rows do.
         let expanded = match self.expands_latents() {
@@ -97,7 +104,7 @@ impl<B: Backend> Model<B> {
             false => 0,
         };
         self.backend().begin_pass(rows.max(expanded))?;
-        Ok(self.residency().begin_pass(rows)?)
+        Ok(self.residency().begin_pass(rows, share)?)
     }
 
     /// Runs a layer's attention, and stores the keys and values of all rows.
@@ -405,6 +412,10 @@ impl<B: Backend> Model<B> {
             return Ok(());
         };
         let id = ModuleId::Router(layer as u32);
+        let experts = match flight.sequences.group() {
+            Some(_) => self.group_experts()?,
+            None => self.experts(),
+        };
         let mut pass = self.pass(&flight.sequences, layer, observer);
         let weights = pass.residency.acquire(id)?;
         let stream = &mut flight.stream;
@@ -412,7 +423,7 @@ impl<B: Backend> Model<B> {
             // x [rows, hidden]
             let x = stream.norm(pass, weights.vector("norm")?, self.decoder().eps)?;
             pass.show("ffn_norm", &x);
-            moe.begin(pass, self.experts(), weights, x)
+            moe.begin(pass, experts, weights, x)
         };
         flight.moe = Some(run(&mut pass).map_err(|e| e.within(id))?);
         Ok(())

@@ -229,7 +229,7 @@ impl<B: Backend> Residency<B> for DirectExperts<B> {
         Ok(Guard::new(weights, Some(release)))
     }
 
-    fn announce(&self, upcoming: &[ModuleId]) {
+    fn announce(&self, _layer: u32, upcoming: &[ModuleId]) {
         let mut state = self.loader.shared.lock();
         let actions = state.window.announce(&self.indices(upcoming));
         self.loader.carry_out(&mut state, &actions);

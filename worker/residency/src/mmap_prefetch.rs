@@ -175,7 +175,7 @@ impl<B: Backend> Residency<B> for MmapPrefetch<B> {
         Ok(Guard::new(weights, Some(release)))
     }
 
-    fn announce(&self, upcoming: &[ModuleId]) {
+    fn announce(&self, _layer: u32, upcoming: &[ModuleId]) {
         let mut state = self.shared.lock();
         let actions = state.window.announce(&self.indices(upcoming));
         self.shared.carry_out(&state, &actions);

@@ -3,6 +3,7 @@
 //! Pure bookkeeping: what a slot and a loaded module are belongs to the caller.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::ops::Range;
 
 use hearth_model::ModuleId;
 
@@ -18,6 +19,8 @@ pub(crate) struct Ring<S, T, M> {
     wanted: VecDeque<ModuleId>,
     /// First layer whose experts were not wanted yet; none follow if the pass does not load ahead.
     next_layer: usize,
+    /// Numbers of those of each layer that are loaded ahead.
+    ahead: Range<u32>,
     /// The expert that is being copied, and whether it is still wanted.
     loading: Option<(ModuleId, bool)>,
     loaded: HashMap<ModuleId, Loaded<S, T>>,
@@ -34,6 +37,7 @@ impl<S, T, M> Ring<S, T, M> {
     pub(crate) fn new(layers: Vec<Vec<ModuleId>>) -> Self {
         Self {
             next_layer: layers.len(),
+            ahead: 0..0,
             layers,
             free: VecDeque::new(),
             slots: 0,
@@ -66,16 +70,28 @@ impl<S, T, M> Ring<S, T, M> {
         self.loading.is_some()
     }
 
-    /// Begins a pass; `ahead`: all experts of a layer are loaded before its router has spoken.
-    pub(crate) fn begin(&mut self, ahead: bool) {
+    /// Begins a pass; `ahead`: the numbers of the experts of each layer that are loaded before its router has spoken, `None` if
+    /// none are. Dense modules have no numbers: all of them are.
+    pub(crate) fn begin(&mut self, ahead: Option<Range<u32>>) {
         self.wanted.clear();
         self.evict(|_| true);
-        self.next_layer = if ahead { 0 } else { self.layers.len() };
+        self.next_layer = match ahead {
+            Some(_) => 0,
+            None => self.layers.len(),
+        };
+        self.ahead = ahead.unwrap_or(0..0);
     }
 
-    /// Wants these experts of a layer, in order, before all others, and none else of that layer.
-    pub(crate) fn announce(&mut self, chosen: &[ModuleId]) {
-        let Some(layer) = chosen.first().and_then(|id| self.layer_of(*id)) else {
+    /// Wants these experts of a layer of the model, in order, before all others, and none else of that layer.
+    pub(crate) fn announce(&mut self, layer: u32, chosen: &[ModuleId]) {
+        let index = match chosen.first() {
+            Some(id) => self.layer_of(*id),
+            None => self.layers.iter().position(|of_layer| {
+                let first = of_layer.first();
+                first.and_then(|id| id.layer()) == Some(layer)
+            }),
+        };
+        let Some(layer) = index else {
             return;
         };
         if self.next_layer <= layer {
@@ -97,7 +113,11 @@ impl<S, T, M> Ring<S, T, M> {
         if self.wanted.is_empty()
             && let Some(layer) = self.layers.get(self.next_layer)
         {
-            self.wanted.extend(layer);
+            let is_ahead = |id: &&ModuleId| match id {
+                ModuleId::Expert(_, expert) => self.ahead.contains(expert),
+                _ => true,
+            };
+            self.wanted.extend(layer.iter().filter(is_ahead));
             self.next_layer += 1;
         }
         let loaded = &self.loaded;
@@ -217,6 +237,8 @@ mod tests {
         ModuleId::Expert(layer, expert)
     }
 
+    const ALL: Option<Range<u32>> = Some(0..4);
+
     /// Two layers of four experts.
     fn ring(slots: usize) -> Ring<usize, u32, u32> {
         let layer = |layer| (0..4).map(|expert| id(layer, expert)).collect();
@@ -238,7 +260,7 @@ mod tests {
     #[test]
     fn a_pass_that_loads_ahead_takes_all_experts_in_order_while_slots_are_free() {
         let mut ring = ring(3);
-        ring.begin(true);
+        ring.begin(ALL);
         assert_eq!(fill(&mut ring), [id(1, 0), id(1, 1), id(1, 2)]);
         assert!(ring.hold(id(1, 0)).is_some());
         assert_eq!(fill(&mut ring), []);
@@ -250,9 +272,9 @@ mod tests {
     #[test]
     fn unchosen_experts_are_evict_and_never_loaded_once_the_router_has_spoken() {
         let mut ring = ring(2);
-        ring.begin(true);
+        ring.begin(ALL);
         assert_eq!(fill(&mut ring), [id(1, 0), id(1, 1)]);
-        ring.announce(&[id(1, 1), id(1, 3)]);
+        ring.announce(1, &[id(1, 1), id(1, 3)]);
         // Expert 0 made room, 2 is skipped, and the next layer waits for a slot.
         assert_eq!(fill(&mut ring), [id(1, 3)]);
         assert_eq!(ring.ready(&[id(1, 1), id(1, 3)]), 2);
@@ -264,12 +286,21 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_with_a_share_of_the_experts_loads_no_others_ahead_and_a_layer_that_chose_none_is_passed_over() {
+        let mut ring = ring(2);
+        ring.begin(Some(2..4));
+        assert_eq!(fill(&mut ring), [id(1, 2), id(1, 3)]);
+        ring.announce(1, &[]);
+        assert_eq!(fill(&mut ring), [id(2, 2), id(2, 3)]);
+    }
+
+    #[test]
     fn a_copy_under_way_is_given_up_where_it_was_not_chosen() {
         let mut ring = ring(2);
-        ring.begin(true);
+        ring.begin(ALL);
         let (first, slot, _) = ring.next().expect("a slot");
         assert_eq!(first, id(1, 0));
-        ring.announce(&[id(1, 2)]);
+        ring.announce(1, &[id(1, 2)]);
         ring.loaded(slot, 0);
         assert_eq!(ring.ready(&[first]), 0);
         assert_eq!(fill(&mut ring), [id(1, 2), id(2, 0)]);
@@ -278,16 +309,16 @@ mod tests {
     #[test]
     fn a_pass_of_few_rows_loads_what_was_chosen_alone() {
         let mut ring = ring(3);
-        ring.begin(false);
+        ring.begin(None);
         assert_eq!(fill(&mut ring), []);
-        ring.announce(&[id(2, 1), id(2, 3)]);
+        ring.announce(2, &[id(2, 1), id(2, 3)]);
         assert_eq!(fill(&mut ring), [id(2, 1), id(2, 3)]);
     }
 
     #[test]
     fn an_expert_that_nobody_announced_finds_room() {
         let mut ring = ring(2);
-        ring.begin(true);
+        ring.begin(ALL);
         fill(&mut ring);
         assert!(ring.hold(id(2, 3)).is_none());
         assert_eq!(fill(&mut ring), [id(2, 3)]);
@@ -297,20 +328,20 @@ mod tests {
     #[test]
     fn a_new_pass_begins_with_empty_slots_but_for_held_ones() {
         let mut ring = ring(2);
-        ring.begin(true);
+        ring.begin(ALL);
         fill(&mut ring);
         assert!(ring.hold(id(1, 1)).is_some());
-        ring.begin(true);
+        ring.begin(ALL);
         assert_eq!(fill(&mut ring), [id(1, 0)]);
     }
 
     #[test]
     fn a_held_expert_is_not_loaded_a_second_time() {
         let mut ring = ring(3);
-        ring.begin(true);
+        ring.begin(ALL);
         fill(&mut ring);
         assert!(ring.hold(id(1, 1)).is_some());
-        ring.begin(true);
+        ring.begin(ALL);
         assert_eq!(fill(&mut ring), [id(1, 0), id(1, 2)]);
         assert!(ring.hold(id(1, 1)).is_some());
         assert_eq!(ring.release(id(1, 1), None), None);
@@ -321,10 +352,10 @@ mod tests {
     #[test]
     fn an_announced_expert_finds_room_among_those_that_nobody_holds() {
         let mut ring = ring(2);
-        ring.begin(false);
-        ring.announce(&[id(1, 0), id(1, 1)]);
+        ring.begin(None);
+        ring.announce(1, &[id(1, 0), id(1, 1)]);
         fill(&mut ring);
-        ring.announce(&[id(2, 2)]);
+        ring.announce(2, &[id(2, 2)]);
         assert_eq!(fill(&mut ring), []);
         assert!(ring.hold(id(2, 2)).is_none());
         assert_eq!(fill(&mut ring), [id(2, 2)]);
@@ -333,11 +364,11 @@ mod tests {
     #[test]
     fn slots_that_nothing_is_in_leave_the_ring_and_come_back() {
         let mut ring = ring(4);
-        ring.begin(true);
+        ring.begin(ALL);
         fill(&mut ring);
         assert!(ring.hold(id(1, 2)).is_some());
         assert_eq!(ring.shorten(4), [0; 0], "none is free");
-        ring.begin(true);
+        ring.begin(ALL);
         // The one that is held stays.
         let mut taken = ring.shorten(4);
         taken.sort_unstable();
@@ -345,10 +376,10 @@ mod tests {
         ring.release(id(1, 2), Some(7));
         ring.lengthen(vec![8]);
         assert_eq!(ring.slots(), 2);
-        ring.begin(true);
+        ring.begin(ALL);
         assert_eq!(fill(&mut ring), [id(1, 0), id(1, 1)]);
         let (_, slot, _) = {
-            ring.begin(true);
+            ring.begin(ALL);
             ring.next().expect("a slot")
         };
         assert!(ring.is_loading() && [2, 8].contains(&slot));
@@ -357,7 +388,7 @@ mod tests {
     #[test]
     fn a_slot_whose_copy_failed_comes_back_behind_the_same_mark() {
         let mut ring = ring(1);
-        ring.begin(true);
+        ring.begin(ALL);
         fill(&mut ring);
         assert!(ring.hold(id(1, 0)).is_some());
         ring.release(id(1, 0), Some(7));

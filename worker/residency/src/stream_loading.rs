@@ -21,7 +21,7 @@ use hearth_formats::Checkpoint;
 use hearth_kernels::Backend;
 use hearth_kernels::ops::LoadOps;
 use hearth_model::{
-    Guard, ModuleId, ModuleSpec, Release, Residency, ResidencyError, ResidencyStats,
+    ExpertShare, Guard, ModuleId, ModuleSpec, Release, Residency, ResidencyError, ResidencyStats,
 };
 
 use crate::host_module::{HostModule, Streamed};
@@ -45,6 +45,8 @@ pub struct StreamLoadingOptions {
     pub slots: RingSlots,
     /// Whether dense modules pass through slots too.
     pub streams_dense: bool,
+    /// Experts of a layer, of which the modules may have a share.
+    pub experts: usize,
     /// Experts that a token chooses.
     pub experts_per_token: usize,
     /// Observer of the ring; runs on the thread that copied or released.
@@ -88,6 +90,8 @@ pub type StreamListener = Box<dyn Fn(StreamEvent) + Send + Sync>;
 pub struct StreamLoading<B: Backend + LoadOps> {
     resident: Store<B>,
     loader: Loader<Streaming<B>>,
+    /// Experts of a layer, of which some may be other ranks'.
+    experts: usize,
     /// Rows of a pass from which on all experts are loaded ahead.
     ahead_rows: usize,
     lengths: Vec<RingLength>,
@@ -179,7 +183,8 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
         Ok(Self {
             resident,
             loader,
-            ahead_rows: of_layer.div_ceil(options.experts_per_token.max(1)),
+            experts: options.experts,
+            ahead_rows: options.experts.div_ceil(options.experts_per_token.max(1)),
             lengths,
             acquired: AtomicU64::new(0),
             read_bytes: AtomicU64::new(0),
@@ -446,7 +451,7 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         let mut state = loader.shared.lock();
         if !matches!(id, ModuleId::Expert(..)) {
             // The loader may not have come to it yet, and goes on behind it.
-            state.dense.announce(&[id]);
+            state.dense.announce(id.layer().unwrap_or(0), &[id]);
         }
         let (weights, copied) = loop {
             if let Some(error) = state.broken.take() {
@@ -478,11 +483,11 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
     }
 
     /// Makes the ring as long as a pass of so many rows leaves it room.
-    fn begin_pass(&self, rows: usize) -> Result<(), ResidencyError> {
+    fn begin_pass(&self, rows: usize, share: ExpertShare) -> Result<(), ResidencyError> {
         let loader = &self.loader;
         let mut state = loader.shared.lock();
         state.failed.clear();
-        state.ring.begin(false);
+        state.ring.begin(None);
         let (has, needs) = (state.ring.slots(), self.slots_for(rows));
         if has > needs {
             loader.shorten(state, has - needs);
@@ -496,19 +501,21 @@ impl<B: Backend + LoadOps> Residency<B> for StreamLoading<B> {
         let begin = begin.map_err(|source| ResidencyError::Device { source })?;
         loader.meter.begin(rows, begin);
         let mut state = loader.shared.lock();
-        state.ring.begin(rows >= self.ahead_rows);
-        state.dense.begin(true);
+        let own = share.experts(self.experts);
+        let own = own.start as u32..own.end as u32;
+        state.ring.begin((rows >= self.ahead_rows).then_some(own));
+        state.dense.begin(Some(0..0));
         loader.shared.changed();
         Ok(())
     }
 
-    fn announce(&self, upcoming: &[ModuleId]) {
+    fn announce(&self, layer: u32, upcoming: &[ModuleId]) {
         let mut state = self.loader.shared.lock();
         for id in upcoming {
             // It is copied once more.
             state.failed.remove(id);
         }
-        state.ring.announce(upcoming);
+        state.ring.announce(layer, upcoming);
         self.loader.shared.changed();
     }
 

@@ -184,7 +184,7 @@ fn a_file_cut_short_is_an_error_that_names_the_expert_and_ends_with_its_cause() 
         .set_len(4096)
         .unwrap();
     let all: Vec<ModuleId> = files.experts.iter().map(|spec| spec.id).collect();
-    other.announce(&all);
+    other.announce(1, &all);
     let error = other.acquire(last).map(drop).err().unwrap().to_string();
     assert!(error.contains(&last.to_string()), "{error}");
     fs::write(&path, whole).unwrap();

@@ -67,6 +67,8 @@ pub struct Predicted {
 pub struct Routing {
     /// Number of new tokens below which the decode worker computes a prompt itself, in chunks.
     pub chunked_below_tokens: u32,
+    /// Time without decoding after which a prompt is read by all peers of its prefill worker; `None`: always.
+    pub together_after_quiet: Option<Duration>,
     /// Maximum number of requests (choices) that wait for a worker; beyond it, 429.
     pub max_queue: usize,
     /// Longest wait, for a slot or for a pool that is starting.
@@ -92,6 +94,7 @@ impl Default for Routing {
     fn default() -> Self {
         Self {
             chunked_below_tokens: 2048,
+            together_after_quiet: None,
             max_queue: 256,
             queue_timeout: Duration::from_secs(120),
             ahead_per_worker: None,

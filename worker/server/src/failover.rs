@@ -344,6 +344,7 @@ impl Attempt {
         let Route {
             decode: mut lease,
             prefill,
+            reads_alone,
         } = match acquire(pool, job, want, progress.wait_until(job)).await {
             Ok(route) => route,
             Err(error) => {
@@ -355,13 +356,10 @@ impl Attempt {
         progress.prefill = prefill.as_ref().map(PrefillLease::id);
         progress.avoid = Some(lease.id());
         progress.attempts += 1;
-        let request = job.request(
-            progress,
-            &lease.pin,
-            prefill
-                .as_ref()
-                .map(|prefill| prefill.endpoint().to_string()),
-        );
+        let reader = prefill
+            .as_ref()
+            .map(|prefill| prefill.endpoint().to_string());
+        let request = job.request(progress, &lease.pin, (reader, reads_alone));
         let mut client = lease.worker.decode();
         let answer = tokio::select! {
             biased;
@@ -427,6 +425,7 @@ impl Attempt {
                         return Err(Failure::Retry(error));
                     }
                     self.prefill = None;
+                    self.lease.decoded();
                     progress.prefill = None;
                     progress.pin_to(&self.lease.pin, job, observer);
                     progress.tokens.push(token.id);
@@ -475,7 +474,7 @@ impl Job {
         &self,
         progress: &Progress,
         pin: &Pin,
-        prefill: Option<String>,
+        (prefill, reads_alone): (Option<String>, bool),
     ) -> tonic::Request<GenerateRequest> {
         let request_id = format!("{}.{}", self.request_id, progress.attempts);
         let sampling = Sampling {
@@ -492,6 +491,7 @@ impl Job {
             max_tokens: self.max_tokens,
             stop_token_ids: self.stop_tokens.to_vec(),
             prefill_endpoint: prefill.unwrap_or_default(),
+            read_alone: reads_alone,
             grammar: self.grammar.as_deref().cloned(),
             logprobs: self.logprobs.is_some(),
             top_logprobs: self.logprobs.unwrap_or(0),

@@ -170,6 +170,7 @@ impl Files<'_> {
         let options = StreamLoadingOptions {
             slots: rings.slots,
             streams_dense: rings.streams_dense,
+            experts: moe.map_or(0, |moe| moe.experts),
             experts_per_token: moe.map_or(1, |moe| moe.experts_per_token),
             listener: self.trace.clone().map(listener),
         };

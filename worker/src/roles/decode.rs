@@ -68,6 +68,7 @@ impl DecodeService {
                 model_fingerprint: self.worker.model_fingerprint.clone(),
                 kv_layout: self.worker.kv_layout.clone(),
                 numerics: request.prompt_numerics.clone(),
+                alone: request.read_alone,
             },
             context,
             deadline: time_left.and_then(|left| Instant::now().checked_add(left)),

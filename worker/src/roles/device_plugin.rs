@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use hearth_crds::{GPU_RESOURCE, VIRTUAL_UUID};
+use hearth_crds::GPU_RESOURCE;
 use hearth_transport::DeviceOffer;
 
 use super::stand_ins::StandInArgs;
@@ -57,7 +57,7 @@ async fn offer(args: &DevicePluginArgs) {
         directory: args.directory.clone(),
         socket: SOCKET.to_owned(),
         resource: GPU_RESOURCE.to_owned(),
-        devices: vec![VIRTUAL_UUID.to_owned()],
+        devices: device.uuids().collect(),
     };
     let mut told = String::new();
     loop {

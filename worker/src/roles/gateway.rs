@@ -138,6 +138,10 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
     config.cors_origins.clone_from(&args.cors_origins);
     config.routing = Routing {
         chunked_below_tokens: plan.routing.chunked_below_tokens,
+        together_after_quiet: plan
+            .routing
+            .together_after_quiet_ms
+            .map(Duration::from_millis),
         max_queue: plan.routing.max_queue as usize,
         model_fingerprint: Some(Checkpoint::open(Path::new(&plan.model.path))?.fingerprint()),
         queue_timeout: Duration::from_millis(plan.routing.queue_timeout_ms),

@@ -46,6 +46,7 @@ impl v1::prefill_server::Prefill for PrefillService {
             request_id: request.request_id,
             tokens: request.tokens,
             first_token: request.first_token as usize,
+            alone: request.alone,
         };
         let (sender, mut receiver) = mpsc::unbounded_channel();
         let sink = Box::new(move |event| sender.send(event).is_ok());

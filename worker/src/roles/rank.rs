@@ -292,7 +292,9 @@ fn open(
 ) -> anyhow::Result<(Opened, String, Turn)> {
     let group = group::Place::of(plan, rank)?;
     let part = group.as_ref().and_then(group::Place::part).cloned();
-    let share = group.as_ref().and_then(group::Place::share);
+    let share = group
+        .as_ref()
+        .map_or(ExpertShare::ALL, group::Place::share);
     let head = match group.clone().filter(group::Place::is_head) {
         Some(place) => Some(Head::of(plan, rank, place, routes)?),
         None => None,

@@ -148,7 +148,7 @@ pub(crate) fn run(args: &BenchArgs, environment: &Environment) -> anyhow::Result
             "--peers has no effect on experts that the host computes\n  use --residency resident or stream-loading"
         );
     }
-    options.share = (peers > 1).then_some((0, peers));
+    options.share = ExpertShare::of(0, peers.max(1));
     let loaded = load::open(&args.model.model, options, &mut |_| {})?;
     let (device, host) = match &loaded {
         OnDevice::Virtual(loaded) => (

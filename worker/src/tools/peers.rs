@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::ValueEnum;
 use hearth_kernels::Backend;
-use hearth_model::{ExpertParallel, Membership};
+use hearth_model::{ExpertParallel, ExpertShare, Membership, Sharing};
 use hearth_parallel::{Follower, GroupPeers, LocalGroup, OneGroup};
 
 use super::session::cache;
@@ -63,19 +63,19 @@ pub(super) fn start<B: Backend>(
     (count, experts): (usize, ExpertsArg),
     (sequences, capacity_tokens): (usize, usize),
 ) -> anyhow::Result<Peers> {
-    let experts = ExpertParallel::from(experts);
     let mut groups = LocalGroup::of(count).into_iter();
     let group = groups.next().context("a group has a member")?;
     let peers = GroupPeers::of_head(Box::new(OneGroup(Arc::new(group))));
     peers.rejoin(Duration::ZERO)?;
-    head.model.share(Arc::new(peers), (experts, count));
+    let sharing = Sharing::new(experts.into(), count);
+    head.model.share(Arc::new(peers), sharing);
     let mut started = Peers {
         is_over: Arc::default(),
         threads: Vec::new(),
     };
     for (place, group) in (1..).zip(groups) {
         let options = LoadOptions {
-            share: Some((place, count)),
+            share: ExpertShare::of(place, count),
             ..LoadOptions::from_args(args, environment)?
         };
         let loaded = load::open(&args.model, options, &mut |_| {})?;
@@ -83,7 +83,7 @@ pub(super) fn start<B: Backend>(
         let thread = on_device!(loaded, loaded => {
             let (kv, _) = cache(&loaded.model, sequences, capacity_tokens, args.kv_dtype())?;
             let follower = Follower::new(loaded.model, kv, |model, peers| {
-                model.share(peers, (experts, count));
+                model.share(peers, sharing);
             });
             spawn(place, follower, group, is_over)?
         });

@@ -139,7 +139,7 @@ pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Resu
     }
     if let Some(device) = &args.virtual_device {
         meter.tell("the virtual device");
-        device.stand_in(device.measure()?, &mut profile);
+        device.stand_in(&device.measure()?, &mut profile);
     } else if matches!(args.scope, ScopeArg::Process) && !profile.gpus.is_empty() {
         let obstacle = gpu_obstacle(&args.gpu, environment);
         profile

@@ -2,7 +2,7 @@
 
 use anyhow::bail;
 use hearth_kernels::{Backend, BlockId, KvDType, KvLayout, SampleSpec, Span};
-use hearth_model::{Batch, Model, Rows};
+use hearth_model::{Batch, Model, PassSpec, Rows};
 
 /// Tokens per cache block.
 const BLOCK_TOKENS: usize = 64;
@@ -76,9 +76,14 @@ impl<'a, B: Backend> Session<'a, B> {
         let count = rows.count();
         let spans: Vec<Span> = (0..count).map(|row| self.span(row, row, 1)).collect();
         let all: Vec<u32> = (0..count as u32).collect();
+        let pass = PassSpec {
+            spans: &spans,
+            logit_rows: &all,
+            alone: false,
+        };
         let Some(logits) = self
             .model
-            .forward_rows(rows, &spans, &all, &mut self.kv, &mut ())?
+            .forward_rows(rows, pass, &mut self.kv, &mut ())?
         else {
             bail!("a step has no rows");
         };

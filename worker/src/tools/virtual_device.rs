@@ -1,32 +1,61 @@
 //! Measures a virtual device, which stands for a GPU in a profile: its memory and its rates.
 
-use hearth_crds::{GPU_RANK_THREADS, GpuProfile, NodeProfileStatus, VIRTUAL_UUID};
+use hearth_crds::{GPU_RANK_THREADS, GpuProfile, NodeProfileStatus, VIRTUAL_UUID, virtual_uuid};
 use hearth_kernels::{CpuOptions, KernelError};
 use hearth_virtual::{VirtualBackend, VirtualOptions};
 
 use super::rates;
 use crate::device::{DeviceArg, VirtualArg};
 
-/// A virtual device, as `--device` takes it.
+/// Most virtual devices of a node.
+const MOST_DEVICES: u32 = 8;
+
+/// Virtual devices that stand for a node's GPUs: as many equal ones as `count=` says, each as `--device` takes it.
 #[derive(Clone, Debug)]
 pub(crate) struct VirtualDevice {
+    /// One of them.
     text: String,
     arg: VirtualArg,
+    count: u32,
+}
+
+/// Takes `count=` out of a device's properties.
+fn without_count(text: &str) -> Result<(String, u32), String> {
+    let Some((kind, properties)) = text.split_once(':') else {
+        return Ok((text.to_owned(), 1));
+    };
+    let mut counts = Vec::new();
+    let mut rest = Vec::new();
+    for property in properties.split(',') {
+        match property.strip_prefix("count=") {
+            Some(count) => counts.push(count),
+            None => rest.push(property),
+        }
+    }
+    let text = format!("{kind}:{}", rest.join(","));
+    match counts[..] {
+        [] => Ok((text, 1)),
+        [count] => match count.parse() {
+            Ok(count @ 1..=MOST_DEVICES) => Ok((text, count)),
+            _ => Err(format!(
+                "count={count}: write 1 to {MOST_DEVICES} equal devices, as in virtual:memory=8Gi,count=2"
+            )),
+        },
+        _ => Err("count is written twice: write it once".to_owned()),
+    }
 }
 
 impl std::str::FromStr for VirtualDevice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        let (text, count) = without_count(text)?;
         match text.parse::<DeviceArg>()? {
             DeviceArg::Virtual(arg) if arg.is_modelled() => Err(
                 "it computes nothing, and answers would mean nothing: leave mode=modelled and its rates out, or try it in hearth-worker bench"
                     .to_owned(),
             ),
-            DeviceArg::Virtual(arg) => Ok(Self {
-                text: text.to_owned(),
-                arg,
-            }),
+            DeviceArg::Virtual(arg) => Ok(Self { text, arg, count }),
             DeviceArg::Cpu | DeviceArg::Cuda(_) => Err(
                 "it is not a virtual device: write virtual:memory=8Gi; real GPUs are found without a flag"
                     .to_owned(),
@@ -36,16 +65,26 @@ impl std::str::FromStr for VirtualDevice {
 }
 
 impl VirtualDevice {
-    /// The text that it was read from.
+    /// One of them, as `--device` takes it.
     pub(crate) fn text(&self) -> &str {
         &self.text
     }
 
-    /// Lets it stand for a machine's GPUs, as it was measured: its memory is the machine's.
-    pub(crate) fn stand_in(&self, measured: GpuProfile, profile: &mut NodeProfileStatus) {
-        profile.gpus = vec![measured];
+    /// UUIDs of all of them.
+    pub(crate) fn uuids(&self) -> impl Iterator<Item = String> {
+        (0..self.count).map(virtual_uuid)
+    }
+
+    /// Lets them stand for a machine's GPUs, as one of them was measured: their memory is the machine's.
+    pub(crate) fn stand_in(&self, measured: &GpuProfile, profile: &mut NodeProfileStatus) {
+        let device = |uuid| GpuProfile {
+            uuid,
+            ..measured.clone()
+        };
+        profile.gpus = self.uuids().map(device).collect();
+        let taken = self.arg.memory_bytes().saturating_mul(self.count.into());
         let available = &mut profile.memory.available_bytes;
-        *available = available.saturating_sub(self.arg.memory_bytes());
+        *available = available.saturating_sub(taken);
     }
 
     /// Why it is lost; `None` while it answers.
@@ -102,6 +141,30 @@ pub(super) fn measured(options: VirtualOptions) -> Result<GpuProfile, KernelErro
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn several_equal_devices_have_names_of_their_own_and_take_their_memory_from_the_machines() {
+        let devices: VirtualDevice = "virtual:memory=4Mi,count=3".parse().expect("devices");
+        assert_eq!(devices.text(), "virtual:memory=4Mi");
+        let mut profile = NodeProfileStatus::default();
+        profile.memory.available_bytes = 20 << 20;
+        let one = GpuProfile {
+            memory_bytes: 4 << 20,
+            ..GpuProfile::default()
+        };
+        devices.stand_in(&one, &mut profile);
+        let uuids: Vec<&str> = profile.gpus.iter().map(|gpu| &*gpu.uuid).collect();
+        assert_eq!(uuids, ["VIRTUAL-0", "VIRTUAL-1", "VIRTUAL-2"]);
+        assert_eq!(profile.memory.available_bytes, 8 << 20);
+        for (wrong, says) in [
+            ("virtual:memory=4Mi,count=0", "1 to 8"),
+            ("virtual:count=x,memory=4Mi", "count=x"),
+            ("virtual:count=1,count=2,memory=4Mi", "twice"),
+        ] {
+            let error = wrong.parse::<VirtualDevice>().expect_err(wrong);
+            assert!(error.contains(says), "{wrong}: {error}");
+        }
+    }
 
     #[test]
     fn a_small_device_is_measured_and_a_real_one_is_none() {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_cuda::CudaBackend;
-use hearth_model::{ExpertParallel, Membership, Model, Residency};
+use hearth_model::{ExpertParallel, Membership, Model, Residency, Sharing};
 use hearth_parallel::{Follower, GroupPeers, LocalGroup, OneGroup, StageError};
 use hearth_residency::RingSlots;
 
@@ -26,8 +26,9 @@ fn bits(files: &Files, weights: &Weights, experts: ExpertParallel) -> [Vec<u32>;
             let gpu = gpu();
             let model = model(&gpu);
             let kv = cache(&gpu, &model);
+            let sharing = Sharing::new(experts, 2);
             let mut follower =
-                Follower::new(model, kv, |model, peers| model.share(peers, (experts, 2)));
+                Follower::new(model, kv, |model, peers| model.share(peers, sharing));
             match follower.follow(Arc::new(of_follower), || true) {
                 Ok(()) | Err(StageError::Group(_)) => {}
                 Err(error) => panic!("{error}"),
@@ -37,7 +38,7 @@ fn bits(files: &Files, weights: &Weights, experts: ExpertParallel) -> [Vec<u32>;
         let peers = GroupPeers::of_head(Box::new(OneGroup(Arc::new(of_head))));
         assert!(peers.rejoin(Duration::ZERO).unwrap());
         let mut model = model(&gpu);
-        model.share(Arc::new(peers), (experts, 2));
+        model.share(Arc::new(peers), Sharing::new(experts, 2));
         // With the model, the head's group ends, and the follower with it.
         bits_of(&gpu, model)
     })

@@ -71,6 +71,7 @@ impl Files {
         let options = StreamLoadingOptions {
             slots,
             streams_dense,
+            experts: self.config.moe.as_ref().unwrap().experts,
             experts_per_token: self.config.moe.as_ref().unwrap().experts_per_token,
             listener,
         };

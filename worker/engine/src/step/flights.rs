@@ -149,6 +149,7 @@ impl<F: Forward> StepLoop<F> {
                 // Everyone in a step on top of this one is in this one, too.
                 self.wait_for_all();
                 match self.forward.group_lost() {
+                    _ if self.retries_alone(&work, &reason) => {}
                     // It computes all of it again.
                     Some(why) => self.count_loss(&work, &why),
                     None => self.failed(&work, reason),

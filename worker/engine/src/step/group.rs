@@ -1,16 +1,18 @@
-//! A model whose other layers are on other ranks: what happens when one of those is lost.
+//! A model that several ranks run: what happens when another one is lost.
 //!
 //! The group forms anew, with the member that has returned or its successor, and every sequence is computed again from its
-//! tokens: whoever waits for an answer notices nothing but the time.
+//! tokens: whoever waits for an answer notices nothing but the time. A rank that computes alone, too, does so meanwhile.
 
 use std::sync::mpsc::{RecvError, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use super::{Command, StepLoop, StepWork};
-use crate::{EngineError, Health, forward::Forward};
+use crate::{EngineError, Health, forward::Forward, request::EngineRequest};
 
 /// Time between two looks at commands while the group is not complete.
 const JOIN_PERIOD: Duration = Duration::from_secs(1);
+/// Time that lost peers have to join, while a request that comes waits for it.
+const PEERS_PATIENCE: Duration = Duration::from_millis(300);
 /// Time between two looks at the group while there is nothing to compute.
 const LOOK_PERIOD: Duration = Duration::from_millis(500);
 /// Time after which requests are told that the group does not form: another worker may answer them.
@@ -30,6 +32,10 @@ impl<F: Forward> StepLoop<F> {
     /// Looks whether the group is complete. If it has lost a member, no KV is left, and nothing is computed until it has
     /// formed anew. Returns whether steps can be computed.
     pub(super) fn is_together(&mut self) -> bool {
+        if self.forward.computes_alone() {
+            self.look_after_peers();
+            return true;
+        }
         if self.apart.is_none()
             && let Some(why) = self.forward.group_lost()
         {
@@ -41,16 +47,7 @@ impl<F: Forward> StepLoop<F> {
         let (since, why) = (apart.since, apart.why.clone());
         match self.forward.rejoin(JOIN_PERIOD) {
             Ok(true) => {
-                let seconds = since.elapsed().as_secs_f64();
-                tracing::info!(seconds, "the group is complete again");
-                self.group_losses += 1;
-                let times = match self.group_losses {
-                    1 => "once".to_owned(),
-                    losses => format!("{losses} times"),
-                };
-                self.shared.set_group(format!(
-                    "complete; members were lost {times}, and it was complete again {seconds:.1} s after: {why}"
-                ));
+                self.complete_again(since.elapsed().as_secs_f64(), &why);
                 self.apart = None;
                 self.idle = false;
                 self.shared.set_health(Health::Healthy);
@@ -64,6 +61,69 @@ impl<F: Forward> StepLoop<F> {
             Err(error) => self.give_up_group(&error),
         }
         false
+    }
+
+    /// Asks lost peers to join again, while nothing is to be computed: passes succeed without them.
+    fn look_after_peers(&mut self) {
+        let Some(why) = self.forward.group_lost() else {
+            return;
+        };
+        let (since, why) = match &self.peers_lost {
+            Some(lost) => (lost.since, lost.why.clone()),
+            None => {
+                tracing::warn!(why, "a peer is lost: prompts are read alone until all are back");
+                self.shared.set_group(format!(
+                    "not complete, prompts are read by this rank alone: {why}"
+                ));
+                let since = Instant::now();
+                self.peers_lost = Some(Apart {
+                    since,
+                    why: why.clone(),
+                });
+                (since, why)
+            }
+        };
+        if !self.idle {
+            return;
+        }
+        match self.forward.rejoin(PEERS_PATIENCE) {
+            Ok(true) => {
+                let seconds = since.elapsed().as_secs_f64();
+                self.peers_lost = None;
+                self.complete_again(seconds, &why);
+            }
+            Ok(false) => {}
+            // What cannot be now may be later: a member may be of another plan as long as a rollout lasts.
+            Err(error) => tracing::debug!(error, "the peers do not join"),
+        }
+    }
+
+    /// Whether a pass that failed with its peers is computed again without them: its requests lose nothing but time.
+    pub(super) fn retries_alone(&mut self, work: &StepWork, reason: &str) -> bool {
+        if work.alone || !self.forward.computes_alone() || self.forward.device_lost().is_some() {
+            return false;
+        }
+        tracing::warn!(reason, "a pass failed with the peers, and is computed alone");
+        for sequence in &work.sequences {
+            if let Some(EngineRequest::Export(export)) = self.requests.get_mut(sequence) {
+                export.alone = true;
+            }
+        }
+        self.idle = false;
+        true
+    }
+
+    /// Records that the group was complete again, `seconds` after the loss of a member.
+    fn complete_again(&mut self, seconds: f64, why: &str) {
+        tracing::info!(seconds, "the group is complete again");
+        self.group_losses += 1;
+        let times = match self.group_losses {
+            1 => "once".to_owned(),
+            losses => format!("{losses} times"),
+        };
+        self.shared.set_group(format!(
+            "complete; members were lost {times}, and it was complete again {seconds:.1} s after: {why}"
+        ));
     }
 
     /// Waits for a command; in a group, only as long as its members are not looked after.

@@ -103,6 +103,7 @@ fn request(id: u64, most: usize) -> (SequenceId, EngineRequest, Sent) {
         receiver: Callback::new(Box::new(sink)),
         tokens: Vec::new(),
         sent_to: 0,
+        alone: false,
         cached_tokens: 0,
         unread: Unread::new(0, channel().0),
         owed: None,

@@ -156,6 +156,7 @@ fn kv_of_a_layer_leaves_before_the_next_layer_computes() {
         request_id: String::new(),
         tokens: (0..20).collect(),
         first_token: 0,
+        alone: false,
     };
     let sink = move |event| match event {
         PrefillEvent::Kv { layer, .. } => left.send(layer).is_ok(),

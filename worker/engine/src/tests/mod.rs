@@ -150,6 +150,7 @@ fn prefill(
         request_id: String::new(),
         tokens: tokens.to_vec(),
         first_token,
+        alone: false,
     };
     let sink = Box::new(move |event| tx.send(event).is_ok());
     let handle = engine.prefill(input, sink).unwrap();

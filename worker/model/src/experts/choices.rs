@@ -7,7 +7,7 @@ use hearth_kernels::{Backend, Routing};
 use super::Check;
 use crate::peers::{Exchanged, GroupPass};
 use crate::wire::{to_bytes, values};
-use crate::{ModelError, shares};
+use crate::{ExpertShare, ModelError};
 
 /// Bytes of a choice: the expert, then its weight.
 const CHOICE_BYTES: usize = 8;
@@ -56,7 +56,7 @@ pub(super) fn each_choice(routing: &Routing) -> impl Iterator<Item = (u32, f32)>
 
 /// Whether an expert is one of a rank's.
 pub(super) fn is_of(group: &GroupPass, rank: usize, experts: usize) -> impl Fn(usize) -> bool {
-    let own = shares::experts_of(rank, group.ranks(), experts);
+    let own = ExpertShare::of(rank, group.ranks()).experts(experts);
     move |expert| own.contains(&expert)
 }
 

@@ -160,7 +160,7 @@ impl<B: Backend> Step<'_, B> {
         let (at, rank) = (layer.layer as usize, group.rank());
         let (all, firsts) = self.all_choices(own, check)?;
         let chosen = ChosenExperts::new(RoutedLayer { top_k: 1, ..*layer }, &all);
-        self.residency.announce(chosen.ids());
+        self.residency.announce(layer.layer, chosen.ids());
         let rows = (&firsts[..], *hidden);
         let x = collected(
             *backend,

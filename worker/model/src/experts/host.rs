@@ -338,7 +338,7 @@ impl Work {
     ) -> Result<Vec<f32>, ModelError> {
         let started = Instant::now();
         let rows = self.rows();
-        residency.announce(self.chosen.ids());
+        residency.announce(self.chosen.layer(), self.chosen.ids());
         let mut x = host.upload(rows, self.hidden, &self.x)?;
         if let Some(inputs) = &self.inputs {
             x = host.rows(&x, inputs)?;

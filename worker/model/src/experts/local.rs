@@ -37,7 +37,7 @@ impl<B: Backend> Experts<B> for LocalExperts<B> {
         }
         let chosen = ChosenExperts::new(layer, &self.backend.routing(chosen)?);
         // The policy loads them meanwhile.
-        self.residency.announce(chosen.ids());
+        self.residency.announce(layer.layer, chosen.ids());
         let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
         Ok(PendingExperts::new(move |x, check| {
             chosen.run(&*backend, &*residency, x, check)

@@ -134,7 +134,7 @@ impl<B: Backend> Step<'_, B> {
         let is_mine = is_of(group, group.rank(), layer.experts);
         let chosen = ChosenExperts::new(*layer, &all).only(is_mine);
         // The policy loads them while the rows travel.
-        self.residency.announce(chosen.ids());
+        self.residency.announce(layer.layer, chosen.ids());
         let at = (layer.layer as usize, Exchanged::Tokens);
         let rows = (&self.firsts()[..], self.hidden);
         let x = collected(self.backend, group, at, rows, own, check)?;

@@ -6,7 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hearth_kernels::Span;
-use hearth_model::{Batch, ExpertParallel, Membership, ModelError, Part, modules, modules_of};
+use hearth_kernels::ops::MemoryOps;
+use hearth_model::{
+    Batch, ExpertParallel, ExpertShare, Membership, ModelError, Part, PassSpec, Rows, Sharing,
+    modules, modules_of,
+};
 use hearth_parallel::{
     Follower, Group, GroupError, GroupPeers, LocalGroup, Message, OneGroup, Op, StageError, Tag,
 };
@@ -82,6 +86,16 @@ pub(crate) fn in_group<R>(
     (ranks, how): (usize, ExpertParallel),
     with: impl FnOnce(&mut Head, &dyn Group) -> R,
 ) -> (R, Sent) {
+    share(files, Sharing::new(how, ranks), with)
+}
+
+/// The same with a head that may be able to compute alone.
+pub(crate) fn share<R>(
+    files: &Files,
+    sharing: Sharing,
+    with: impl FnOnce(&mut Head, &dyn Group) -> R,
+) -> (R, Sent) {
+    let Sharing { experts, ranks, .. } = sharing;
     let is_over = AtomicBool::new(false);
     let sent = Arc::new(Mutex::new(Sent::new()));
     let mut progress = Vec::new();
@@ -94,10 +108,11 @@ pub(crate) fn in_group<R>(
         let group = groups.remove(0);
         for (rank, group) in (1..).zip(groups) {
             let all = modules(&files.config).unwrap();
-            let model = files.with(modules_of(rank, ranks, all));
+            let model = files.with(modules_of(ExpertShare::of(rank, ranks), all));
             let kv = cache(&model);
+            let sharing = Sharing::new(experts, ranks);
             let mut follower =
-                Follower::new(model, kv, |model, peers| model.share(peers, (how, ranks)));
+                Follower::new(model, kv, |model, peers| model.share(peers, sharing));
             progress.push(follower.progress());
             let goes_on = || !is_over.load(Ordering::Relaxed);
             scope.spawn(move || match follower.follow(group, goes_on) {
@@ -108,8 +123,12 @@ pub(crate) fn in_group<R>(
         let peers = GroupPeers::of_head(Box::new(OneGroup(Arc::clone(&group))));
         assert!(peers.rejoin(Duration::ZERO).unwrap());
         let all = Part::whole(files.config.layers).of(modules(&files.config).unwrap());
-        let mut model = files.with(modules_of(0, ranks, all));
-        model.share(Arc::new(peers), (how, ranks));
+        let own = match sharing.is_self_sufficient {
+            true => ExpertShare::ALL,
+            false => ExpertShare::of(0, ranks),
+        };
+        let mut model = files.with(modules_of(own, all));
+        model.share(Arc::new(peers), sharing);
         let kv = cache(&model);
         let mut head = Head { model, kv };
         let result = with(&mut head, &*group);
@@ -129,6 +148,25 @@ pub(crate) fn in_group<R>(
 }
 
 impl Head {
+    /// Logits of the last row of a pass that this rank computes alone, if it can.
+    pub(crate) fn chunk_alone(
+        &mut self,
+        tokens: &[u32],
+        spans: &[Span],
+    ) -> Result<Vec<f32>, ModelError> {
+        let pass = PassSpec {
+            spans,
+            logit_rows: &[tokens.len() as u32 - 1],
+            alone: true,
+        };
+        let rows = Rows::Tokens(tokens);
+        let logits = self
+            .model
+            .forward_rows(rows, pass, &mut self.kv, &mut ())?;
+        let logits = logits.expect("logits of one row");
+        Ok(self.model.backend().download(&logits)?)
+    }
+
     /// Logits of the last row of one step.
     pub(crate) fn chunk(
         &mut self,

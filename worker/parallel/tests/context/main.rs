@@ -5,6 +5,7 @@
     reason = "a test may panic; clippy.toml's exemption does not reach helpers of integration tests"
 )]
 
+mod alone;
 mod bytes;
 mod faults;
 mod harness;

@@ -22,6 +22,7 @@ fn streamed(
         StreamLoadingOptions {
             slots: RingSlots::Fixed(slots),
             streams_dense: true,
+            experts: files.experts(),
             experts_per_token: files.experts_per_token(),
             listener: Some(crossed.listener()),
         },
@@ -99,7 +100,8 @@ fn dense_modules_take_the_room_of_two_slots() {
                 StreamLoadingOptions {
                     slots: RingSlots::Fixed(2),
                     streams_dense,
-                    experts_per_token: files.experts_per_token(),
+                    experts: files.experts(),
+            experts_per_token: files.experts_per_token(),
                     listener: None,
                 },
             );

@@ -81,6 +81,7 @@ impl Files {
             StreamLoadingOptions {
                 slots,
                 streams_dense: false,
+                experts: self.experts(),
                 experts_per_token: self.experts_per_token(),
                 listener,
             },

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use hearth_model::{Guard, ModuleId, ModuleWeights, Residency, ResidencyError, ResidencyStats};
+use hearth_model::{ExpertShare, Guard, ModuleId, ModuleWeights, Residency, ResidencyError, ResidencyStats};
 use hearth_residency::StreamLoading;
 use hearth_virtual::VirtualBackend;
 
@@ -27,12 +27,12 @@ impl Residency<VirtualBackend> for Hasty {
         Ok(Guard::new(Arc::new(kept), None))
     }
 
-    fn begin_pass(&self, rows: usize) -> Result<(), ResidencyError> {
-        self.of.begin_pass(rows)
+    fn begin_pass(&self, rows: usize, share: ExpertShare) -> Result<(), ResidencyError> {
+        self.of.begin_pass(rows, share)
     }
 
-    fn announce(&self, upcoming: &[ModuleId]) {
-        self.of.announce(upcoming);
+    fn announce(&self, layer: u32, upcoming: &[ModuleId]) {
+        self.of.announce(layer, upcoming);
     }
 
     fn group(&self, upcoming: &[ModuleId]) -> usize {

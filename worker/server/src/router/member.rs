@@ -186,6 +186,14 @@ impl Member {
                     }
                     _ => Health::Ready,
                 };
+                // Streams of other gateways are noticed by this alone.
+                let decoded_before = state.stats.generated_tokens;
+                if self.is(Role::Decode)
+                    && before == Health::Ready
+                    && stats.generated_tokens > decoded_before
+                {
+                    pool.decodes();
+                }
                 state.description = description;
                 state.stats = stats;
             }

@@ -10,6 +10,7 @@ mod member;
 mod policy;
 mod pool;
 mod prefix;
+mod quiet;
 mod types;
 
 pub use policy::{Candidate, PrefillRoute, choose_decode, choose_prefill, choose_prefill_route};

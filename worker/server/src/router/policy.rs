@@ -15,24 +15,32 @@ pub struct Candidate {
     pub is_avoided: bool,
 }
 
-/// Role of the worker that computes the prompt.
+/// Who computes a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrefillRoute {
     /// The decode worker, in chunks between its decode steps.
     Decode,
     /// A prefill worker, which hands over the KV cache; the decode worker if there is none.
-    Prefill,
+    Prefill {
+        /// Whether its peers are left to decoding. One without peers reads every prompt alone.
+        alone: bool,
+    },
 }
 
 /// Applies the routing policy of the hybrid MoE paper (section 3.3.2) for one pool of each kind: "use chunked prefill
 /// for short requests", which are not worth a KV transfer and barely stall decoding; long ones go to prefill workers
-/// while there are any. Only tokens that must be computed count: those whose KV the decode worker has cost nothing.
-/// (The paper's third route, all GPUs reading one prompt while none decodes, has no ranks in a plan.)
-pub fn choose_prefill_route(new_tokens: u32, chunked_below_tokens: u32) -> PrefillRoute {
+/// while there are any. "If there are no decode requests within a short window", all peers of one read the prompt, also on the
+/// GPUs that otherwise decode; `is_quiet`: there were none. Only tokens that must be computed count: those whose KV the decode
+/// worker has cost nothing.
+pub fn choose_prefill_route(
+    new_tokens: u32,
+    chunked_below_tokens: u32,
+    is_quiet: bool,
+) -> PrefillRoute {
     if new_tokens < chunked_below_tokens {
         PrefillRoute::Decode
     } else {
-        PrefillRoute::Prefill
+        PrefillRoute::Prefill { alone: !is_quiet }
     }
 }
 
@@ -136,8 +144,18 @@ mod tests {
 
     #[test]
     fn long_prompts_go_to_prefill_workers() {
-        assert_eq!(choose_prefill_route(2047, 2048), PrefillRoute::Decode);
-        assert_eq!(choose_prefill_route(2048, 2048), PrefillRoute::Prefill);
-        assert_eq!(choose_prefill_route(1, 0), PrefillRoute::Prefill);
+        let together = PrefillRoute::Prefill { alone: false };
+        for is_quiet in [true, false] {
+            let short = choose_prefill_route(2047, 2048, is_quiet);
+            assert_eq!(short, PrefillRoute::Decode);
+        }
+        assert_eq!(choose_prefill_route(2048, 2048, true), together);
+        assert_eq!(choose_prefill_route(1, 0, true), together);
+    }
+
+    #[test]
+    fn peers_are_left_to_decoding_unless_it_is_quiet() {
+        let alone = PrefillRoute::Prefill { alone: true };
+        assert_eq!(choose_prefill_route(2048, 2048, false), alone);
     }
 }

@@ -12,6 +12,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::member::{Member, MemberState};
 use super::prefix::PrefixKey;
+use super::quiet::LastDecoded;
 use super::types::{AcquireError, Health, Pin, Role, Want, WorkerId, WorkerRoute, WorkerView};
 use crate::config::Routing;
 
@@ -38,6 +39,7 @@ pub struct WorkerPool {
     waiting: AtomicUsize,
     /// Number of requests that wait beyond the bound of the queue.
     waiting_admitted: AtomicUsize,
+    decoded: LastDecoded,
     /// Makes the queue first come, first served.
     turnstile: tokio::sync::Mutex<()>,
     /// Cancelled when the gateway shuts down.
@@ -89,6 +91,7 @@ impl WorkerPool {
             turn: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
             waiting_admitted: AtomicUsize::new(0),
+            decoded: LastDecoded::default(),
             turnstile: tokio::sync::Mutex::new(()),
             ending: CancellationToken::new(),
         });
@@ -272,6 +275,11 @@ impl WorkerPool {
         }
     }
 
+    /// Notes that a worker decodes now.
+    pub(super) fn decodes(&self) {
+        self.decoded.now();
+    }
+
     pub(super) fn routing(&self) -> &Routing {
         &self.routing
     }
@@ -388,6 +396,11 @@ impl Lease {
     /// Notes that something arrived from the worker.
     pub fn heard(&self) {
         self.member.heard();
+    }
+
+    /// Notes that a token arrived from the worker.
+    pub fn decoded(&self) {
+        self.pool.decodes();
     }
 
     /// Returns when the worker has stopped answering although its connection is open.

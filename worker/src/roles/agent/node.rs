@@ -93,12 +93,12 @@ impl Node {
         let why = match &*state {
             State::Measured(kept) if kept.hardware == now => {
                 take_rates(&mut profile, &kept.profile);
-                if let (Some(device), [measured]) = (&self.device, &kept.profile.gpus[..]) {
+                if let (Some(device), [measured, ..]) = (&self.device, &kept.profile.gpus[..]) {
                     let stand_in = GpuProfile {
                         from_device_plugin: self.from_device_plugin,
                         ..measured.clone()
                     };
-                    device.stand_in(stand_in, &mut profile);
+                    device.stand_in(&stand_in, &mut profile);
                 }
                 return Ok(profile);
             }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hearth_crds::WorkerReport;
 use hearth_kernels::{Backend, KvDType};
-use hearth_model::{Model, ModelError};
+use hearth_model::{Model, ModelError, Sharing};
 use hearth_parallel::{Follower as Peer, Group, Stage, StageError, StageProgress};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{Clients, Health, Listener, ServerOptions, server};
@@ -66,7 +66,7 @@ impl FollowerWorker {
                 experts,
             } => {
                 let share = |model: &mut Model<B>, peers| {
-                    model.share(peers, (experts, ranks));
+                    model.share(peers, Sharing::new(experts, ranks));
                     // As the head's: with the order in which so many ranks add.
                     numerics = load::numerics(model, kv_dtype);
                 };

@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use hearth_crds::{InferencePlanSpec, PlanRank, ResidencyPolicy};
 use hearth_formats::ModelConfig;
 use hearth_kernels::{Backend, KvLayout};
-use hearth_model::ExpertParallel;
+use hearth_model::{ExpertParallel, Membership as _, Sharing};
 use hearth_parallel::{GroupPeers, Leg, RingHead, Route};
 use hearth_transport::{Clients, v1};
 
@@ -17,7 +17,7 @@ use super::addresses::Addresses;
 use super::former::NetFormer;
 use super::place::windows;
 use super::{Membership, Place, Task, kv_blocks, of_one_layer, wrong};
-use crate::load::LoadedOn;
+use crate::load::{self, LoadedOn};
 
 /// Most rows of a flight: a longer pass is cut, so that the ranks compute at the same time. As many as keep the CPUs' kernels
 /// busy, and no more.
@@ -166,7 +166,20 @@ impl Head {
             ) => {
                 let peers = Arc::new(GroupPeers::of_head(former));
                 form(&*peers, waits)?;
-                loaded.model.share(peers, (experts, ranks));
+                let own = load::numerics(&loaded.model, layout.dtype);
+                let are_equal = peers.numerics().iter().all(|other| *other == own);
+                if self.place.is_self_sufficient && !are_equal {
+                    tracing::warn!(
+                        own,
+                        others = ?peers.numerics(),
+                        "the peers give other bits than one rank: every prompt is read with them"
+                    );
+                }
+                let sharing = Sharing {
+                    is_self_sufficient: self.place.is_self_sufficient && are_equal,
+                    ..Sharing::new(experts, ranks)
+                };
+                loaded.model.share(peers, sharing);
             }
             (None, Task::Windows { .. }) => bail!("a ring without a route"),
         }

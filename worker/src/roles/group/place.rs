@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use hearth_crds::{
     InferencePlanSpec, PlanExpertParallel, PlanPeers, PlanRank, PlanRing, PlanRole, ResidencyPolicy,
 };
-use hearth_model::{ExpertParallel, Part};
+use hearth_model::{ExpertParallel, ExpertShare, Part};
 
 use super::wrong;
 
@@ -18,6 +18,8 @@ pub(in crate::roles) struct Place {
     /// Its place, from 0, which is the head's.
     pub(super) place: usize,
     pub(super) task: Task,
+    /// Whether it is a head that can read prompts without its peers.
+    pub(super) is_self_sufficient: bool,
     /// Bytes of its cache.
     pub(super) kv_bytes: u64,
 }
@@ -32,6 +34,17 @@ pub(in crate::roles) enum Task {
         peers: usize,
         experts: ExpertParallel,
     },
+}
+
+/// Whether a rank can read prompts without its peers: a head that streams experts, since those that it does not use take no room
+/// on its device.
+fn is_self_sufficient(rank: &PlanRank, task: &Task) -> bool {
+    let policy = rank.residency.as_ref().map(|residency| residency.policy);
+    let keeps_bits = match task {
+        Task::Windows { .. } => false,
+        Task::Share { peers, experts } => experts.keeps_bits(*peers),
+    };
+    rank.is_group_head() && keeps_bits && policy == Some(ResidencyPolicy::StreamLoading)
 }
 
 impl Place {
@@ -68,6 +81,7 @@ impl Place {
         Ok(Some(Self {
             name: rank.name.clone(),
             place: group.place as usize,
+            is_self_sufficient: is_self_sufficient(rank, &task),
             task,
             kv_bytes: rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes),
         }))
@@ -86,11 +100,13 @@ impl Place {
         }
     }
 
-    /// Its place among peers, and their number, which share out the experts of each layer; `None`: it has those of its layers.
-    pub(in crate::roles) fn share(&self) -> Option<(usize, usize)> {
+    /// The experts of each layer that it needs.
+    pub(in crate::roles) fn share(&self) -> ExpertShare {
         match self.task {
-            Task::Windows { .. } => None,
-            Task::Share { peers, .. } => Some((self.place, peers)),
+            Task::Share { peers, .. } if !self.is_self_sufficient => {
+                ExpertShare::of(self.place, peers)
+            }
+            Task::Windows { .. } | Task::Share { .. } => ExpertShare::ALL,
         }
     }
 }

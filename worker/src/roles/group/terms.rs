@@ -160,6 +160,7 @@ mod tests {
                 name: "stage-0".to_owned(),
                 place: 1,
                 task,
+                is_self_sufficient: false,
                 kv_bytes: 0,
             },
             model_fingerprint: "demo".to_owned(),

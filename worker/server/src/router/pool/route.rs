@@ -19,6 +19,8 @@ pub struct Route {
     pub decode: Lease,
     /// The worker that reads the prompt, if it is another one.
     pub prefill: Option<PrefillLease>,
+    /// Whether that one reads it without its peers.
+    pub reads_alone: bool,
 }
 
 /// Requirement of a request on the workers that it may be given.
@@ -88,14 +90,23 @@ impl WorkerPool {
             (state.description.clone(), want.prompt.len() as u32 - known)
         };
         let place = match demand {
-            Demand::Exact(pin) if pin.needs_reader() => PrefillRoute::Prefill,
+            Demand::Exact(pin) if pin.needs_reader() => PrefillRoute::Prefill {
+                alone: !self.is_quiet(),
+            },
             _ if want.alone => PrefillRoute::Decode,
-            _ => choose_prefill_route(new_tokens, self.routing.chunked_below_tokens),
+            _ => choose_prefill_route(
+                new_tokens,
+                self.routing.chunked_below_tokens,
+                self.is_quiet(),
+            ),
         };
         let fits = |reader: &&Reader| reader.fits(&description, demand);
-        let prefill = match place {
-            PrefillRoute::Decode => None,
-            PrefillRoute::Prefill => self.lease_reader(members, readers.iter().filter(fits)),
+        let (prefill, reads_alone) = match place {
+            PrefillRoute::Decode => (None, false),
+            PrefillRoute::Prefill { alone } => {
+                let lease = self.lease_reader(members, readers.iter().filter(fits));
+                (lease, alone)
+            }
         };
         let reads_itself = prefill.is_none();
         let pin = Pin {
@@ -125,7 +136,17 @@ impl WorkerPool {
             epoch: member.epoch.subscribe(),
             member,
         };
-        Some(Route { decode, prefill })
+        Some(Route {
+            decode,
+            prefill,
+            reads_alone,
+        })
+    }
+
+    /// Whether peers of prefill workers take part: nothing has been decoded for the window that the plan names.
+    fn is_quiet(&self) -> bool {
+        let window = self.routing.together_after_quiet;
+        window.is_none_or(|window| self.decoded.is_longer_ago(window))
     }
 
     /// Lists decode workers that meet the demand. A known prefix counts if any possible reader may have read it.

@@ -1,0 +1,120 @@
+//! A head that has all experts, and computes passes with its peers or without them.
+
+use hearth_kernels::{BlockId, Span};
+use hearth_model::ExpertParallel::{Ep, SmallEp};
+use hearth_model::{ExpertParallel, Sharing};
+
+use crate::harness::{Sent, share};
+use crate::support::{Files, Head, cache};
+
+const LAYERS: usize = 3;
+/// Tokens of a block of the cache.
+const BLOCK: usize = 16;
+
+fn tokens(rows: usize) -> Vec<u32> {
+    (0..rows as u32).map(|i| 3 + 5 * i % 29).collect()
+}
+
+/// Rows of one sequence from a position on, in blocks from `first_block` on.
+fn span(start: usize, rows: usize, first_block: u32) -> Vec<Span> {
+    let blocks = (start + rows).div_ceil(BLOCK) as u32;
+    vec![Span {
+        first_row: 0,
+        rows,
+        start,
+        blocks: (first_block..first_block + blocks).map(BlockId).collect(),
+    }]
+}
+
+fn sharing(how: ExpertParallel, ranks: usize) -> Sharing {
+    Sharing {
+        is_self_sufficient: true,
+        ..Sharing::new(how, ranks)
+    }
+}
+
+/// What one rank computes of two passes of one sequence.
+fn of_one(files: &Files) -> [Vec<f32>; 2] {
+    let model = files.with(hearth_model::modules(&files.config).unwrap());
+    let kv = cache(&model);
+    let mut one = Head { model, kv };
+    [
+        one.chunk(&tokens(24), span(0, 24, 0)).unwrap(),
+        one.chunk(&tokens(9), span(24, 9, 0)).unwrap(),
+    ]
+}
+
+/// Passes that the head began.
+fn passes(sent: &Sent) -> bool {
+    sent.keys().any(|(from, _, kind)| *from == 0 && kind == "Pass")
+}
+
+#[test]
+fn alone_and_together_give_the_same_bits_and_alone_sends_nothing() {
+    for (case, how) in [("deepseek_v3", SmallEp), ("qwen3_moe", Ep)] {
+        let files = Files::of(case, LAYERS);
+        let [want, want_next] = of_one(&files);
+        let ((), sent) = share(&files, sharing(how, 4), |head, _| {
+            assert!(head.model.computes_alone());
+            let got = head.chunk_alone(&tokens(24), &span(0, 24, 0)).unwrap();
+            assert_eq!(got, want, "{case}, alone");
+            let got = head.chunk_alone(&tokens(9), &span(24, 9, 0)).unwrap();
+            assert_eq!(got, want_next, "{case}, alone");
+        });
+        assert!(!passes(&sent), "{case}: {sent:?}");
+        let ((), sent) = share(&files, sharing(how, 4), |head, _| {
+            let got = head.chunk(&tokens(24), span(0, 24, 0)).unwrap();
+            assert_eq!(got, want, "{case}, together");
+            // What was read together is here, too.
+            let got = head.chunk_alone(&tokens(9), &span(24, 9, 0)).unwrap();
+            assert_eq!(got, want_next, "{case}, alone behind together");
+        });
+        assert!(passes(&sent), "{case}: {sent:?}");
+    }
+}
+
+#[test]
+fn what_was_read_alone_is_continued_alone_since_the_others_lack_it() {
+    let files = Files::of("deepseek_v3", LAYERS);
+    let [want, want_next] = of_one(&files);
+    let ((), sent) = share(&files, sharing(SmallEp, 2), |head, _| {
+        let got = head.chunk_alone(&tokens(24), &span(0, 24, 0)).unwrap();
+        assert_eq!(got, want);
+        // Asked together, and not possible: the second block begins with what the head has alone.
+        let got = head.chunk(&tokens(9), span(24, 9, 0)).unwrap();
+        assert_eq!(got, want_next);
+    });
+    assert!(!passes(&sent), "{sent:?}");
+    // Blocks that are used again for what is read together are the others', too.
+    let ((), sent) = share(&files, sharing(SmallEp, 2), |head, _| {
+        head.chunk_alone(&tokens(24), &span(0, 24, 0)).unwrap();
+        assert_eq!(head.chunk(&tokens(24), span(0, 24, 0)).unwrap(), want);
+        assert_eq!(head.chunk(&tokens(9), span(24, 9, 0)).unwrap(), want_next);
+    });
+    let rows = sent[&(0, 1, "Pass".to_owned())];
+    assert!(rows > 0 && passes(&sent), "{sent:?}");
+}
+
+#[test]
+fn without_its_peers_a_head_goes_on_alone() {
+    let files = Files::of("qwen3_moe", LAYERS);
+    let [want, want_next] = of_one(&files);
+    share(&files, sharing(SmallEp, 2), |head, group| {
+        assert_eq!(head.chunk(&tokens(24), span(0, 24, 0)).unwrap(), want);
+        group.lose(1, "as the test wants");
+        // Whoever asks for the peers gets what the head computes by itself.
+        let got = head.chunk(&tokens(9), span(24, 9, 0)).unwrap();
+        assert_eq!(got, want_next);
+        assert_eq!(head.chunk(&tokens(24), span(0, 24, 5)).unwrap(), want);
+    });
+}
+
+#[test]
+fn ranks_that_give_other_bits_than_one_are_never_left_out() {
+    let files = Files::of("qwen3_moe", LAYERS);
+    let ((), sent) = share(&files, sharing(SmallEp, 3), |head, _| {
+        assert!(!head.model.computes_alone());
+        head.chunk_alone(&tokens(24), &span(0, 24, 0)).unwrap();
+    });
+    assert!(passes(&sent), "{sent:?}");
+}

@@ -3,6 +3,7 @@
 
 mod expert_budget;
 mod lost;
+mod peers;
 mod traces;
 
 use std::path::{Path, PathBuf};

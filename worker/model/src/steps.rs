@@ -10,9 +10,7 @@ use crate::blocks::Pass;
 use crate::blocks::mla::Mla;
 use crate::decoder::{Attention, FeedForward};
 use crate::flight::{Flight, Sequences, Stream, tile_rows};
-use crate::{
-    ExpansionRoom, ExpertShare, Model, ModelError, ModuleId, ModuleWeights, Observer,
-};
+use crate::{ExpansionRoom, ExpertShare, Model, ModelError, ModuleId, ModuleWeights, Observer};
 
 impl<B: Backend> Model<B> {
     /// Begins a pass of `rows` whose sequences are `spans`: looks up the embeddings of their tokens.

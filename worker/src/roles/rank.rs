@@ -14,6 +14,7 @@ use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHea
 use hearth_formats::{Checkpoint, ModelConfig, Tokenizer};
 use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuOptions, KvDType};
+use hearth_model::ExpertShare;
 use hearth_residency::Placing;
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, server};
@@ -292,9 +293,7 @@ fn open(
 ) -> anyhow::Result<(Opened, String, Turn)> {
     let group = group::Place::of(plan, rank)?;
     let part = group.as_ref().and_then(group::Place::part).cloned();
-    let share = group
-        .as_ref()
-        .map_or(ExpertShare::ALL, group::Place::share);
+    let share = group.as_ref().map_or(ExpertShare::ALL, group::Place::share);
     let head = match group.clone().filter(group::Place::is_head) {
         Some(place) => Some(Head::of(plan, rank, place, routes)?),
         None => None,

@@ -5,6 +5,7 @@ use hearth_crds::{
     PlanRank, PlanResidency, PlanRingLength, PlanRole, ResidencyPolicy as PlanPolicy,
 };
 use hearth_kernels::CpuOptions;
+use hearth_model::ExpertShare;
 use hearth_residency::{Placing, RingLength, RingSlots};
 use hearth_virtual::VirtualOptions;
 
@@ -41,7 +42,7 @@ pub(super) fn load_options<'a>(
         mla_form: rank.mla_form,
         is_dual_batch: rank.dual_batch,
         part: None,
-        share: None,
+        share: ExpertShare::ALL,
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {

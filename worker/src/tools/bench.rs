@@ -7,6 +7,7 @@ use clap::Args;
 use hearth_crds::GpuProfile;
 use hearth_kernels::Backend;
 use hearth_kernels::trace::Trace;
+use hearth_model::ExpertShare;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 

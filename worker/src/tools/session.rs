@@ -81,10 +81,7 @@ impl<'a, B: Backend> Session<'a, B> {
             logit_rows: &all,
             alone: false,
         };
-        let Some(logits) = self
-            .model
-            .forward_rows(rows, pass, &mut self.kv, &mut ())?
-        else {
+        let Some(logits) = self.model.forward_rows(rows, pass, &mut self.kv, &mut ())? else {
             bail!("a step has no rows");
         };
         self.lengths[..count]

@@ -27,8 +27,7 @@ fn bits(files: &Files, weights: &Weights, experts: ExpertParallel) -> [Vec<u32>;
             let model = model(&gpu);
             let kv = cache(&gpu, &model);
             let sharing = Sharing::new(experts, 2);
-            let mut follower =
-                Follower::new(model, kv, |model, peers| model.share(peers, sharing));
+            let mut follower = Follower::new(model, kv, |model, peers| model.share(peers, sharing));
             match follower.follow(Arc::new(of_follower), || true) {
                 Ok(()) | Err(StageError::Group(_)) => {}
                 Err(error) => panic!("{error}"),

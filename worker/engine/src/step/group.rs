@@ -71,7 +71,10 @@ impl<F: Forward> StepLoop<F> {
         let (since, why) = match &self.peers_lost {
             Some(lost) => (lost.since, lost.why.clone()),
             None => {
-                tracing::warn!(why, "a peer is lost: prompts are read alone until all are back");
+                tracing::warn!(
+                    why,
+                    "a peer is lost: prompts are read alone until all are back"
+                );
                 self.shared.set_group(format!(
                     "not complete, prompts are read by this rank alone: {why}"
                 ));
@@ -103,7 +106,10 @@ impl<F: Forward> StepLoop<F> {
         if work.alone || !self.forward.computes_alone() || self.forward.device_lost().is_some() {
             return false;
         }
-        tracing::warn!(reason, "a pass failed with the peers, and is computed alone");
+        tracing::warn!(
+            reason,
+            "a pass failed with the peers, and is computed alone"
+        );
         for sequence in &work.sequences {
             if let Some(EngineRequest::Export(export)) = self.requests.get_mut(sequence) {
                 export.alone = true;

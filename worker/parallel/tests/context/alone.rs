@@ -46,7 +46,8 @@ fn of_one(files: &Files) -> [Vec<f32>; 2] {
 
 /// Passes that the head began.
 fn passes(sent: &Sent) -> bool {
-    sent.keys().any(|(from, _, kind)| *from == 0 && kind == "Pass")
+    sent.keys()
+        .any(|(from, _, kind)| *from == 0 && kind == "Pass")
 }
 
 #[test]

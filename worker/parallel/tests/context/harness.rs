@@ -111,8 +111,7 @@ pub(crate) fn share<R>(
             let model = files.with(modules_of(ExpertShare::of(rank, ranks), all));
             let kv = cache(&model);
             let sharing = Sharing::new(experts, ranks);
-            let mut follower =
-                Follower::new(model, kv, |model, peers| model.share(peers, sharing));
+            let mut follower = Follower::new(model, kv, |model, peers| model.share(peers, sharing));
             progress.push(follower.progress());
             let goes_on = || !is_over.load(Ordering::Relaxed);
             scope.spawn(move || match follower.follow(group, goes_on) {
@@ -160,9 +159,7 @@ impl Head {
             alone: true,
         };
         let rows = Rows::Tokens(tokens);
-        let logits = self
-            .model
-            .forward_rows(rows, pass, &mut self.kv, &mut ())?;
+        let logits = self.model.forward_rows(rows, pass, &mut self.kv, &mut ())?;
         let logits = logits.expect("logits of one row");
         Ok(self.model.backend().download(&logits)?)
     }

@@ -101,7 +101,7 @@ fn dense_modules_take_the_room_of_two_slots() {
                     slots: RingSlots::Fixed(2),
                     streams_dense,
                     experts: files.experts(),
-            experts_per_token: files.experts_per_token(),
+                    experts_per_token: files.experts_per_token(),
                     listener: None,
                 },
             );

@@ -81,7 +81,7 @@ impl Files {
             StreamLoadingOptions {
                 slots,
                 streams_dense: false,
-                experts: self.experts(),
+                experts: self.config.moe.as_ref().map_or(0, |moe| moe.experts),
                 experts_per_token: self.experts_per_token(),
                 listener,
             },

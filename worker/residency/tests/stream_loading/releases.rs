@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use hearth_model::{ExpertShare, Guard, ModuleId, ModuleWeights, Residency, ResidencyError, ResidencyStats};
+use hearth_model::{
+    ExpertShare, Guard, ModuleId, ModuleWeights, Residency, ResidencyError, ResidencyStats,
+};
 use hearth_residency::StreamLoading;
 use hearth_virtual::VirtualBackend;
 

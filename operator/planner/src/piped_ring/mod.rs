@@ -161,19 +161,23 @@ impl RingPlanning<'_> {
             return Ok(chosen.without(refused));
         }
         let on_cpus = Members::of(self, &|_| false).and_then(|members| self.best(members));
-        let with_gpus = self.best(all).ok().filter(Chosen::uses_gpus);
-        let fewer = with_gpus.as_ref().and_then(|chosen| {
-            let members = Members::of(self, &|gpu| chosen.uses(gpu)).ok()?;
-            let is_fewer = members.all.len() < chosen.members.all.len();
-            is_fewer.then(|| self.best(members))?.ok()
-        });
-        let on_gpus = match (fewer, with_gpus) {
-            (Some(fewer), Some(all)) if fewer.choice.tpot_ms <= all.choice.tpot_ms => {
-                let unused = why::unused_gpus(&all);
-                fewer.without(unused)
-            }
-            (_, Some(all)) => all,
-            (_, None) => return Ok(on_cpus?.without(refused)),
+        let Ok(with_gpus) = self.best(all) else {
+            return Ok(on_cpus?.without(refused));
+        };
+        let unused = why::unused_gpus(&with_gpus);
+        if !with_gpus.uses_gpus() {
+            return Ok(on_cpus?.without(refused).without(unused));
+        }
+        let fewer = match unused.is_empty() {
+            true => None,
+            false => Members::of(self, &|gpu| with_gpus.uses(gpu))
+                .and_then(|members| self.best(members))
+                .ok(),
+        };
+        let is_better = |fewer: &Chosen<'_>| fewer.choice.tpot_ms <= with_gpus.choice.tpot_ms;
+        let on_gpus = match fewer.filter(is_better) {
+            Some(fewer) => fewer.without(unused),
+            None => with_gpus,
         };
         match on_cpus {
             Ok(on_cpus) if on_cpus.choice.tpot_ms <= on_gpus.choice.tpot_ms => {

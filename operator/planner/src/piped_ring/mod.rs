@@ -161,8 +161,9 @@ impl RingPlanning<'_> {
             return Ok(chosen.without(refused));
         }
         let on_cpus = Members::of(self, &|_| false).and_then(|members| self.best(members));
-        let Ok(with_gpus) = self.best(all) else {
-            return Ok(on_cpus?.without(refused));
+        let with_gpus = match self.best(all) {
+            Ok(with_gpus) => with_gpus,
+            Err(error) => return Ok(on_cpus.map_err(|_| error)?.without(refused)),
         };
         let unused = why::unused_gpus(&with_gpus);
         if !with_gpus.uses_gpus() {

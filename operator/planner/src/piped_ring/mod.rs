@@ -233,13 +233,12 @@ impl RingPlanning<'_> {
             let choice = halda::choose(&problem, limits)?;
             let mut devices = choice.order.iter().copied();
             let cramped = devices.find(|device| {
-                !problem.devices[*device].is_disk_slow
-                    && !self.has_window(&problem, &choice, *device)
+                !problem.devices[*device].must_fit && !self.has_window(&problem, &choice, *device)
             });
             match cramped {
                 None => return Ok(choice),
                 // All of its layers must have room.
-                Some(device) => problem.devices[device].is_disk_slow = true,
+                Some(device) => problem.devices[device].must_fit = true,
             }
         }
     }

@@ -39,7 +39,7 @@ impl Members<'_> {
                 gbps if gbps > 0.0 => gbps,
                 _ => UNMEASURED_DISK_GBPS,
             },
-            is_disk_slow: member.gpu.is_some() || member.rates.disk_gbps < SLOW_DISK_GBPS,
+            must_fit: member.gpu.is_some() || member.rates.disk_gbps < SLOW_DISK_GBPS,
             cpus: self.times(planning, member, chunk_tokens),
             gpu: None,
         });

@@ -63,9 +63,8 @@ impl RingPlanning<'_> {
         let kept = self.kept(chosen);
         let draft = self.draft(chosen, &kept);
         let mut ranks = draft.gateways();
-        for place in 0..chosen.size() {
-            ranks.extend(self.rank(chosen, (place, kept[place]), &draft));
-        }
+        let placed = kept.iter().copied().enumerate();
+        ranks.extend(placed.filter_map(|placed| self.rank(chosen, placed, &draft)));
         let predicted = self.predict(chosen, &mut ranks);
         let routing = draft.routing(&ranks);
         let (why, not_chosen) =

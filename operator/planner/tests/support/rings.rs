@@ -96,26 +96,32 @@ pub fn check(plan: &InferencePlanSpec, facts: &ModelFacts, nodes: &[NodeProfileS
             "{} is promised {bytes} of {available}",
             node.node
         );
-        for gpu in &node.gpus {
-            let mut on_it = here().filter(|rank| rank.gpu_uuids.contains(&gpu.uuid));
-            let Some(rank) = on_it.next() else {
-                continue;
-            };
-            assert_eq!(on_it.next(), None, "one member on {}", gpu.uuid);
-            let residency = rank.residency.as_ref().unwrap();
-            assert_eq!(residency.policy, ResidencyPolicy::Resident);
-            assert_eq!(residency.budget_bytes, residency.weight_bytes);
-            let memory = rank.device_memory.unwrap();
-            let kv_bytes = rank.kv.as_ref().unwrap().memory_bytes;
-            assert_eq!(memory.kv_bytes, kv_bytes);
-            assert!(memory.weights_bytes >= residency.weight_bytes);
-            let parts = memory.weights_bytes + memory.kv_bytes + memory.working_bytes;
-            assert_eq!(rank.gpu_memory_bytes, parts, "{}", rank.name);
-            assert!(
-                parts <= gpu.memory_bytes,
-                "{} is promised {parts}",
-                gpu.name
-            );
-        }
+        check_gpus(plan, node);
+    }
+}
+
+/// That each GPU has at most one member, which keeps all of its layers there.
+fn check_gpus(plan: &InferencePlanSpec, node: &NodeProfileStatus) {
+    let here = || plan.ranks.iter().filter(|rank| rank.node == node.node);
+    for gpu in &node.gpus {
+        let mut on_it = here().filter(|rank| rank.gpu_uuids.contains(&gpu.uuid));
+        let Some(rank) = on_it.next() else {
+            continue;
+        };
+        assert_eq!(on_it.next(), None, "one member on {}", gpu.uuid);
+        let residency = rank.residency.as_ref().unwrap();
+        assert_eq!(residency.policy, ResidencyPolicy::Resident);
+        assert_eq!(residency.budget_bytes, residency.weight_bytes);
+        let memory = rank.device_memory.unwrap();
+        let kv_bytes = rank.kv.as_ref().unwrap().memory_bytes;
+        assert_eq!(memory.kv_bytes, kv_bytes);
+        assert!(memory.weights_bytes >= residency.weight_bytes);
+        let parts = memory.weights_bytes + memory.kv_bytes + memory.working_bytes;
+        assert_eq!(rank.gpu_memory_bytes, parts, "{}", rank.name);
+        assert!(
+            parts <= gpu.memory_bytes,
+            "{} is promised {parts}",
+            gpu.name
+        );
     }
 }

@@ -12,7 +12,7 @@ use crate::predict::Predictor;
 use crate::cpus::CpuSet;
 use crate::estimator::Estimator;
 use crate::input::PlanInput;
-use crate::memory::Demand;
+use crate::memory::{Demand, NodeBudget};
 use crate::place::{Placement, Refused};
 
 /// Longest stall of a decode rank's streams caused by one chunk, if the spec sets no time per output token.
@@ -29,6 +29,15 @@ pub(crate) struct Draft<'a> {
     pub estimator: &'a Estimator<'a>,
     pub key_type: PlanKvType,
     pub value_type: PlanKvType,
+}
+
+/// The node, its memory budget and the GPU that a rank is assigned.
+#[derive(Clone, Copy)]
+pub(crate) struct RankHost<'a> {
+    pub n: usize,
+    pub budget: &'a NodeBudget,
+    /// `None` for a rank on CPUs.
+    pub slot: Option<&'a GpuSlot<'a>>,
 }
 
 /// What differs between plans of one input.

@@ -195,9 +195,11 @@ pub(crate) fn unusable(gpu: &GpuProfile) -> Option<String> {
 }
 
 /// A GPU with the memory that is left for ranks.
-struct GpuRoom<'a> {
-    gpu: &'a GpuProfile,
-    usable_bytes: u64,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GpuRoom<'a> {
+    pub gpu: &'a GpuProfile,
+    /// Bytes that its ranks may use together.
+    pub usable_bytes: u64,
     left_bytes: u64,
 }
 
@@ -213,7 +215,7 @@ fn usable_bytes(gpu: &GpuProfile, bytes: u64) -> u64 {
 ///
 /// # Errors
 /// The reason that there is no usable GPU.
-fn gpu_rooms<'a>(
+pub(crate) fn gpu_rooms<'a>(
     node: &'a NodeProfileStatus,
     offer: GpuOffer<'_>,
 ) -> Result<Vec<GpuRoom<'a>>, String> {

@@ -170,7 +170,7 @@ impl Demand<'_> {
             PlanRole::Decode => self.decode_kv(),
         };
         GpuNeed {
-            weights_bytes: weights.saturating_add(weights / GPU_PADDING_SHARE),
+            weights_bytes: padded_on_gpu(weights),
             dense_slots_bytes,
             ring_least_bytes,
             kv_least_bytes,
@@ -485,6 +485,16 @@ impl Demand<'_> {
             scratch_bytes: scratch,
         })
     }
+}
+
+/// Bytes that weights take on a GPU.
+pub(crate) fn padded_on_gpu(weight_bytes: u64) -> u64 {
+    weight_bytes.saturating_add(weight_bytes / GPU_PADDING_SHARE)
+}
+
+/// Bytes that padding takes of a GPU's room at most, where weights fill it.
+pub(crate) fn gpu_padding_bytes(room_bytes: u64) -> u64 {
+    room_bytes.div_ceil(GPU_PADDING_SHARE + 1)
 }
 
 /// Windows of one size over weights that are not all in memory.

@@ -49,7 +49,8 @@ pub(crate) fn of_cpus(isa: &IsaProfile) -> Numerics {
     }
 }
 
-fn of_rank(node: &NodeProfileStatus, rank: &PlanRank) -> Numerics {
+/// The arithmetic of a rank on its node.
+pub(crate) fn of_rank(node: &NodeProfileStatus, rank: &PlanRank) -> Numerics {
     match rank.device() {
         RankDevice::Cpus => of_cpus(&node.isa),
         // The CPUs' kernels compute for it.

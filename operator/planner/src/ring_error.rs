@@ -92,7 +92,7 @@ pub enum RingError {
     NoRoom {
         /// Bytes of the layers' weights and KV.
         needed_bytes: u64,
-        /// Bytes of memory of devices with slow disks that layers may take.
+        /// Bytes of memory that layers may take of devices on which all of theirs must fit.
         memory_bytes: u64,
         /// Bytes of GPUs that layers may take.
         gpu_bytes: u64,

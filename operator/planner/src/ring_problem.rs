@@ -28,7 +28,9 @@ pub struct Problem {
     pub prompt: Prompt,
 }
 
-/// A machine, or a part of one, that may get layers.
+/// A machine, or a part of one, that may get layers: of the planner's rings, the CPUs of a node or one of its GPUs, since
+/// each process has one backend. A GPU is then a device whose layers must fit, its memory is the device's, and its copies
+/// are in its links.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Device {
     /// Its name in errors and explanations.
@@ -39,11 +41,12 @@ pub struct Device {
     pub buffer_bytes: u64,
     /// Read bandwidth of the disk with the weights, through mapped pages, in GB/s.
     pub disk_read_gbps: f64,
-    /// Whether the disk is too slow for weights that have no room in memory: then all of the device's layers must fit.
-    pub is_disk_slow: bool,
-    /// Times of the layers on its CPUs.
+    /// Whether no weights may be read at each token, because the disk is too slow or the memory is a GPU's: then all of the
+    /// device's layers must fit (the paper's set `M4`).
+    pub must_fit: bool,
+    /// Times of the layers on its CPUs, or on what it is.
     pub cpus: LayerTimes,
-    /// Its GPU, if it has one.
+    /// Its GPU, if one process computes on both, as the paper's do.
     pub gpu: Option<Gpu>,
 }
 
@@ -339,7 +342,7 @@ mod tests {
             memory_bytes: 1000,
             buffer_bytes: 10,
             disk_read_gbps: 1.0,
-            is_disk_slow: false,
+            must_fit: false,
             cpus: times.clone(),
             gpu: None,
         };

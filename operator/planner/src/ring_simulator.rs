@@ -159,12 +159,12 @@ impl<'a> Simulator<'a> {
         shares
     }
 
-    /// Whether KV and GPU layers fit, and all layers of devices with slow disks.
+    /// Whether KV and GPU layers fit, and all layers of devices where these must fit.
     pub(crate) fn fits(&self, shares: &[Share]) -> bool {
         shares.iter().enumerate().all(|(device, share)| {
             share.kv_bytes <= self.problem.room_bytes(device)
                 && share.gpu_bytes <= self.problem.gpu_room_bytes(device)
-                && (share.overflow_bytes == 0 || !self.problem.devices[device].is_disk_slow)
+                && (share.overflow_bytes == 0 || !self.problem.devices[device].must_fit)
         })
     }
 
@@ -380,7 +380,7 @@ mod tests {
             memory_bytes,
             buffer_bytes: 0,
             disk_read_gbps: 1.0,
-            is_disk_slow: false,
+            must_fit: false,
             cpus: times,
             gpu: None,
         };

@@ -8,10 +8,10 @@ use hearth_crds::{
 };
 
 use crate::cpus::{CpuSet, GATEWAY_UNDER_EXCLUSIVE, keep_beside, widen_memory};
-use crate::draft::{DEFAULT_STALL_MS, Draft, Written, ranks_of};
+use crate::draft::{DEFAULT_STALL_MS, Draft, RankHost, Written, ranks_of};
 use crate::gpus::{GpuSlot, NodeOffer};
 use crate::host_experts::HostChoice;
-use crate::memory::{BLOCK_TOKENS, NodeBudget, PREFILL_BATCH};
+use crate::memory::{BLOCK_TOKENS, PREFILL_BATCH};
 use crate::node_ranks::Device;
 use crate::numerics::mixed_pools;
 use crate::predict::{Predictor, rounded};
@@ -19,15 +19,6 @@ use crate::reasons;
 
 /// Version of plans that streams experts, has CPUs compute them, or has a virtual device.
 const EXPERTS_VERSION: u32 = 2;
-
-/// The node, its memory budget and the GPU that a rank is assigned.
-#[derive(Clone, Copy)]
-struct RankHost<'a> {
-    n: usize,
-    budget: &'a NodeBudget,
-    /// `None` for a rank on CPUs.
-    slot: Option<&'a GpuSlot<'a>>,
-}
 
 /// Bytes of a rank's KV cache; 0 for the gateway.
 fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
@@ -156,7 +147,7 @@ impl Draft<'_> {
     }
 
     /// The gateways in placement order: with more or fewer of them the others keep their names.
-    fn gateways(&self) -> Vec<PlanRank> {
+    pub(crate) fn gateways(&self) -> Vec<PlanRank> {
         let ranks = self.placement.gateways.iter().enumerate();
         ranks
             .filter_map(|(index, &n)| {
@@ -174,7 +165,14 @@ impl Draft<'_> {
             .collect()
     }
 
-    fn rank(&self, host: &RankHost<'_>, role: PlanRole, index: u32, mut set: CpuSet) -> PlanRank {
+    /// One rank, as its role, its host and its CPUs make it.
+    pub(crate) fn rank(
+        &self,
+        host: &RankHost<'_>,
+        role: PlanRole,
+        index: u32,
+        mut set: CpuSet,
+    ) -> PlanRank {
         let RankHost { n, budget, slot } = *host;
         let demand = &self.demand;
         let is_worker = role.is_worker();

@@ -4,37 +4,12 @@
 mod support;
 
 use hearth_crds::{
-    InferencePlanSpec, LinkProfile, ModelFacts, NodeProfileStatus, PlanRank, PlanRing, PlanRole,
-    PlanStrategy, RING_VERSION, ResidencyPolicy,
+    InferencePlanSpec, ModelFacts, NodeProfileStatus, PlanStrategy, RING_VERSION, ResidencyPolicy,
 };
 use hearth_planner::plan;
 use proptest::prelude::*;
-use support::{GIB, MIB, Machine, demo_model, plan_input, plan_input_here, qwen3_30b, spec};
-
-/// A box with `gib` GiB of free memory; all boxes are linked by gigabit Ethernet.
-fn machine(name: &'static str, cores: u32, gib: u64) -> NodeProfileStatus {
-    let mut profile = Machine {
-        name,
-        sockets: 1,
-        cores,
-        smt: 1,
-        available_bytes: gib * GIB,
-        one_thread_gbps: 12.0,
-        socket_gbps: 36.0,
-        core_gflops: 60.0,
-    }
-    .profile();
-    profile.links = ["attic", "cellar", "office"]
-        .iter()
-        .filter(|peer| **peer != name)
-        .map(|peer| LinkProfile {
-            peer: (*peer).to_owned(),
-            gbps: 0.117,
-            rtt_us: 300.0,
-        })
-        .collect();
-    profile
-}
+use support::rings::{check, machine, members};
+use support::{GIB, MIB, demo_model, gpu, plan_input, plan_input_here, qwen3_30b, spec};
 
 /// Three boxes of which none holds Qwen3-30B-A3B with its 29 GiB, and a spec that fits them together.
 fn boxes() -> Vec<NodeProfileStatus> {
@@ -52,74 +27,6 @@ fn ring(yaml: &str, facts: &ModelFacts, nodes: &[NodeProfileStatus]) -> Inferenc
     let plan = plan(&plan_input(&spec, facts, nodes)).unwrap();
     check(&plan, facts, nodes);
     plan
-}
-
-fn members(plan: &InferencePlanSpec) -> Vec<&PlanRank> {
-    match plan.group_of("decode-0") {
-        members if members.is_empty() => {
-            let mut heads = plan.ranks.iter();
-            vec![heads.find(|rank| rank.role == PlanRole::Decode).unwrap()]
-        }
-        members => members,
-    }
-}
-
-/// What workers check of a ring, and that no node is promised more memory than it has.
-fn check(plan: &InferencePlanSpec, facts: &ModelFacts, nodes: &[NodeProfileStatus]) {
-    let in_ring = plan.group_of("decode-0").into_iter();
-    let rings: Vec<(&PlanRank, &PlanRing)> = in_ring
-        .map(|rank| (rank, rank.ring.as_ref().unwrap()))
-        .collect();
-    let mut layers = Vec::new();
-    for (place, (rank, ring)) in rings.iter().enumerate() {
-        assert_eq!(ring.place as usize, place);
-        let role = match place {
-            0 => PlanRole::Decode,
-            _ => PlanRole::Stage,
-        };
-        assert_eq!(rank.role, role);
-        assert_eq!(ring.head, "decode-0");
-        assert!(!ring.windows.is_empty(), "{} has no layer", rank.name);
-        for window in &ring.windows {
-            layers.extend(window.first_layer..window.first_layer + window.layers);
-        }
-    }
-    if !rings.is_empty() {
-        assert_eq!(plan.min_version, RING_VERSION);
-        assert_eq!(rings[0].1.windows[0].first_layer, 0, "the head begins");
-        layers.sort_unstable();
-        assert_eq!(layers, (0..facts.layers).collect::<Vec<_>>());
-    }
-    let context_bytes = u64::from(plan.model.context_length) * plan.model.kv_bytes_per_token;
-    let kv: u64 = members(plan)
-        .iter()
-        .filter_map(|rank| Some(rank.kv.as_ref()?.memory_bytes))
-        .sum();
-    assert!(
-        kv >= context_bytes,
-        "one context has room: {kv} of {context_bytes}"
-    );
-    for node in nodes {
-        let here = plan.ranks.iter().filter(|rank| rank.node == node.node);
-        let bytes: u64 = here
-            .map(|rank| {
-                let weights = rank.residency.as_ref().map_or(0, |r| r.budget_bytes);
-                if let Some(residency) = &rank.residency {
-                    let least = residency.weight_bytes.min(2 * facts.largest_layer_bytes);
-                    assert!(weights >= least, "{}: a window of {weights}", rank.name);
-                }
-                let kv = rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
-                weights + kv + rank.scratch_bytes
-            })
-            .sum();
-        let available = node.memory.available_bytes;
-        let reserve = (available / 20).max(128 * MIB);
-        assert!(
-            bytes <= available - reserve,
-            "{} is promised {bytes} of {available}",
-            node.node
-        );
-    }
 }
 
 #[test]
@@ -329,6 +236,7 @@ proptest! {
     fn rings_hold(
         memory_mib in prop::collection::vec(300..3000_u64, 1..5),
         cores in prop::collection::vec(1..9_u32, 4),
+        gpu_mib in prop::collection::vec(prop::option::of(200..2500_u64), 4),
         gateways in 1..3_u32,
         is_demo in any::<bool>(),
     ) {
@@ -353,6 +261,11 @@ proptest! {
             .map(|(n, mib)| {
                 let mut node = machine(NAMES[n], cores[n], 1);
                 node.memory.available_bytes = mib * MIB;
+                node.gpus = gpu_mib[n].into_iter().map(|mib| {
+                    let mut gpu = gpu("GPU", n as u32, 4);
+                    (gpu.memory_bytes, gpu.free_bytes) = (mib * MIB, mib * MIB);
+                    gpu
+                }).collect();
                 node
             })
             .collect();

@@ -1,9 +1,11 @@
 //! Rings: the head is told where the others are, and a ring is replaced as a whole.
 
-use hearth_crds::Routes;
+use hearth_crds::{ComputeCapability, GpuProfile, PlanRank, READER_VERSION, Routes};
 
+use super::fake_cluster::FakeCluster;
 use super::rollout::watch;
 use super::sim::{PACE, Sim, is_quiet, rooms, want};
+use crate::conditions::READY;
 use crate::rollout::{Mode, Want};
 use crate::testing::MIB;
 
@@ -92,4 +94,55 @@ fn a_gateway_gets_the_room_of_a_stage_whose_head_is_elsewhere() {
     let modes = sim.settle(&new, |sim, _| sim.assert_capacity());
     assert_eq!(modes, [Mode::OldDownFirst, Mode::Alone]);
     assert!(sim.serves(&new));
+}
+
+/// The KV that is asked for takes room of all CPUs and GPUs together.
+#[test]
+fn members_on_gpus_request_them_and_the_head_has_routes_to_all() {
+    let mut cluster = FakeCluster::new("strategy: PipedRing\ndecode: {kvCache: {memory: 12Gi}}\n");
+    for name in ["attic", "office"] {
+        let gpu = GpuProfile {
+            uuid: format!("GPU-{name}"),
+            name: "RTX".to_owned(),
+            memory_bytes: 7 << 30,
+            free_bytes: 7 << 30,
+            compute_capability: Some(ComputeCapability { major: 8, minor: 9 }),
+            pcie_gbps: 31.5,
+            read_gbps: 300.0,
+            bf16_gflops: 100_000.0,
+            ..GpuProfile::default()
+        };
+        cluster.node(name, |node| {
+            node.gpus = 1;
+            let profile = node.profile.as_mut().expect("a profile");
+            profile.gpus = vec![gpu];
+            profile.reader_version = Some(READER_VERSION);
+        });
+    }
+    cluster.settle();
+    let ready = cluster.condition(READY);
+    assert_eq!(ready.reason, "Serving", "{}", ready.message);
+    assert_eq!(cluster.observed.plans.len(), 1);
+    let plan = &cluster.observed.plans[0].spec;
+    let members: Vec<&PlanRank> = plan.group_of("decode-0");
+    assert_eq!(members.len(), 4, "{:#?}", plan.why);
+    let on_gpus = members.iter().filter(|rank| rank.is_on_gpu());
+    let mut on_gpus: Vec<&str> = on_gpus.map(|rank| &*rank.gpu_uuids[0]).collect();
+    on_gpus.sort_unstable();
+    assert_eq!(on_gpus, ["GPU-attic", "GPU-office"], "{:#?}", plan.why);
+    let pod = |rank: &str| {
+        let mut pods = cluster.observed.pods.iter();
+        pods.find(|pod| pod.rank == rank).expect("a Pod")
+    };
+    for member in &members {
+        let asked = pod(&member.name).gpus;
+        assert_eq!(asked, u32::from(member.is_on_gpu()), "{}", member.name);
+    }
+    let names = |rank: &str| -> Vec<String> {
+        let routes: Routes = serde_json::from_str(&pod(rank).routes).expect("routes");
+        routes.workers.into_iter().map(|route| route.name).collect()
+    };
+    let all: Vec<&str> = members.iter().map(|member| &*member.name).collect();
+    assert_eq!(names("decode-0"), all);
+    assert_eq!(names("gateway-0"), ["decode-0"]);
 }

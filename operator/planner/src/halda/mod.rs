@@ -7,6 +7,14 @@
 //! reading ahead, which gives the number of rounds and the predictions. Devices that make a token slower are left out (the
 //! paper's section A.5).
 //!
+//! The paper sorts devices into sets (section 3.2): `M1` to `M3` lack memory and read some weights at each token, by the rules
+//! of macOS, of Metal, and of Linux; `M4` has memory enough, or a disk too slow for it. Machines here run Linux, so a device
+//! is of `M3` as far as its layers overflow its memory, else of `M4`, and one that must fit is always of `M4`. Which, the
+//! program decides itself. Layers on a GPU (the `n` of a window's `w`) take its memory alone (equations 5 and 10), and no
+//! disk. A [`Device`] may have a GPU that takes part of its windows; where a GPU is a process of its own, it is a device
+//! that must fit, with the GPU's times and memory, and two devices' adjacent windows are the paper's one. The times to copy
+//! hidden states to the GPU and back (A.3) are then in its links.
+//!
 //! Architecture invariant: pure. Limits count work, not time: the same problem gives the same ring.
 
 mod choice;

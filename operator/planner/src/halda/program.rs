@@ -2,7 +2,7 @@
 //!
 //! The paper knows a device's case only after the solution, so it solves again until the cases stay. Here cases 3 and 4
 //! are one: an overflow is a variable of its own, at least 0 and at least what memory lacks, which the minimum makes the
-//! larger of the two, because the maximum is convex; a slow disk has none, so its layers must fit. Each round is cut alike,
+//! larger of the two, because the maximum is convex; a device whose layers must fit has none. Each round is cut alike,
 //! so the variables are the sizes of slots, by stretches of positions that cost the same: in a full last round of equal
 //! layers there is one stretch, and the program is the paper's. Where positions differ (a partial last round, dense layers
 //! before those with experts), binaries keep each slot's positions together: a slot that reaches into a stretch leaves
@@ -202,7 +202,7 @@ impl<'p, 'r, 'a> Program<'p, 'r, 'a> {
         }
     }
 
-    /// Memory of a GPU and of a device with a slow disk is a limit; elsewhere weights may overflow, KV may not.
+    /// Memory of a GPU and of a device where layers must fit is a limit; elsewhere weights may overflow, KV may not.
     fn limit_memory(&mut self, index: usize) {
         let round = self.round;
         let Slot {

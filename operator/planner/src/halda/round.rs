@@ -41,7 +41,7 @@ pub(super) struct Slot {
 impl Slot {
     fn new(problem: &Problem, place: usize, device: usize, is_gpu: bool) -> Self {
         let rates = &problem.devices[device];
-        let may_overflow = !is_gpu && !rates.is_disk_slow;
+        let may_overflow = !is_gpu && !rates.must_fit;
         Self {
             place,
             device,

@@ -351,7 +351,7 @@ fn no_room(problem: &Problem) -> RingError {
             .sum(),
         memory_bytes: devices
             .clone()
-            .filter(|&device| problem.devices[device].is_disk_slow)
+            .filter(|&device| problem.devices[device].must_fit)
             .map(|device| problem.room_bytes(device))
             .sum(),
         gpu_bytes: devices.map(|device| problem.gpu_room_bytes(device)).sum(),

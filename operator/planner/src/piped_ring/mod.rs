@@ -1,16 +1,18 @@
 //! Plans of piped rings (prima.cpp, section 3.1): for a model that no node holds, or where the spec asks for one.
 //!
-//! Every node's CPUs may get windows of layers. Each node in turn is tried as the head, which also has embedding, output head
-//! and the first layers; Halda chooses windows and rounds, and leaves out the nodes that would make a token slower.
+//! Every node's CPUs, and each of its GPUs, may get windows of layers. Each of them in turn is tried as the head, which also has
+//! embedding, output head and the first layers; Halda chooses windows and rounds, and leaves out those that would make a token
+//! slower.
 
 mod layers;
+mod members;
 mod problem;
 mod why;
 mod write;
 
 use hearth_crds::{
-    DualBatch, ExpertCache, FieldError, InferenceDeploymentSpec, InferencePlanSpec, PlanKvType,
-    PrefillMode, RING_VERSION, Strategy,
+    DualBatch, ExpertCache, FieldError, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
+    PlanKvType, PrefillMode, RING_VERSION, Strategy,
 };
 
 use crate::draft::DEFAULT_STALL_MS;
@@ -20,7 +22,7 @@ use crate::halda::{self, Choice, Limits, Problem, RingError};
 use crate::input::PlanInput;
 use crate::memory::Demand;
 
-use problem::Members;
+use members::Members;
 
 /// What a ring is planned from.
 #[derive(Clone, Copy)]
@@ -38,6 +40,29 @@ struct Chosen<'a> {
     choice: Choice,
     /// Tokens of a prompt that pass the ring at a time.
     chunk_tokens: u32,
+    /// Members that were not taken, each with the reason, which are not in the choice.
+    left_out: Vec<String>,
+}
+
+impl Chosen<'_> {
+    /// Whether a GPU is in the ring.
+    fn uses(&self, gpu: &GpuProfile) -> bool {
+        let members = self.choice.order.iter().map(|at| &self.members.all[*at]);
+        let mut gpus = members.filter_map(|member| member.gpu);
+        gpus.any(|room| room.gpu.uuid == gpu.uuid)
+    }
+
+    /// Whether any GPU is in the ring.
+    fn uses_gpus(&self) -> bool {
+        let mut order = self.choice.order.iter();
+        order.any(|at| self.members.all[*at].gpu.is_some())
+    }
+
+    /// The same, with the reasons that others were not taken.
+    fn without(mut self, left_out: Vec<String>) -> Self {
+        self.left_out.extend(left_out);
+        self
+    }
 }
 
 /// Tokens of a chunk of a prompt, best first.
@@ -70,7 +95,7 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
         spec.prefill.gpus_per_worker.is_some_and(|gpus| gpus > 0),
         "spec.prefill.gpusPerWorker",
         format!("is {}", spec.prefill.gpus_per_worker.unwrap_or(0)),
-        "a ring reads prompts itself, on its CPUs: remove gpusPerWorker",
+        "a ring reads prompts itself: remove gpusPerWorker, or write 0 for a ring without GPUs",
     );
     refuse(
         spec.prefill.replicas.is_some_and(|replicas| replicas > 0),
@@ -94,7 +119,7 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
         spec.decode.expert_cache == Some(ExpertCache::On),
         "spec.decode.expertCache",
         "is \"On\"".to_owned(),
-        "a ring computes on CPUs: write Auto or \"Off\"",
+        "a member of a ring has all experts of its layers on its own device: write Auto or \"Off\"",
     );
     let replicas = spec.decode.planned_replicas();
     refuse(
@@ -122,23 +147,57 @@ impl RingPlanning<'_> {
     /// # Errors
     /// [`PlanError`] if no node can be a member, or no ring fits.
     pub(crate) fn plan(&self, instead: &str) -> Result<InferencePlanSpec, PlanError> {
-        let chosen = self.choose()?;
+        let chosen = self.with_chunks(self.choose()?);
         Ok(self.write(&chosen, instead))
     }
 
+    /// The ring with the least time per output token of three: of all that may be members; of these without the GPUs that were
+    /// left out, whose processes need no memory then; and of the CPUs alone. Where they take as long, it is the last.
     fn choose(&self) -> Result<Chosen<'_>, PlanError> {
-        let members = Members::of(self)?;
-        let count = members.nodes.len();
-        // All heads together cost as much as one choice.
-        let all = Limits::default();
-        let limits = Limits {
-            programs: all.programs.div_ceil(count),
-            nodes: all.nodes.div_ceil(count as u64),
-            simulations: all.simulations.div_ceil(count),
+        let all = Members::of(self, &|_| true)?;
+        let refused = all.refused.clone();
+        if all.all.iter().all(|member| member.gpu.is_none()) {
+            let chosen = self.best(all)?;
+            return Ok(chosen.without(refused));
+        }
+        let on_cpus = Members::of(self, &|_| false).and_then(|members| self.best(members));
+        let with_gpus = match self.best(all) {
+            Ok(with_gpus) => with_gpus,
+            Err(error) => return Ok(on_cpus.map_err(|_| error)?.without(refused)),
         };
-        let mut best: Option<Chosen<'_>> = None;
+        let unused = why::unused_gpus(&with_gpus);
+        if !with_gpus.uses_gpus() {
+            return Ok(on_cpus?.without(refused).without(unused));
+        }
+        let fewer = match unused.is_empty() {
+            true => None,
+            false => Members::of(self, &|gpu| with_gpus.uses(gpu))
+                .and_then(|members| self.best(members))
+                .ok(),
+        };
+        let is_better = |fewer: &Chosen<'_>| fewer.choice.tpot_ms <= with_gpus.choice.tpot_ms;
+        let on_gpus = match fewer.filter(is_better) {
+            Some(fewer) => fewer.without(unused),
+            None => with_gpus,
+        };
+        match on_cpus {
+            Ok(on_cpus) if on_cpus.choice.tpot_ms <= on_gpus.choice.tpot_ms => {
+                let slower = why::other_ring("GPUs in the ring", Some(&on_gpus), &on_cpus);
+                Ok(on_cpus.without(refused).without(vec![slower]))
+            }
+            on_cpus => {
+                let slower = why::other_ring("the CPUs alone", on_cpus.as_ref().ok(), &on_gpus);
+                Ok(on_gpus.without(refused).without(vec![slower]))
+            }
+        }
+    }
+
+    /// The best ring of members, whichever of them is its head.
+    fn best<'a>(&self, members: Members<'a>) -> Result<Chosen<'a>, PlanError> {
+        let limits = limits_of(&members);
+        let mut best: Option<Chosen<'a>> = None;
         let mut refused = None;
-        for head in 0..count {
+        for head in 0..members.all.len() {
             let members = members.led_by(head);
             match self.split(&members, CHUNKS[0], limits) {
                 Ok(choice) => {
@@ -148,6 +207,7 @@ impl RingPlanning<'_> {
                             members,
                             choice,
                             chunk_tokens: CHUNKS[0],
+                            left_out: Vec::new(),
                         });
                     }
                 }
@@ -155,7 +215,7 @@ impl RingPlanning<'_> {
             }
         }
         match (best, refused) {
-            (Some(best), _) => Ok(self.with_chunks(best, limits)),
+            (Some(best), _) => Ok(best),
             (None, Some(error)) => Err(PlanError::NoRing(error)),
             (None, None) => Err(PlanError::NoNodes(self.input.name.to_owned())),
         }
@@ -173,13 +233,12 @@ impl RingPlanning<'_> {
             let choice = halda::choose(&problem, limits)?;
             let mut devices = choice.order.iter().copied();
             let cramped = devices.find(|device| {
-                !problem.devices[*device].is_disk_slow
-                    && !self.has_window(&problem, &choice, *device)
+                !problem.devices[*device].must_fit && !self.has_window(&problem, &choice, *device)
             });
             match cramped {
                 None => return Ok(choice),
                 // All of its layers must have room.
-                Some(device) => problem.devices[device].is_disk_slow = true,
+                Some(device) => problem.devices[device].must_fit = true,
             }
         }
     }
@@ -192,7 +251,8 @@ impl RingPlanning<'_> {
     }
 
     /// The ring with the longest chunks of prompts that streams bear.
-    fn with_chunks<'a>(&self, chosen: Chosen<'a>, limits: Limits) -> Chosen<'a> {
+    fn with_chunks<'a>(&self, chosen: Chosen<'a>) -> Chosen<'a> {
+        let limits = limits_of(&chosen.members);
         let asked = self.input.spec.objectives.time_per_output_token;
         let asked_ms = asked.map_or(DEFAULT_STALL_MS, |time| time.as_millis_f64());
         let prompt_tokens = self.estimator.prompt_tokens();
@@ -216,6 +276,16 @@ impl RingPlanning<'_> {
             }
         }
         chosen
+    }
+}
+
+/// Limits of one choice among members: all heads together cost as much as one.
+fn limits_of(members: &Members<'_>) -> Limits {
+    let (all, count) = (Limits::default(), members.all.len());
+    Limits {
+        programs: all.programs.div_ceil(count),
+        nodes: all.nodes.div_ceil(count as u64),
+        simulations: all.simulations.div_ceil(count),
     }
 }
 

@@ -1,19 +1,22 @@
 //! Halda's problem, from profiles and facts.
 
-use hearth_crds::{NodeProfileStatus, RING_VERSION};
+use hearth_crds::NodeProfileStatus;
 
-use super::layers::LayerFacts;
-use super::{RingPlanning, too_old};
-use crate::error::PlanError;
-use crate::halda::{Device, Head, Layer, LayerTimes, Link, MAX_DEVICES, Problem, Prompt};
-use crate::memory::free_bytes;
-use crate::node_ranks::{Devices, NodeRanks};
-use crate::predict::{ExpertsAt, Predictor, Rates};
+use super::RingPlanning;
+use super::members::{Member, Members};
+use crate::halda::{Device, Head, Layer, LayerTimes, Link, Problem, Prompt};
+use crate::link::LinkRates;
+use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor};
 
 /// GB/s and milliseconds one way between two nodes that have not measured their link: a little under gigabit Ethernet.
 pub(super) const UNMEASURED_LINK: Link = Link {
     latency_ms: 0.5,
     gbps: 0.1,
+};
+/// The same between two processes of one node.
+const LOOPBACK: Link = Link {
+    latency_ms: 0.025,
+    gbps: LOOPBACK_GBPS,
 };
 /// Milliseconds of a message between two processes beside its way over the network: it passes two runtimes and HTTP/2.
 const MESSAGE_MS: f64 = 0.2;
@@ -22,91 +25,21 @@ const SLOW_DISK_GBPS: f64 = 0.2;
 /// GB/s of a disk that was not measured.
 const UNMEASURED_DISK_GBPS: f64 = 0.1;
 
-/// A node that may be in the ring.
-#[derive(Clone)]
-pub(super) struct Member<'a> {
-    /// Its index among the planner's nodes.
-    pub(super) n: usize,
-    pub(super) node: &'a NodeProfileStatus,
-    rates: Rates,
-}
-
-/// The nodes of a ring; the first one is the head.
-#[derive(Clone)]
-pub(super) struct Members<'a> {
-    pub(super) nodes: Vec<Member<'a>>,
-    /// Names of nodes that cannot be in one.
-    pub(super) too_old: Vec<&'a str>,
-    pub(super) layers: LayerFacts,
-}
-
-impl<'a> Members<'a> {
-    /// All nodes whose workers know rings and that have CPUs for one; the first [`MAX_DEVICES`] by free memory.
-    ///
-    /// # Errors
-    /// [`PlanError::Unsupported`] if there is none.
-    pub(super) fn of(planning: &RingPlanning<'a>) -> Result<Self, PlanError> {
-        let nodes = planning.estimator.nodes();
-        let is_old = |node: &&NodeProfileStatus| node.reads_up_to() < RING_VERSION;
-        let too_old_nodes: Vec<&str> = nodes
-            .iter()
-            .filter(|node| is_old(node))
-            .map(|node| &*node.node)
-            .collect();
-        let mut members: Vec<Member<'a>> = nodes
-            .iter()
-            .enumerate()
-            .filter(|(_, node)| !is_old(node))
-            .filter_map(|(n, node)| {
-                let cpus = planning.estimator.cpus(n, ranks(planning, true)).ok()?;
-                let rates = Rates::of(node, cpus.decode.first()?);
-                Some(Member { n, node, rates })
-            })
-            .collect();
-        if members.is_empty() {
-            let why = match too_old_nodes.is_empty() {
-                true => "no node has CPUs for a member".to_owned(),
-                false => too_old(&too_old_nodes),
-            };
-            return Err(PlanError::Unsupported(vec![hearth_crds::FieldError::new(
-                "spec.strategy",
-                "is \"PipedRing\"",
-                why,
-            )]));
-        }
-        members.sort_by_key(|member| (std::cmp::Reverse(free_bytes(member.node)), member.n));
-        members.truncate(MAX_DEVICES);
-        members.sort_by_key(|member| member.n);
-        Ok(Self {
-            nodes: members,
-            too_old: too_old_nodes,
-            layers: LayerFacts::of(planning.demand.facts),
-        })
-    }
-
-    /// The same nodes with another head.
-    pub(super) fn led_by(&self, head: usize) -> Self {
-        let mut led = self.clone();
-        let head = led.nodes.remove(head);
-        led.nodes.insert(0, head);
-        led
-    }
-
+impl Members<'_> {
     /// What Halda is asked.
     pub(super) fn problem(&self, planning: &RingPlanning<'_>, chunk_tokens: u32) -> Problem {
         let demand = planning.demand;
         let facts = demand.facts;
         let prompt_tokens = planning.estimator.prompt_tokens();
-        let devices = self.nodes.iter().enumerate();
-        let devices = devices.map(|(place, member)| Device {
-            name: member.node.node.clone(),
-            memory_bytes: free_bytes(member.node),
-            buffer_bytes: self.buffer_bytes(planning, place),
+        let devices = self.all.iter().map(|member| Device {
+            name: member.name.clone(),
+            memory_bytes: member.memory_bytes(),
+            buffer_bytes: self.buffer_bytes(planning, member),
             disk_read_gbps: match member.rates.disk_gbps {
                 gbps if gbps > 0.0 => gbps,
                 _ => UNMEASURED_DISK_GBPS,
             },
-            is_disk_slow: member.rates.disk_gbps < SLOW_DISK_GBPS,
+            must_fit: member.gpu.is_some() || member.rates.disk_gbps < SLOW_DISK_GBPS,
             cpus: self.times(planning, member, chunk_tokens),
             gpu: None,
         });
@@ -129,7 +62,7 @@ impl<'a> Members<'a> {
             layers: layers.collect(),
             head: Head {
                 stored_bytes: ends.bytes.total(),
-                token_ms: self.nodes[0].rates.ms(
+                token_ms: self.all[0].rates.ms(
                     ends.bytes.head as f64,
                     2.0 * ends.active_parameter_count as f64,
                 ),
@@ -143,16 +76,20 @@ impl<'a> Members<'a> {
         }
     }
 
-    /// Bytes of a place's processes: the gateways are on the nodes of the ring in turn, the first one with the head, and there
-    /// may be few nodes.
-    fn buffer_bytes(&self, planning: &RingPlanning<'_>, place: usize) -> u64 {
+    /// Bytes of a member's memory for anything but layers: on a GPU its working room and padding, in a node's memory the
+    /// processes of all members there and the gateways'. These are on the nodes of the ring in turn, the first one with the
+    /// head, and there may be few nodes.
+    fn buffer_bytes(&self, planning: &RingPlanning<'_>, member: &Member<'_>) -> u64 {
+        if let Some(room) = &member.gpu {
+            return room.usable_bytes - planning.gpu_layer_room_bytes(room.usable_bytes);
+        }
         let gateways = planning.input.spec.gateway.replicas.max(1);
-        let here = match place {
-            0 => gateways,
-            _ => gateways - 1,
+        let here = match self.all[0].n == member.n {
+            true => gateways,
+            false => gateways - 1,
         };
-        let demand = planning.demand;
-        demand.worker_scratch_bytes() + demand.gateway_scratch_bytes() * u64::from(here)
+        let others = planning.host_bytes(self.gpus_on(member.n), here);
+        planning.demand.worker_scratch_bytes() + others
     }
 
     /// Milliseconds of a step of `batch` streams in all layers and hops of a ring.
@@ -173,7 +110,7 @@ impl<'a> Members<'a> {
                 at = window.device;
             }
             for layer in window.layers.clone() {
-                let predictor = self.predictor(planning, &self.nodes[at], layer as u32);
+                let predictor = self.predictor(planning, &self.all[at], layer as u32);
                 total_ms += predictor.decode_ms(batch, context);
             }
         }
@@ -223,17 +160,32 @@ impl<'a> Members<'a> {
     }
 
     fn links(&self) -> Vec<Vec<Link>> {
-        let nodes = &self.nodes;
-        let link = |from: &Member<'_>, to: &Member<'_>| {
-            let link = measured_link(from.node, to.node).unwrap_or(UNMEASURED_LINK);
-            Link {
-                latency_ms: link.latency_ms + MESSAGE_MS,
-                ..link
-            }
-        };
-        let row = |from| nodes.iter().map(|to| link(from, to)).collect();
-        nodes.iter().map(row).collect()
+        let row = |from| self.all.iter().map(|to| link(from, to)).collect();
+        self.all.iter().map(row).collect()
     }
+}
+
+/// The way of a hidden state from one member to another: between two processes, and from a GPU and to one beside that.
+fn link(from: &Member<'_>, to: &Member<'_>) -> Link {
+    let between = match from.n == to.n {
+        true => LOOPBACK,
+        false => measured_link(from.node, to.node).unwrap_or(UNMEASURED_LINK),
+    };
+    let mut link = Link {
+        latency_ms: between.latency_ms + MESSAGE_MS,
+        ..between
+    };
+    for end in [from, to] {
+        let Some(room) = &end.gpu else {
+            continue;
+        };
+        // An exchange is there and back; the paper's t^ram-vram and t^vram-ram.
+        link.latency_ms += end.rates.exchange_ms / 2.0;
+        if let Some(copies) = LinkRates::of(room.gpu) {
+            link.gbps = 1.0 / (1.0 / link.gbps + 1.0 / copies.alone_gbps);
+        }
+    }
+    link
 }
 
 /// The link between two nodes as either of them measured it. Values that no link has are as good as none: one odd profile
@@ -248,19 +200,6 @@ pub(super) fn measured_link(from: &NodeProfileStatus, to: &NodeProfileStatus) ->
         })
     };
     of(from, to).or_else(|| of(to, from))
-}
-
-/// Ranks of a node in a ring; the gateway is on the head's.
-pub(super) fn ranks(planning: &RingPlanning<'_>, is_head: bool) -> NodeRanks {
-    NodeRanks {
-        gateways: match is_head {
-            true => planning.input.spec.gateway.replicas.max(1),
-            false => 0,
-        },
-        decode: 1,
-        devices: Devices::CPUS,
-        ..NodeRanks::default()
-    }
 }
 
 /// Bytes of a layer's KV that there must be room for: what the spec says, or else that of one whole context.

@@ -6,7 +6,8 @@ use super::problem::{UNMEASURED_LINK, measured_link};
 use super::write::Kept;
 use super::{Chosen, RingPlanning, too_old};
 use crate::draft::{Draft, ranks_of};
-use crate::numerics::of_cpus;
+use crate::halda::Dropped;
+use crate::numerics::of_rank;
 use crate::sentences::{gateways, moment, ms, objectives};
 
 /// Most slower rings that are told.
@@ -27,37 +28,35 @@ pub(super) fn write(
     if !chosen.members.too_old.is_empty() {
         why.push(format!("warning: {}", too_old(&chosen.members.too_old)));
     }
-    members(chosen, kept, &mut why);
+    members((chosen, kept), ranks, &mut why);
     kv(planning, kept, &mut why);
     prompts(planning, ranks, predicted, &mut why);
     links(chosen, &mut why);
-    numerics(chosen, &mut why);
+    numerics(draft, ranks, &mut why);
     objectives(&planning.input.spec.objectives, predicted, &mut why);
     let mut not_chosen = Vec::new();
     left_out(chosen, &mut not_chosen);
     alternatives(chosen, &mut not_chosen);
-    gpus(chosen, &mut not_chosen);
+    not_chosen.extend(chosen.left_out.iter().cloned());
     if not_chosen.is_empty() {
         not_chosen.push(match chosen.size() {
             1 => "a ring: no other node takes part".to_owned(),
             size => format!(
-                "another ring over these {size} nodes: no other split of the layers, order or number of rounds was found that fits"
+                "another ring over these {size} members: no other split of the layers, order or number of rounds was found that fits"
             ),
         });
     }
     (why, not_chosen)
 }
 
-fn nodes(chosen: &Chosen<'_>, order: &[usize]) -> String {
-    let names = order
-        .iter()
-        .map(|device| &*chosen.members.nodes[*device].node.node);
+fn names(chosen: &Chosen<'_>, order: &[usize]) -> String {
+    let names = order.iter().map(|at| &*chosen.members.all[*at].name);
     names.collect::<Vec<_>>().join(", ")
 }
 
 fn topology(chosen: &Chosen<'_>, instead: &str, why: &mut Vec<String>) {
     let choice = &chosen.choice;
-    let over = nodes(chosen, &choice.order);
+    let over = names(chosen, &choice.order);
     if chosen.size() == 1 {
         why.push(format!(
             "{over} alone is faster than any ring ({instead}): predicted TPOT {}",
@@ -78,8 +77,9 @@ fn topology(chosen: &Chosen<'_>, instead: &str, why: &mut Vec<String>) {
     ));
 }
 
-fn members(chosen: &Chosen<'_>, kept: &[Kept], why: &mut Vec<String>) {
-    for (place, kept) in kept.iter().enumerate() {
+fn members((chosen, kept): (&Chosen<'_>, &[Kept]), ranks: &[PlanRank], why: &mut Vec<String>) {
+    let workers = ranks.iter().filter(|rank| rank.role != PlanRole::Gateway);
+    for ((place, kept), rank) in kept.iter().enumerate().zip(workers) {
         let windows: Vec<String> = chosen
             .windows(place)
             .map(|window| match window.layers.len() {
@@ -89,6 +89,14 @@ fn members(chosen: &Chosen<'_>, kept: &[Kept], why: &mut Vec<String>) {
             .collect();
         let weights = format_bytes(kept.weight_bytes);
         let memory = match kept.weight_bytes - kept.budget_bytes {
+            0 if rank.is_on_gpu() => format!(
+                "all {weights} of their weights on it, {} of its memory in all{}",
+                format_bytes(rank.gpu_memory_bytes),
+                match rank.activations.is_exact() {
+                    true => "",
+                    false => ", activations rounded to bf16",
+                }
+            ),
             0 => format!("all {weights} of their weights in memory"),
             _ => format!(
                 "{} of their {weights} in memory, the rest read from disk for each token, ahead where it can be",
@@ -101,7 +109,7 @@ fn members(chosen: &Chosen<'_>, kept: &[Kept], why: &mut Vec<String>) {
         };
         why.push(format!(
             "{}: layer{} {}{ends}, {memory}",
-            chosen.node(place),
+            chosen.member(place).name,
             if chosen.layers(place) == 1 { "" } else { "s" },
             windows.join(", ")
         ));
@@ -143,7 +151,7 @@ fn links(chosen: &Chosen<'_>, why: &mut Vec<String>) {
     let next = order.iter().skip(1).chain(order.first());
     let mut unmeasured: Vec<String> = Vec::new();
     for (from, to) in order.iter().zip(next) {
-        let [from, to] = [from, to].map(|device| chosen.members.nodes[*device].node);
+        let [from, to] = [from, to].map(|at| chosen.members.all[*at].node);
         if from.node != to.node && measured_link(from, to).is_none() {
             unmeasured.push(format!("{} to {}", from.node, to.node));
         }
@@ -159,42 +167,64 @@ fn links(chosen: &Chosen<'_>, why: &mut Vec<String>) {
 }
 
 /// Says where members compute other bits than each other: then no machine alone gives the ring's.
-fn numerics(chosen: &Chosen<'_>, why: &mut Vec<String>) {
-    let of = |place: usize| {
-        let node = chosen.members.nodes[chosen.choice.order[place]].node;
-        (of_cpus(&node.isa), &*node.node)
-    };
-    let kinds: Vec<String> = (0..chosen.size())
-        .map(of)
-        .map(|(kind, node)| format!("{node} with {kind}"))
-        .collect();
-    if (0..chosen.size()).any(|place| of(place).0 != of(0).0) {
+fn numerics(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    let workers = ranks.iter().filter(|rank| rank.role != PlanRole::Gateway);
+    let of = |rank| Some((of_rank(draft.node_of(rank)?.1, rank), &rank.node));
+    let kinds: Vec<_> = workers.filter_map(of).collect();
+    if kinds.windows(2).any(|pair| pair[0].0 != pair[1].0) {
+        let kinds = kinds
+            .iter()
+            .map(|(kind, node)| format!("{node} with {kind}"));
         why.push(format!(
             "{} compute with different bits: answers are those of this ring, the same each time, and no single machine's",
-            kinds.join(", ")
+            kinds.collect::<Vec<_>>().join(", ")
         ));
     }
 }
 
 fn left_out(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
+    let dropped = chosen.choice.dropped.iter();
+    not_chosen.extend(dropped.map(|dropped| with_dropped(chosen, dropped)));
+}
+
+/// What a device that was dropped would have made of a ring.
+fn with_dropped(chosen: &Chosen<'_>, dropped: &Dropped) -> String {
     let tpot_ms = chosen.choice.tpot_ms;
-    for dropped in &chosen.choice.dropped {
-        let node = nodes(chosen, &[dropped.device]);
-        not_chosen.push(match dropped.with_tpot_ms {
-            // Less than a thousandth faster is no reason to have one more machine that may fail.
-            Some(with_ms) if with_ms <= tpot_ms => {
-                format!(
-                    "{node} in the ring: no faster, predicted TPOT {}",
-                    ms(with_ms)
-                )
-            }
-            Some(with_ms) => format!(
-                "{node} in the ring: predicted TPOT {} against {}",
-                ms(with_ms),
-                ms(tpot_ms)
-            ),
-            None => format!("{node} in the ring: no split of the layers fits with it"),
-        });
+    let name = &chosen.members.all[dropped.device].name;
+    match dropped.with_tpot_ms {
+        // Less than a thousandth faster is no reason to have one more machine that may fail.
+        Some(with_ms) if with_ms <= tpot_ms => {
+            format!(
+                "{name} in the ring: no faster, predicted TPOT {}",
+                ms(with_ms)
+            )
+        }
+        Some(with_ms) => format!(
+            "{name} in the ring: predicted TPOT {} against {}",
+            ms(with_ms),
+            ms(tpot_ms)
+        ),
+        None => format!("{name} in the ring: no split of the layers fits with it"),
+    }
+}
+
+/// What GPUs that a choice left out would have made of its ring.
+pub(super) fn unused_gpus(chosen: &Chosen<'_>) -> Vec<String> {
+    let dropped = chosen.choice.dropped.iter();
+    let gpus = dropped.filter(|dropped| chosen.members.all[dropped.device].gpu.is_some());
+    gpus.map(|dropped| with_dropped(chosen, dropped)).collect()
+}
+
+/// What `other` members would have done instead of the chosen ring's; `None` if no ring of them fits.
+pub(super) fn other_ring(what: &str, other: Option<&Chosen<'_>>, chosen: &Chosen<'_>) -> String {
+    let chosen_ms = ms(chosen.choice.tpot_ms);
+    match other {
+        Some(other) => format!(
+            "{what} ({}): predicted TPOT {} against {chosen_ms}",
+            names(other, &other.choice.order),
+            ms(other.choice.tpot_ms)
+        ),
+        None => format!("{what}: no ring of them fits"),
     }
 }
 
@@ -214,23 +244,9 @@ fn alternatives(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
                 1 => "one worker",
                 _ => "piped ring",
             },
-            nodes(chosen, &other.order),
+            names(chosen, &other.order),
             ms(other.tpot_ms),
             ms(choice.tpot_ms)
-        ));
-    }
-}
-
-fn gpus(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
-    let with_gpus: Vec<&str> = (0..chosen.size())
-        .map(|place| chosen.members.nodes[chosen.choice.order[place]].node)
-        .filter(|node| !node.gpus.is_empty())
-        .map(|node| &*node.node)
-        .collect();
-    if !with_gpus.is_empty() {
-        not_chosen.push(format!(
-            "GPUs of {}: the planner gives members of a ring layers on CPUs alone",
-            with_gpus.join(", ")
         ));
     }
 }

@@ -5,17 +5,19 @@ use hearth_crds::{
     RankPrediction, ResidencyPolicy,
 };
 
-use super::problem::{kv_layer_bytes, ranks};
+use super::members::Member;
+use super::problem::kv_layer_bytes;
 use super::{Chosen, RingPlanning, why};
-use crate::draft::{Draft, Written};
+use crate::draft::{Draft, RankHost, Written};
+use crate::gpus::GpuSlot;
 use crate::halda::{Problem, Window};
-use crate::memory::{BLOCK_TOKENS, NodeBudget, free_bytes};
-use crate::node_ranks::{Devices, NodeRanks};
+use crate::memory::{BLOCK_TOKENS, GpuNeed, NodeBudget, free_bytes, padded_on_gpu};
+use crate::node_ranks::{Device, NodeRanks};
 use crate::place::Placement;
 use crate::predict::rounded;
 
 /// What a member keeps in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Kept {
     /// Bytes of its weights.
     pub(super) weight_bytes: u64,
@@ -45,9 +47,14 @@ impl Chosen<'_> {
             .sum()
     }
 
-    /// Name of the node at a place.
-    pub(super) fn node(&self, place: usize) -> &str {
-        &self.members.nodes[self.choice.order[place]].node.node
+    /// The member at a place.
+    pub(super) fn member(&self, place: usize) -> &Member<'_> {
+        &self.members.all[self.choice.order[place]]
+    }
+
+    /// The members, in the order of their places.
+    pub(super) fn ring(&self) -> impl Iterator<Item = &Member<'_>> {
+        (0..self.size()).map(|place| self.member(place))
     }
 }
 
@@ -55,8 +62,9 @@ impl RingPlanning<'_> {
     pub(super) fn write(&self, chosen: &Chosen<'_>, instead: &str) -> InferencePlanSpec {
         let kept = self.kept(chosen);
         let draft = self.draft(chosen, &kept);
-        let mut ranks = draft.ranks();
-        self.form(chosen, &kept, &mut ranks);
+        let mut ranks = draft.gateways();
+        let placed = kept.iter().copied().enumerate();
+        ranks.extend(placed.filter_map(|placed| self.rank(chosen, placed, &draft)));
         let predicted = self.predict(chosen, &mut ranks);
         let routing = draft.routing(&ranks);
         let (why, not_chosen) =
@@ -132,37 +140,37 @@ impl RingPlanning<'_> {
         (spare_blocks.min().unwrap_or(0) * block_bytes).min(most)
     }
 
-    /// One decode rank on each member's node, and the gateways on them in turn.
+    /// The members on their nodes, and the gateways on these in turn.
     fn draft(&self, chosen: &Chosen<'_>, kept: &[Kept]) -> Draft<'_> {
         let nodes = self.estimator.nodes();
         let mut placed = vec![NodeRanks::default(); nodes.len()];
         let mut budgets = vec![None; nodes.len()];
-        for (place, kept) in kept.iter().enumerate() {
-            let n = chosen.members.nodes[chosen.choice.order[place]].n;
-            placed[n] = ranks(self, false);
-            budgets[n] = Some(NodeBudget {
-                policy: match kept.budget_bytes < kept.weight_bytes {
-                    true => ResidencyPolicy::MmapPrefetch,
-                    false => ResidencyPolicy::Resident,
-                },
-                weight_budget_bytes: kept.budget_bytes,
-                expert_budget_bytes: None,
-                decode_kv_bytes: kept.kv_bytes,
-                prefill_kv_bytes: 0,
-                decode_kv_wanted_bytes: kept.kv_bytes,
-                free_bytes: free_bytes(nodes[n]),
-                page_cache_bytes: 0,
-            });
+        let mut in_turn: Vec<usize> = Vec::new();
+        for (member, kept) in chosen.ring().zip(kept) {
+            let n = member.n;
+            if !in_turn.contains(&n) {
+                in_turn.push(n);
+            }
+            let here = |on_gpu: bool| {
+                let on_node = chosen.ring().filter(move |member| member.n == n);
+                on_node
+                    .filter(|member| member.gpu.is_some() == on_gpu)
+                    .count()
+            };
+            placed[n] = self.node_ranks(u32::from(here(false) > 0), here(true), 0);
+            // What is on a GPU takes none of the node's memory.
+            match member.gpu {
+                None => budgets[n] = Some(self.budget(n, *kept)),
+                Some(_) => {
+                    budgets[n].get_or_insert(self.budget(n, Kept::default()));
+                }
+            }
         }
         let gateways = self.input.spec.gateway.replicas.max(1) as usize;
-        let gateways: Vec<usize> = (0..gateways)
-            .map(|gateway| chosen.members.nodes[chosen.choice.order[gateway % chosen.size()]].n)
-            .collect();
+        let in_turn = in_turn.iter().copied().cycle();
+        let gateways: Vec<usize> = in_turn.take(gateways).collect();
         for n in &gateways {
             placed[*n].gateways += 1;
-        }
-        for ranks in placed.iter_mut() {
-            ranks.devices = Devices::CPUS;
         }
         Draft {
             input: self.input,
@@ -180,47 +188,95 @@ impl RingPlanning<'_> {
         }
     }
 
-    /// Makes decode ranks, one on each member's node, the head and the stages of the ring, in the order of its places.
-    fn form(&self, chosen: &Chosen<'_>, kept: &[Kept], ranks: &mut [PlanRank]) {
-        let place_of = |rank: &PlanRank| {
-            let mut places = 0..chosen.size();
-            places.find(|place| chosen.node(*place) == rank.node)
-        };
-        let name = |role: PlanRole, index: usize| format!("{}-{index}", role.as_str());
-        for rank in ranks.iter_mut().filter(|r| r.role == PlanRole::Decode) {
-            let Some(place) = place_of(rank) else {
-                continue;
-            };
-            let (role, index) = match place.checked_sub(1) {
-                None => (PlanRole::Decode, 0),
-                Some(index) => (PlanRole::Stage, index),
-            };
-            (rank.name, rank.role, rank.index) = (name(role, index), role, index as u32);
-            if let Some(residency) = &mut rank.residency {
-                residency.weight_bytes = kept[place].weight_bytes;
-            }
-            match place {
-                0 => rank.chunk_tokens = chosen.chunk_tokens,
-                _ => (rank.chunk_tokens, rank.max_batch) = (0, 0),
-            }
-            rank.predicted = None;
-            let window = |window: &Window| PlanWindow {
-                first_layer: window.layers.start as u32,
-                layers: window.layers.len() as u32,
-            };
-            rank.ring = (chosen.size() > 1).then(|| PlanRing {
-                head: name(PlanRole::Decode, 0),
-                place: place as u32,
-                windows: chosen.windows(place).map(window).collect(),
-            });
+    /// The memory of a node whose CPUs keep so much.
+    fn budget(&self, n: usize, kept: Kept) -> NodeBudget {
+        NodeBudget {
+            policy: match kept.budget_bytes < kept.weight_bytes {
+                true => ResidencyPolicy::MmapPrefetch,
+                false => ResidencyPolicy::Resident,
+            },
+            weight_budget_bytes: kept.budget_bytes,
+            expert_budget_bytes: None,
+            decode_kv_bytes: kept.kv_bytes,
+            prefill_kv_bytes: 0,
+            decode_kv_wanted_bytes: kept.kv_bytes,
+            free_bytes: free_bytes(self.estimator.nodes()[n]),
+            page_cache_bytes: 0,
         }
-        let order = |rank: &PlanRank| match rank.role {
-            PlanRole::Gateway => 0,
-            PlanRole::Prefill => 1,
-            PlanRole::Decode => 2,
-            PlanRole::Stage => 3,
+    }
+
+    /// The rank at a place: a decode rank's devices and memory, as the head or a stage of the ring.
+    fn rank(
+        &self,
+        chosen: &Chosen<'_>,
+        (place, kept): (usize, Kept),
+        draft: &Draft<'_>,
+    ) -> Option<PlanRank> {
+        let member = chosen.member(place);
+        let n = member.n;
+        let cpus = self.estimator.cpus(n, draft.placement.ranks[n]).ok()?;
+        let before = chosen.ring().take(place);
+        let gpus_before = before.filter(|other| other.n == n && other.gpu.is_some());
+        let set = match member.gpu {
+            None => cpus.decode.first(),
+            Some(_) => cpus.prefill.get(gpus_before.count()),
         };
-        ranks.sort_by_key(|rank| (order(rank), rank.index));
+        let slot = self.slot(member, kept);
+        let host = RankHost {
+            n,
+            budget: draft.placement.budgets[n].as_ref()?,
+            slot: slot.as_ref(),
+        };
+        let (role, index) = match place.checked_sub(1) {
+            None => (PlanRole::Decode, 0),
+            Some(index) => (PlanRole::Stage, index as u32),
+        };
+        let mut rank = draft.rank(&host, PlanRole::Decode, index, set?.clone());
+        (rank.name, rank.role) = (name(role, index), role);
+        if let Some(residency) = &mut rank.residency {
+            residency.weight_bytes = kept.weight_bytes;
+            residency.budget_bytes = kept.budget_bytes;
+        }
+        match place {
+            0 => rank.chunk_tokens = chosen.chunk_tokens,
+            _ => (rank.chunk_tokens, rank.max_batch) = (0, 0),
+        }
+        rank.predicted = None;
+        let window = |window: &Window| PlanWindow {
+            first_layer: window.layers.start as u32,
+            layers: window.layers.len() as u32,
+        };
+        rank.ring = (chosen.size() > 1).then(|| PlanRing {
+            head: name(PlanRole::Decode, 0),
+            place: place as u32,
+            windows: chosen.windows(place).map(window).collect(),
+        });
+        Some(rank)
+    }
+
+    /// A member's share of its GPU: weights and KV of its layers, and working room.
+    fn slot<'m>(&self, member: &Member<'m>, kept: Kept) -> Option<GpuSlot<'m>> {
+        let room = member.gpu?;
+        let need = GpuNeed {
+            weights_bytes: padded_on_gpu(kept.weight_bytes),
+            dense_slots_bytes: 0,
+            ring_least_bytes: 0,
+            kv_least_bytes: kept.kv_bytes,
+            kv_best_bytes: kept.kv_bytes,
+            working_bytes: self.gpu_working_bytes(),
+        };
+        Some(GpuSlot {
+            gpu: room.gpu,
+            device: Device::Gpu,
+            usable_bytes: room.usable_bytes,
+            kv_bytes: kept.kv_bytes,
+            memory_bytes: need.least_bytes(),
+            ring: None,
+            ring_room_bytes: 0,
+            cache_room_slots: 0,
+            sharing: 1,
+            need,
+        })
     }
 
     fn predict(&self, chosen: &Chosen<'_>, ranks: &mut [PlanRank]) -> PlanPrediction {
@@ -243,4 +299,9 @@ impl RingPlanning<'_> {
             tokens_per_second,
         }
     }
+}
+
+/// Name of a rank.
+fn name(role: PlanRole, index: u32) -> String {
+    format!("{}-{index}", role.as_str())
 }

@@ -1,6 +1,8 @@
 //! Machines and models shared by the planner's tests.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
+pub mod rings;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{

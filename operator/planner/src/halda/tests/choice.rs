@@ -150,7 +150,7 @@ fn check(problem: &Problem, choice: &Choice) {
         );
         assert!(share.gpu_bytes <= problem.gpu_room_bytes(device));
         assert!(share.kv_bytes <= problem.room_bytes(device));
-        assert!(share.overflow_bytes == 0 || !problem.devices[device].is_disk_slow);
+        assert!(share.overflow_bytes == 0 || !problem.devices[device].must_fit);
     }
     assert!(choice.ttft_ms.is_finite() && choice.ttft_ms > 0.0);
 }
@@ -263,12 +263,12 @@ fn a_slow_disk_never_reads_what_has_no_room() {
     let mut devices = ["a", "b"]
         .map(|name| device(name, 4 * GIB, 30.0, 3.0, &layers))
         .to_vec();
-    devices[1].is_disk_slow = true;
+    devices[1].must_fit = true;
     let mut problem = problem(devices, layers);
     let choice = choose(&problem, LIMITS).unwrap();
     check(&problem, &choice);
     assert!(choice.shares[0].overflow_bytes > 0);
-    problem.devices[0].is_disk_slow = true;
+    problem.devices[0].must_fit = true;
     let error = choose(&problem, LIMITS).unwrap_err().to_string();
     assert!(
         error.contains("no split of 8.2 GiB") && error.contains("7.6 GiB of memory"),

@@ -138,7 +138,7 @@ fn drawn_device(draws: &mut Draws, index: usize, mean_bytes: f64, layers: &[Laye
         memory_bytes,
         buffer_bytes: memory_bytes / 20,
         disk_read_gbps,
-        is_disk_slow: disk_read_gbps < 0.15,
+        must_fit: disk_read_gbps < 0.15,
         cpus: times(layers, cpu_gbps, draws.rate(50.0, 1e3)),
         gpu,
     }
@@ -180,7 +180,7 @@ pub(super) fn device(
         memory_bytes,
         buffer_bytes: 64 << 20,
         disk_read_gbps,
-        is_disk_slow: false,
+        must_fit: false,
         cpus: times(layers, cpu_gbps, 20.0 * cpu_gbps),
         gpu: None,
     }

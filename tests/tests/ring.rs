@@ -34,6 +34,11 @@ struct Ring {
 
 impl Ring {
     fn start() -> Self {
+        Self::start_with(|_| {})
+    }
+
+    /// A ring whose plan is changed by `edit` before any member starts.
+    fn start_with(edit: impl FnOnce(&mut Value)) -> Self {
         let ranks = Ranks::of_demo();
         let endpoints = MEMBERS.map(|_| format!("127.0.0.1:{}", free_port()));
         let mut plan = ranks.plan_of("decode", "decode-0", &endpoints[0]);
@@ -55,6 +60,7 @@ impl Ring {
             rank
         };
         plan["ranks"] = (0..MEMBERS.len()).map(of).collect();
+        edit(&mut plan);
         let gateway = gateway(&ranks);
         let mut ring = Self {
             members: Vec::new(),
@@ -178,6 +184,24 @@ async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
         let joins = ring.members[0].output().matches(AGAIN).count();
         assert!(place == 0 || joins > joins_before, "{name}: {joins} joins");
     }
+}
+
+/// As the planner has it for a node's GPU: a member of its own, beside the one on the CPUs.
+#[tokio::test]
+async fn a_member_may_have_its_layers_on_a_device() {
+    let want = expected(0..4).await;
+    let mut ring = Ring::start_with(|plan| {
+        let stage = &mut plan["ranks"][1];
+        stage["device"] = json!("VIRTUAL-0");
+        stage["gpuUuids"] = json!(["VIRTUAL-0"]);
+        stage["gpuMemoryBytes"] = json!(256_u64 << 20);
+        stage["virtualDevice"] = json!("virtual:memory=256Mi");
+    });
+    assert_eq!(answers(&ring.gateway, 0..4).await, want);
+    ring.members[1].signal(Signal::KILL);
+    ring.members[1].wait();
+    ring.members[1] = ring.process(1, &[]);
+    assert_eq!(answers(&ring.gateway, 0..4).await, want);
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DENSE_SLOTS, DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanDeviceMemory,
+    DENSE_SLOTS, DeploymentRef, InferencePlanSpec, PEERS_VERSION, Pinning, PlanActivations, PlanDeviceMemory,
     PlanKv, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting,
     PlanStrategy, RING_VERSION, RankDevice, RankPrediction, ResidencyPolicy,
     STREAMED_DENSE_VERSION,
@@ -14,6 +14,7 @@ use crate::host_experts::HostChoice;
 use crate::memory::{BLOCK_TOKENS, NodeBudget, PREFILL_BATCH};
 use crate::node_ranks::Device;
 use crate::numerics::mixed_pools;
+use crate::peer_ranks;
 use crate::predict::{Predictor, rounded};
 use crate::reasons;
 
@@ -32,8 +33,8 @@ struct RankHost<'a> {
 /// Bytes of a rank's KV cache; 0 for the gateway.
 fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
     match (role, host.slot) {
-        (PlanRole::Gateway | PlanRole::Stage, _) => 0,
-        (PlanRole::Prefill | PlanRole::Decode, Some(slot)) => slot.kv_bytes,
+        (PlanRole::Gateway, _) | (PlanRole::Stage, None) => 0,
+        (PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage, Some(slot)) => slot.kv_bytes,
         (PlanRole::Prefill, None) => host.budget.prefill_kv_bytes,
         (PlanRole::Decode, None) => host.budget.decode_kv_bytes,
     }
@@ -110,10 +111,12 @@ impl Draft<'_> {
         let roles = PlanRole::ALL.into_iter();
         let mut ranks: Vec<PlanRank> = roles.flat_map(|role| self.ranks_of_role(role)).collect();
         self.share_pods(&mut ranks);
+        peer_ranks::form(self, &mut ranks);
         ranks
     }
 
-    /// Puts prefill ranks into the Pods of the decode ranks on the same GPU, where a GPU is given to one container alone.
+    /// Puts prefill ranks, and followers of peers, into the Pods of the decode ranks on the same GPU, where a GPU is given to
+    /// one container alone.
     fn share_pods(&self, ranks: &mut [PlanRank]) {
         let is_given = |rank: &PlanRank| {
             let node = self.node_of(rank).map(|(_, node)| node);
@@ -121,7 +124,8 @@ impl Draft<'_> {
             rank.gpus > 0 && offer.is_some_and(|offer| offer.count().is_some())
         };
         let decode: Vec<PlanRank> = ranks_of(ranks, PlanRole::Decode).cloned().collect();
-        for rank in ranks.iter_mut().filter(|r| r.role == PlanRole::Prefill) {
+        let may_be_second = [PlanRole::Prefill, PlanRole::Stage];
+        for rank in ranks.iter_mut().filter(|r| may_be_second.contains(&r.role)) {
             let mut there = decode.iter().filter(|_| is_given(rank));
             let host = there.find(|host| host.node == rank.node && host.device() == rank.device());
             if let Some(host) = host {
@@ -183,7 +187,10 @@ impl Draft<'_> {
             keep_beside(&mut set, self.nodes[n], numa_node);
         }
         let kv_bytes = kv_bytes(role, host);
-        let scratch_bytes = self.scratch_bytes(role, slot) + demand.unread_bytes(role);
+        let mut scratch_bytes = self.scratch_bytes(role, slot) + demand.unread_bytes(role);
+        if self.peers() > 0 && matches!(role, PlanRole::Prefill | PlanRole::Stage) {
+            scratch_bytes += demand.exchange_bytes(self.peers());
+        }
         let chunk_tokens = self.chunk_tokens(role, host, &set);
         let predicted = self.rank_prediction(host, role, &set);
         let choice = slot.and_then(|slot| self.estimator.host_choice(n, &set, slot, budget));
@@ -338,6 +345,7 @@ impl Draft<'_> {
         let own = u32::from(slot.is_some());
         match role {
             PlanRole::Gateway | PlanRole::Decode | PlanRole::Stage => own,
+            PlanRole::Prefill if self.peers() > 0 => own,
             PlanRole::Prefill => {
                 let asked = self.input.spec.prefill.gpus_per_worker.unwrap_or(0);
                 asked.max(own)
@@ -504,6 +512,9 @@ fn min_version(ranks: &[PlanRank]) -> u32 {
             Some(ResidencyPolicy::StreamLoading | ResidencyPolicy::HostExperts) => true,
             Some(ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch) | None => false,
         };
+        if rank.peers.is_some() {
+            return PEERS_VERSION;
+        }
         if rank.ring.is_some() {
             return RING_VERSION;
         }

@@ -10,7 +10,7 @@ mod write;
 
 use hearth_crds::{
     DualBatch, ExpertCache, FieldError, InferenceDeploymentSpec, InferencePlanSpec, PlanKvType,
-    PrefillMode, RING_VERSION, Strategy,
+    RING_VERSION, Strategy,
 };
 
 use crate::draft::DEFAULT_STALL_MS;
@@ -61,7 +61,7 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
     };
     let mode = spec.prefill.mode;
     refuse(
-        mode == PrefillMode::StreamLoading,
+        mode.streams(),
         "spec.prefill.mode",
         format!("is \"{mode:?}\""),
         "a ring reads prompts itself: write Auto or Chunked",

@@ -1,11 +1,12 @@
 //! Devices that ranks may compute on, in the order in which they are considered.
 
 use hearth_crds::{
-    DualBatch, FieldError, InferenceDeploymentSpec, ModelFacts, PrefillMode,
-    STREAMED_DENSE_VERSION, Strategy,
+    DualBatch, FieldError, InferenceDeploymentSpec, ModelFacts, PrefillMode, PrefillSpec,
+    STREAMED_DENSE_VERSION, ScalingMode, ScalingSpec, Strategy,
 };
 
 use crate::error::{AskedBy, PlanError};
+use crate::expert_parallel::PEERS;
 use crate::node_ranks::{DenseModules, Device, Devices};
 
 /// What a spec says about devices.
@@ -44,7 +45,7 @@ impl Asked {
             has_experts: facts.experts > 0,
             knows_experts: facts.expert_layers > 0,
         };
-        let mut errors = Vec::new();
+        let mut errors = errors_of_peers(&spec.prefill);
         if spec.prefill.mode == PrefillMode::Chunked && spec.prefill.chunked_below_tokens.is_some()
         {
             let remedy = "spec.prefill.mode is Chunked, so that decode workers read every prompt: remove chunkedBelowTokens, or write mode: Auto";
@@ -152,7 +153,8 @@ impl Asked {
             Device::StreamingGpu(_) => false,
         };
         // Without Auto, prompts are read by a GPU only where the spec says so.
-        let prefill_allowed = !prefill.is_gpu() || self.is_auto || is_gpu_asked || self.streams.is_some();
+        let prefill_allowed =
+            !prefill.is_gpu() || self.is_auto || is_gpu_asked || self.streams.is_some();
         decode_allowed
             && prefill_allowed
             && (has_prefill_gpu || !is_gpu_asked)
@@ -181,4 +183,51 @@ fn is_mode(mode: PrefillMode) -> &'static str {
             "is \"StreamLoading\""
         }
     }
+}
+
+/// What a spec with mode DistributedStreamLoading must not say, and one without.
+fn errors_of_peers(prefill: &PrefillSpec) -> Vec<(&'static str, &'static str, String)> {
+    let mut errors = Vec::new();
+    let mut refuse = |is_wrong: bool, field, is, remedy: &str| {
+        if is_wrong {
+            errors.push((field, is, remedy.to_owned()));
+        }
+    };
+    if prefill.mode != PrefillMode::DistributedStreamLoading {
+        refuse(
+            prefill.mode != PrefillMode::Auto && prefill.quiet_window.is_some(),
+            "spec.prefill.quietWindow",
+            "has no effect",
+            "with this mode each prefill worker reads prompts alone: remove it, or write mode: Auto",
+        );
+        return errors;
+    }
+    let is_external = |scaling: &ScalingSpec| scaling.mode == ScalingMode::External;
+    refuse(
+        prefill
+            .gpus_per_worker
+            .is_some_and(|gpus| !PEERS.contains(&gpus)),
+        "spec.prefill.gpusPerWorker",
+        "is no number of GPUs that read prompts together",
+        "write 2, 4 or 8, or remove it",
+    );
+    refuse(
+        prefill.planned_replicas() != 1,
+        "spec.prefill.replicas",
+        "is above 1",
+        "with mode DistributedStreamLoading all prefill workers read one prompt together: write 1",
+    );
+    refuse(
+        prefill.scaling.as_ref().is_some_and(is_external),
+        "spec.prefill.scaling.mode",
+        "is \"External\"",
+        "with mode DistributedStreamLoading no prefill worker can be added by itself: remove scaling",
+    );
+    refuse(
+        prefill.quiet_window.is_some(),
+        "spec.prefill.quietWindow",
+        "has no effect",
+        "with mode DistributedStreamLoading every long prompt is read together: remove it, or write mode: Auto",
+    );
+    errors
 }

@@ -25,6 +25,9 @@ pub(crate) const DEFAULT_STALL_MS: f64 = 100.0;
 /// Time for which nothing may have been decoded for a prompt to be read by all peers (hybrid MoE paper, section 3.3.2).
 const DEFAULT_QUIET_WINDOW: Duration = Duration::from_secs(300);
 
+/// Tokens of a long prompt (hybrid MoE paper, figure 3).
+const LONG_PROMPT_TOKENS: u32 = 20_000;
+
 /// A placement with everything needed to write it down as a plan.
 pub(crate) struct Draft<'a> {
     pub input: &'a PlanInput<'a>,
@@ -68,6 +71,11 @@ impl<'a> Draft<'a> {
         placed.map(|ranks| ranks.peers).max().unwrap_or(0)
     }
 
+    /// Tokens of a long prompt, by which peers are chosen and explained.
+    pub(crate) fn long_prompt_tokens(&self) -> u32 {
+        LONG_PROMPT_TOKENS.min(self.demand.context_length)
+    }
+
     /// Time for which nothing may have been decoded for a prompt to be read by all peers, in milliseconds; `None` without peers.
     pub(crate) fn together_after_quiet_ms(&self) -> Option<u64> {
         let prefill = &self.input.spec.prefill;
@@ -103,7 +111,10 @@ impl<'a> Draft<'a> {
         let members = self.members();
         let (_, head) = members.first()?;
         let times = members.iter().enumerate().filter_map(|(own, (n, member))| {
-            let others = members.iter().enumerate().filter(|(other, _)| *other != own);
+            let others = members
+                .iter()
+                .enumerate()
+                .filter(|(other, _)| *other != own);
             let others_gbps = others.map(|(_, (m, _))| self.estimator.between_gbps(*n, *m));
             let member = Predictor {
                 mla_form: head.mla_form,

@@ -57,7 +57,11 @@ impl fmt::Display for Advice {
             }
             Self::ReadAlone(has_gpus) => {
                 f.write_str("write spec.prefill.mode: StreamLoading")?;
-                f.write_str(if *has_gpus { " without gpusPerWorker" } else { "" })
+                f.write_str(if *has_gpus {
+                    " without gpusPerWorker"
+                } else {
+                    ""
+                })
             }
             Self::FewerPeers(peers) => {
                 write!(f, "lower spec.prefill.gpusPerWorker to {peers}")

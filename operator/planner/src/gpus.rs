@@ -356,7 +356,9 @@ fn sharing_with(role: PlanRole, ranks: NodeRanks) -> Option<PlanRole> {
 /// The GPUs of the other peers, of which a rank of theirs has none.
 fn peers_of(role: PlanRole, taken: &[(PlanRole, usize)], ranks: NodeRanks) -> Vec<usize> {
     let is_peer = |role: PlanRole| ranks.peers > 0 && role != PlanRole::Decode;
-    let peers = taken.iter().filter(|(other, _)| is_peer(role) && is_peer(*other));
+    let peers = taken
+        .iter()
+        .filter(|(other, _)| is_peer(role) && is_peer(*other));
     peers.map(|(_, n)| *n).collect()
 }
 
@@ -501,7 +503,12 @@ fn divided<'a>(
                         PlanRole::Gateway | PlanRole::Prefill | PlanRole::Decode => 0,
                     };
                     let gains_until = gains_until(room.gpu);
-                    ring((share, need), demand.experts_of_share(peers), gains_until, demand)
+                    ring(
+                        (share, need),
+                        demand.experts_of_share(peers),
+                        gains_until,
+                        demand,
+                    )
                 }
                 Device::Cpus | Device::Gpu | Device::GpuAndCpus => (0, 0, None),
             };
@@ -539,7 +546,9 @@ fn ring(
     demand: &Demand<'_>,
 ) -> (u64, u64, Option<RingLengths>) {
     let least = need.ring_least_bytes.saturating_add(need.working_bytes);
-    let wanted = demand.ring_room_bytes(experts, gains_until).saturating_sub(least);
+    let wanted = demand
+        .ring_room_bytes(experts, gains_until)
+        .saturating_sub(least);
     let slot_bytes = demand.slot_bytes().max(1);
     let more = match more_bytes >= wanted {
         true => wanted,

@@ -1,8 +1,8 @@
 //! Division of a node's memory: one copy of the weights, and each rank's KV cache and scratch.
 
 use hearth_crds::{
-    DENSE_SLOTS, LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanExpertParallel, PlanRole, ResidencyPolicy,
-    STREAMED_DENSE_VERSION, STREAMED_TILE_ROWS,
+    DENSE_SLOTS, LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanExpertParallel, PlanRole,
+    ResidencyPolicy, STREAMED_DENSE_VERSION, STREAMED_TILE_ROWS,
 };
 
 use crate::expert_parallel::expert_parallel;
@@ -285,7 +285,12 @@ impl Demand<'_> {
     }
 
     /// Lengths of a ring for so many experts of a layer, which shares `room_bytes` with the working room.
-    pub(crate) fn ring_lengths(&self, experts: u32, room_bytes: u64, gains_until: u32) -> RingLengths {
+    pub(crate) fn ring_lengths(
+        &self,
+        experts: u32,
+        room_bytes: u64,
+        gains_until: u32,
+    ) -> RingLengths {
         let longest = |slots: u32| {
             let ring_bytes = self.slot_bytes().saturating_mul(u64::from(slots));
             let left_bytes = room_bytes.saturating_sub(ring_bytes);
@@ -432,14 +437,16 @@ impl Demand<'_> {
         match (on_cpus, ranks.has_host_experts()) {
             (0, false) => 0,
             (0, true) => {
-                let routed = match ranks.has_shares_alone() {
-                    true => u64::from(ranks.followers) * self.share_bytes(ranks.peers),
-                    false => routed,
+                // Shares of different peers are different experts.
+                let (copies, routed) = match ranks.has_shares_alone() {
+                    true => (u64::from(ranks.followers), self.share_bytes(ranks.peers)),
+                    false => (1, routed),
                 };
-                match ranks.has_host_dense() {
-                    true => routed.saturating_add(self.facts.streamed_dense_bytes()),
-                    false => routed,
-                }
+                let dense = match ranks.has_host_dense() {
+                    true => self.facts.streamed_dense_bytes(),
+                    false => 0,
+                };
+                routed.saturating_add(dense).saturating_mul(copies)
             }
             (_, _) => total,
         }
@@ -447,7 +454,10 @@ impl Demand<'_> {
 
     /// Bytes of the routed experts of one of peers, at most.
     fn share_bytes(&self, peers: u32) -> u64 {
-        let (all, own) = (u64::from(self.facts.experts.max(1)), u64::from(self.experts_of_share(peers)));
+        let (all, own) = (
+            u64::from(self.facts.experts.max(1)),
+            u64::from(self.experts_of_share(peers)),
+        );
         (self.facts.bytes.routed_experts / all + 1).saturating_mul(own)
     }
 

@@ -85,7 +85,8 @@ impl NodeRanks {
 
     /// Decode ranks whose CPUs compute experts of which not all need to be in memory: no copies to a GPU need them there.
     pub(crate) fn with_expert_budget(self) -> u32 {
-        let streaming = [PlanRole::Prefill, PlanRole::Stage].map(|role| self.with(role, Device::has_host_experts));
+        let streaming = [PlanRole::Prefill, PlanRole::Stage]
+            .map(|role| self.with(role, Device::has_host_experts));
         match streaming {
             [0, 0] => self.with(PlanRole::Decode, |device| device == Device::GpuAndCpus),
             _ => 0,

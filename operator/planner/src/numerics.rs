@@ -98,7 +98,10 @@ fn kinds_of<'a>(
 fn mixed_pool(nodes: &[&NodeProfileStatus], ranks: &[PlanRank], role: PlanRole) -> Option<String> {
     let is_peer = |rank: &PlanRank| role == PlanRole::Prefill && rank.peers.is_some();
     let ranks = ranks.iter();
-    let kinds = kinds_of(nodes, ranks.filter(|rank| rank.role == role || is_peer(rank)));
+    let kinds = kinds_of(
+        nodes,
+        ranks.filter(|rank| rank.role == role || is_peer(rank)),
+    );
     if kinds.len() < 2 {
         return None;
     }

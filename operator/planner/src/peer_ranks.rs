@@ -15,7 +15,11 @@ pub(crate) fn form(draft: &Draft<'_>, ranks: &mut [PlanRank]) {
         return;
     };
     let kv = |rank: &PlanRank| rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
-    let kv_bytes = ranks.iter_mut().filter(is_member).map(|rank| kv(rank)).min();
+    let kv_bytes = ranks
+        .iter_mut()
+        .filter(is_member)
+        .map(|rank| kv(rank))
+        .min();
     for (place, rank) in ranks.iter_mut().filter(is_member).enumerate() {
         let place = u32::try_from(place).unwrap_or(u32::MAX);
         rank.peers = Some(PlanPeers {
@@ -38,7 +42,10 @@ fn follow(draft: &Draft<'_>, rank: &mut PlanRank, (place, peers): (u32, u32), fo
     let facts = draft.demand.facts;
     let first = |place: u32| u64::from(place) * u64::from(facts.experts) / u64::from(peers);
     let own = (first(place + 1) - first(place)) * u64::from(facts.routed_layers());
-    let left_bytes = facts.bytes.routed_experts.saturating_sub(own * facts.expert_bytes());
+    let left_bytes = facts
+        .bytes
+        .routed_experts
+        .saturating_sub(own * facts.expert_bytes());
     if let Some(residency) = &mut rank.residency {
         residency.weight_bytes = residency.weight_bytes.saturating_sub(left_bytes);
         residency.host_bytes = residency.host_bytes.saturating_sub(left_bytes);

@@ -39,8 +39,8 @@ impl Draft<'_> {
         let on_gpu = |role| of(role).any(PlanRank::is_on_gpu);
         if self.streams_prompts() {
             let prefill = &self.input.spec.prefill;
-            let is_asked = prefill.mode.streams()
-                || prefill.gpus_per_worker.is_some_and(|gpus| gpus > 0);
+            let is_asked =
+                prefill.mode.streams() || prefill.gpus_per_worker.is_some_and(|gpus| gpus > 0);
             return match self.crossover_tokens(ranks) {
                 Some(tokens) => tokens,
                 // Slower at every length, and still to be done.

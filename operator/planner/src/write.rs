@@ -1,9 +1,9 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DENSE_SLOTS, DeploymentRef, InferencePlanSpec, PEERS_VERSION, Pinning, PlanActivations, PlanDeviceMemory,
-    PlanKv, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting,
-    PlanStrategy, RING_VERSION, RankDevice, RankPrediction, ResidencyPolicy,
+    DENSE_SLOTS, DeploymentRef, InferencePlanSpec, PEERS_VERSION, Pinning, PlanActivations,
+    PlanDeviceMemory, PlanKv, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole,
+    PlanRouting, PlanStrategy, RING_VERSION, RankDevice, RankPrediction, ResidencyPolicy,
     STREAMED_DENSE_VERSION,
 };
 

@@ -14,8 +14,6 @@ use crate::numerics::peers_are_alike;
 use crate::place::{Objection, Refused, Wanted};
 use crate::sentences::ms;
 
-/// Tokens of a long prompt, by which peers are chosen (hybrid MoE paper, section 4).
-const LONG_PROMPT_TOKENS: u32 = 20_000;
 /// How much faster a long prompt must be for peers to be chosen: they hold memory of each GPU, and disturb answers.
 const LEAST_GAIN: f64 = 1.2;
 
@@ -106,9 +104,8 @@ impl Planning<'_> {
             .into_iter()
             .map(|devices| self.wanted(devices, peers));
         let (spec, demand) = (self.input.spec, &self.demand);
-        let fewer = wanted.find_map(|wanted| {
-            advice::fewer_peers(self.estimator, demand, wanted, spec)
-        });
+        let fewer =
+            wanted.find_map(|wanted| advice::fewer_peers(self.estimator, demand, wanted, spec));
         fewer.unwrap_or(Advice::RunOnCpus(self.asked.asked_by()))
     }
 
@@ -124,12 +121,13 @@ impl Planning<'_> {
         if !self.may_have_peers(wanted) || usable.count + usable.too_old < 2 {
             return plan;
         }
-        let tokens = LONG_PROMPT_TOKENS.min(self.demand.context_length);
+        let tokens = alone.long_prompt_tokens();
         let alone_ms = plan
             .ranks_of(PlanRole::Prefill)
             .next()
             .and_then(|head| alone.alone_ttft_ms(head, tokens));
-        let Some(alone_ms) = alone_ms.filter(|_| plan.routing.chunked_below_tokens <= tokens) else {
+        let Some(alone_ms) = alone_ms.filter(|_| plan.routing.chunked_below_tokens <= tokens)
+        else {
             return plan;
         };
         let (why, peers) = match self.soonest(wanted, &alone, tokens, &usable) {
@@ -178,7 +176,11 @@ impl Planning<'_> {
         let mut best: Option<Group> = None;
         for peers in usable.numbers() {
             match self.group(Wanted { peers, ..wanted }, alone, tokens) {
-                Ok(group) if best.as_ref().is_none_or(|best| group.ttft_ms < best.ttft_ms) => {
+                Ok(group)
+                    if best
+                        .as_ref()
+                        .is_none_or(|best| group.ttft_ms < best.ttft_ms) =>
+                {
                     best = Some(group);
                 }
                 Ok(_) => {}

@@ -115,12 +115,12 @@ impl<'a> Draft<'a> {
                 .iter()
                 .enumerate()
                 .filter(|(other, _)| *other != own);
-            let others_gbps = others.map(|(_, (m, _))| self.estimator.between_gbps(*n, *m));
+            let hops = others.map(|(_, (m, _))| self.estimator.hop(*n, *m));
             let member = Predictor {
                 mla_form: head.mla_form,
                 ..*member
             };
-            member.together(tokens, Peer::new(self.peers(), others_gbps))
+            member.together(tokens, Peer::new(self.peers(), hops))
         });
         times.max_by(|a, b| a.total_ms.total_cmp(&b.total_ms))
     }

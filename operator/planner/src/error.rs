@@ -308,7 +308,7 @@ pub enum PlanError {
     /// Fewer GPUs than are to read a prompt together.
     #[error(
         "{peers} GPUs are to read a prompt together ({asked_by}), and workers may use {usable} ({accounts})\n  \
-         add GPUs, or {}", any_of(.advice)
+         add GPUs, or {}", .advice.as_ref().map_or_else(|| .asked_by.remedy(), ToString::to_string)
     )]
     TooFewPeers {
         /// GPUs that are to read a prompt together.
@@ -319,8 +319,8 @@ pub enum PlanError {
         usable: u32,
         /// GPUs of each node, in words.
         accounts: String,
-        /// Changes that need fewer.
-        advice: Vec<Advice>,
+        /// A change that needs fewer, and fits.
+        advice: Option<Advice>,
     },
     /// No GPU that this engine supports.
     #[error(

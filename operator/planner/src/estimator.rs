@@ -13,12 +13,17 @@ use crate::link::LinkRates;
 use crate::memory::{Demand, NodeBudget};
 use crate::node_ranks::Device;
 use crate::node_ranks::NodeRanks;
-use crate::peers::Peer;
+use crate::peers::{Hop, Peer};
 use crate::place::Cost;
 use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor, Rates, Step};
 
-/// GB/s between two nodes that have not measured their link: a little under gigabit Ethernet.
-const UNMEASURED_LINK_GBPS: f64 = 0.1;
+/// The way between two nodes that have not measured their link: a little under gigabit Ethernet.
+const UNMEASURED_HOP: Hop = Hop {
+    gbps: 0.1,
+    latency_ms: 0.2,
+};
+/// Milliseconds of a message between two processes of one node besides its bytes; an assumption.
+const LOOPBACK_MS: f64 = 0.1;
 /// Prompt length in tokens at which TTFT is predicted: a quarter of the context, capped at this.
 const PREDICTED_PROMPT_TOKENS: u32 = 512;
 /// Context length in tokens at which TPOT is predicted: half of the context, capped at this.
@@ -295,24 +300,28 @@ impl<'a> Estimator<'a> {
         self.spec.placement.pinning == Pinning::Exclusive
     }
 
-    /// GB/s from one node to another, or between two processes of one.
-    pub(crate) fn between_gbps(&self, from: usize, to: usize) -> f64 {
+    /// The way from a process of one node to one of another, or of the same.
+    pub(crate) fn hop(&self, from: usize, to: usize) -> Hop {
         if from == to {
-            return LOOPBACK_GBPS;
+            return Hop {
+                gbps: LOOPBACK_GBPS,
+                latency_ms: LOOPBACK_MS,
+            };
         }
         let mut links = self.nodes[from].links.iter();
         let is_to_peer =
             |link: &&LinkProfile| link.is_possible() && link.peer == self.nodes[to].node;
-        links
-            .find(is_to_peer)
-            .map_or(UNMEASURED_LINK_GBPS, |link| link.gbps)
+        links.find(is_to_peer).map_or(UNMEASURED_HOP, |link| Hop {
+            gbps: link.gbps,
+            latency_ms: link.rtt_us / 2e3,
+        })
     }
 
     /// GB/s of KV transfer from a prefill rank on `node` to the nearest decode rank.
     pub(crate) fn link_gbps(&self, node: usize, placed: &[NodeRanks]) -> f64 {
         (0..placed.len())
             .filter(|n| placed[*n].decode > 0)
-            .map(|peer| self.between_gbps(node, peer))
+            .map(|peer| self.hop(node, peer).gbps)
             .fold(0.0, f64::max)
             .max(f64::MIN_POSITIVE)
     }
@@ -430,7 +439,7 @@ impl Cost for Estimator<'_> {
         };
         let others = (0..placed.len()).flat_map(|n| {
             let peers = placed[n].in_group() as usize;
-            std::iter::repeat_n(self.between_gbps(node, n), peers)
+            std::iter::repeat_n(self.hop(node, n), peers)
         });
         let peer = Peer::new(ranks.peers, others);
         let predictor = self.predictor(node, set, Some(slot), &budget);

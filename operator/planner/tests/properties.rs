@@ -352,9 +352,11 @@ fn follow(
         PlanError::InsufficientMemory { advice, node, .. }
         | PlanError::TooFewCores { advice, node, .. }
         | PlanError::InsufficientCpu { advice, node, .. } => (advice, node.as_str()),
-        PlanError::InsufficientGpuMemory { advice, .. } | PlanError::TooFewPeers { advice, .. } => {
-            (advice, "")
-        }
+        PlanError::InsufficientGpuMemory { advice, .. } => (advice, ""),
+        PlanError::TooFewPeers {
+            advice: Some(advice),
+            ..
+        } => (&vec![advice.clone()], ""),
         _ => return,
     };
     assert!(!advice.is_empty());

@@ -93,20 +93,18 @@ impl Planning<'_> {
             asked_by: self.asked.asked_by(),
             usable: usable.count,
             accounts: usable.accounts,
-            advice: vec![self.fewer_peers(least)],
+            advice: self.fewer_peers(least),
         })
     }
 
-    /// A change after which the spec asks for fewer GPUs than so many.
-    fn fewer_peers(&self, peers: u32) -> Advice {
+    /// A change after which the spec asks for fewer GPUs than so many, if one fits.
+    fn fewer_peers(&self, peers: u32) -> Option<Advice> {
         let candidates = self.asked.candidates(true, self.demand.reader_version);
-        let mut wanted = candidates
-            .into_iter()
-            .map(|devices| self.wanted(devices, peers));
         let (spec, demand) = (self.input.spec, &self.demand);
-        let fewer =
-            wanted.find_map(|wanted| advice::fewer_peers(self.estimator, demand, wanted, spec));
-        fewer.unwrap_or(Advice::RunOnCpus(self.asked.asked_by()))
+        candidates.into_iter().find_map(|devices| {
+            let wanted = self.wanted(devices, peers);
+            advice::fewer_peers(self.estimator, demand, wanted, spec)
+        })
     }
 
     /// A plan of mode Auto in which a prefill rank streams prompts, with as many peers as read a long one soonest; the plan as it

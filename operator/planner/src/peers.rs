@@ -109,17 +109,17 @@ fn rows_bytes(facts: &ModelFacts, tokens: u32, peer: Peer) -> f64 {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)] // a test that cannot read its data has failed
 mod tests {
     use super::*;
 
     #[test]
     fn what_a_peer_sends_is_that_of_the_formulas() {
-        let facts = ModelFacts {
-            hidden: 1000,
-            experts: 64,
-            experts_per_token: 4,
-            ..ModelFacts::default()
-        };
+        let measured: serde_json::Value =
+            serde_json::from_str(include_str!("../tests/measured.json")).unwrap();
+        let mut models = measured["facts"].as_object().unwrap().values();
+        let mut facts: ModelFacts = serde_json::from_value(models.next().unwrap().clone()).unwrap();
+        (facts.hidden, facts.experts_per_token) = (1000, 4);
         let bytes = |ranks: u32| {
             let hop = Hop {
                 gbps: 1.0,

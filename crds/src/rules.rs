@@ -76,7 +76,8 @@ pub(crate) const PEERS_NOT_SCALED_SAYS: &str = "with mode DistributedStreamLoadi
 pub(crate) const QUIET_WINDOW_HAS_EFFECT: &str =
     "!has(self.quietWindow) || !has(self.mode) || self.mode == 'Auto'";
 pub(crate) const QUIET_WINDOW_HAS_EFFECT_SAYS: &str = "quietWindow is for mode Auto: with DistributedStreamLoading the GPUs read every long prompt together, with other modes none; remove quietWindow, or write mode: Auto";
-pub(crate) const QUIET_WINDOW: &str = "duration(self) <= duration('24h')";
+/// Rule for a duration of up to a day. What is none has a rule of its own, and CEL can add up no number of any length.
+pub(crate) const QUIET_WINDOW: &str = "!self.matches('^([0-9.]+(ms|s|m|h))+$') || (self.matches('^([0-9]{1,8}([.][0-9]{1,9})?(ms|s)|[0-9]{1,5}([.][0-9]{1,9})?(m|h))+$') && duration(self) <= duration('24h'))";
 pub(crate) const QUIET_WINDOW_SAYS: &str = "write 0s to 24h; the default is 5m";
 /// Rule against streaming onto a GPU that no worker may use.
 pub(crate) const STREAMING_HAS_GPU: &str = "!has(self.mode) || self.mode != 'StreamLoading' || !has(self.gpusPerWorker) || self.gpusPerWorker > 0";

@@ -420,9 +420,17 @@ fn peers_are_one_group_of_2_4_or_8_gpus() {
             "spec.prefill.quietWindow is \"1m\"\n  quietWindow is for mode Auto: with DistributedStreamLoading the GPUs read every long prompt together, with other modes none; remove quietWindow, or write mode: Auto",
         );
     }
+    for long in ["25h", "23h61m", "999999999h"] {
+        refused(
+            &format!("  prefill: {{quietWindow: {long}}}"),
+            &format!(
+                "spec.prefill.quietWindow is \"{long}\"\n  write 0s to 24h; the default is 5m"
+            ),
+        );
+    }
     refused(
-        "  prefill: {quietWindow: 25h}",
-        "spec.prefill.quietWindow is \"25h\"\n  write 0s to 24h; the default is 5m",
+        "  prefill: {quietWindow: soon}",
+        "spec.prefill.quietWindow is \"soon\"\n  write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
     );
 }
 

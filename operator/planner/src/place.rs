@@ -244,6 +244,14 @@ fn gateway_cost(
     f64::from(u32::from(takes_memory) * 1000 + after.gateways * 2 + u32::from(is_idle))
 }
 
+/// What is said of nodes whose workers are of an earlier version.
+pub(crate) fn no_peers(nodes: &[&str]) -> String {
+    format!(
+        "the workers' image of {} reads no plans of peers (version {PEERS_VERSION}): renew it",
+        nodes.join(", ")
+    )
+}
+
 struct Candidates<'a> {
     nodes: &'a [&'a NodeProfileStatus],
     demand: &'a Demand<'a>,
@@ -268,6 +276,10 @@ impl Candidates<'_> {
             let ranks = with(self.placed[n]);
             // All ranks of a plan read it, and those of this node do not know peers.
             if ranks.peers > 0 && node.reads_up_to() < PEERS_VERSION {
+                without_gpus.get_or_insert_with(|| GpuLack::Unusable {
+                    node: node.node.clone(),
+                    why: no_peers(&[&node.node]),
+                });
                 continue;
             }
             if let Some(lack) = self.cost.cpu_lack(n, ranks) {

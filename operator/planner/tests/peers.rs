@@ -306,6 +306,13 @@ fn old_workers_read_no_plans_of_peers() {
             "spec.prefill.mode is \"DistributedStreamLoading\"\n  the workers' image of office reads no plans of peers (version {PEERS_VERSION}): renew it, or write StreamLoading"
         )
     );
+    // Those that would be too few are no advice either.
+    let eight = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 8}\n";
+    let refused = planned(eight, &[old(node("office", 40, 4))], GpuOffer::Machine);
+    let PlanError::TooFewPeers { usable, advice, .. } = refused.unwrap_err() else {
+        panic!("not too few");
+    };
+    assert_eq!((usable, advice), (0, Some(Advice::ReadAlone(true))));
     // No rank of the plan is where it is not read.
     let nodes = [old(node("attic", 200, 4)), node("office", 40, 2)];
     let plan = here(TOGETHER, &nodes);

@@ -364,25 +364,6 @@ fn follow(
         let (mut changed, mut machines) = (deployment.clone(), profiles.to_vec());
         let mut rooms = rooms.clone();
         match advice {
-            Advice::ContextLength(tokens) => changed.model.context_length = Some(*tokens),
-            Advice::RemoveKvMemory => changed.decode.kv_cache.memory = None,
-            Advice::KvMemory(bytes) => {
-                changed.decode.kv_cache.memory =
-                    Some(hearth_crds::MemoryQuantity::from_bytes(*bytes));
-            }
-            Advice::DecodeReplicas(replicas) => changed.decode.replicas = Some(*replicas),
-            Advice::GatewayReplicas(replicas) => changed.gateway.replicas = *replicas,
-            Advice::Chunked => {
-                changed.prefill.replicas = None;
-                changed.prefill.mode = hearth_crds::PrefillMode::Chunked;
-            }
-            Advice::ReadAlone(has_gpus) => {
-                assert_eq!(*has_gpus, changed.prefill.gpus_per_worker.is_some());
-                changed.prefill.mode = PrefillMode::StreamLoading;
-                changed.prefill.gpus_per_worker = None;
-            }
-            Advice::FewerPeers(peers) => changed.prefill.gpus_per_worker = Some(*peers),
-            Advice::Share => changed.placement.pinning = Pinning::Shared,
             Advice::FreeCpu(millis) => {
                 let room = rooms.get_mut(node).unwrap();
                 room.allocatable_millis += millis;
@@ -396,7 +377,6 @@ fn follow(
                 assert!(*cores > 0, "{error}");
                 continue;
             }
-            Advice::RunOnCpus(asked_by) => run_on_cpus(&mut changed, *asked_by),
             Advice::FreeGpuMemory(bytes) => {
                 for gpu in machines.iter_mut().flat_map(|machine| &mut machine.gpus) {
                     gpu.free_bytes += bytes;
@@ -420,6 +400,7 @@ fn follow(
                     continue;
                 }
             }
+            of_spec => write(&mut changed, of_spec),
         }
         let planned = plan(&changed, &machines, &rooms);
         assert!(
@@ -427,6 +408,35 @@ fn follow(
             "{error}\nafter {advice}: {}",
             planned.unwrap_err()
         );
+    }
+}
+
+/// Writes what advice about the spec says.
+fn write(changed: &mut InferenceDeploymentSpec, advice: &Advice) {
+    match advice {
+        Advice::ContextLength(tokens) => changed.model.context_length = Some(*tokens),
+        Advice::RemoveKvMemory => changed.decode.kv_cache.memory = None,
+        Advice::KvMemory(bytes) => {
+            changed.decode.kv_cache.memory = Some(hearth_crds::MemoryQuantity::from_bytes(*bytes));
+        }
+        Advice::DecodeReplicas(replicas) => changed.decode.replicas = Some(*replicas),
+        Advice::GatewayReplicas(replicas) => changed.gateway.replicas = *replicas,
+        Advice::Chunked => {
+            changed.prefill.replicas = None;
+            changed.prefill.mode = hearth_crds::PrefillMode::Chunked;
+        }
+        Advice::ReadAlone(has_gpus) => {
+            assert_eq!(*has_gpus, changed.prefill.gpus_per_worker.is_some());
+            changed.prefill.mode = PrefillMode::StreamLoading;
+            changed.prefill.gpus_per_worker = None;
+        }
+        Advice::FewerPeers(peers) => changed.prefill.gpus_per_worker = Some(*peers),
+        Advice::Share => changed.placement.pinning = Pinning::Shared,
+        Advice::RunOnCpus(asked_by) => run_on_cpus(changed, *asked_by),
+        Advice::FreeCpu(_)
+        | Advice::MoreCores(_)
+        | Advice::FreeGpuMemory(_)
+        | Advice::FreeMemory(_) => panic!("{advice} is nothing to write"),
     }
 }
 

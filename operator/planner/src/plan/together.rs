@@ -11,14 +11,14 @@ use crate::error::{Advice, PlanError};
 use crate::expert_parallel::PEERS;
 use crate::gpus::usable_count;
 use crate::numerics::peers_are_alike;
-use crate::place::{Objection, Refused, Wanted};
+use crate::place::{Objection, Refused, Wanted, no_peers};
 use crate::sentences::ms;
 
 /// How much faster a long prompt must be for peers to be chosen: they hold memory of each GPU, and disturb answers.
 const LEAST_GAIN: f64 = 1.2;
 
 /// GPUs that may read prompts together.
-struct Usable {
+struct Usable<'a> {
     /// Their number.
     count: u32,
     /// Those of each node, in words.
@@ -26,11 +26,11 @@ struct Usable {
     /// GPUs on nodes whose workers read no plans of peers.
     too_old: u32,
     /// These nodes.
-    old_nodes: Vec<String>,
+    old_nodes: Vec<&'a str>,
 }
 
-impl Usable {
-    fn of(planning: &Planning<'_>) -> Self {
+impl<'a> Usable<'a> {
+    fn of(planning: &Planning<'a>) -> Self {
         let (mut count, mut too_old) = (0, 0);
         let (mut accounts, mut old_nodes) = (Vec::new(), Vec::new());
         for node in planning.estimator.nodes() {
@@ -38,7 +38,7 @@ impl Usable {
             accounts.push(format!("{} {here}", node.node));
             if node.reads_up_to() < PEERS_VERSION {
                 too_old += here;
-                old_nodes.push(node.node.clone());
+                old_nodes.push(&*node.node);
             } else {
                 count += here;
             }
@@ -49,14 +49,6 @@ impl Usable {
             too_old,
             old_nodes,
         }
-    }
-
-    /// What is said of the nodes whose workers are of an earlier version.
-    fn renew(&self) -> String {
-        format!(
-            "the workers' image of {} reads no plans of peers (version {PEERS_VERSION}): renew it",
-            self.old_nodes.join(", ")
-        )
     }
 
     /// Numbers of peers that there are GPUs for, best first.
@@ -85,7 +77,7 @@ impl Planning<'_> {
             return Err(PlanError::Unsupported(vec![FieldError::new(
                 "spec.prefill.mode",
                 "is \"DistributedStreamLoading\"",
-                format!("{}, or write StreamLoading", usable.renew()),
+                format!("{}, or write StreamLoading", no_peers(&usable.old_nodes)),
             )]));
         }
         Err(PlanError::TooFewPeers {
@@ -168,9 +160,9 @@ impl Planning<'_> {
         wanted: Wanted,
         alone: &Draft<'_>,
         tokens: u32,
-        usable: &Usable,
+        usable: &Usable<'_>,
     ) -> Result<Group, Objection> {
-        let mut why = Objection::Slower(usable.renew());
+        let mut why = Objection::Slower(no_peers(&usable.old_nodes));
         let mut best: Option<Group> = None;
         for peers in usable.numbers() {
             match self.group(Wanted { peers, ..wanted }, alone, tokens) {

@@ -3,7 +3,7 @@
 //! A CEL rule refuses what the engine cannot do anywhere, at the field, in the API server and in `hearth up` alike.
 //! This module covers what is supported at one target but not at the other.
 
-use crate::deployment::{EndpointType, InferenceDeploymentSpec, PlacementSpec};
+use crate::deployment::{EndpointType, InferenceDeploymentSpec, PlacementSpec, PrefillMode};
 use crate::error::{FieldError, counted};
 use crate::model::ModelSource;
 use crate::pod_template::PodTemplateSpec;
@@ -55,11 +55,12 @@ fn source(source: &ModelSource, target: Target, errors: &mut Vec<FieldError>) {
 fn pools(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldError>) {
     if let Some(gpus @ 2..) = spec.prefill.gpus_per_worker
         && target == Target::Machine
+        && spec.prefill.mode != PrefillMode::DistributedStreamLoading
     {
         errors.push(FieldError::new(
             "spec.prefill.gpusPerWorker",
             format!("is {gpus}"),
-            "this engine runs each worker on one GPU: write 1, or 0 to run on CPUs",
+            "this engine runs each worker on one GPU: write 1, 0 to run on CPUs, or mode: DistributedStreamLoading for several workers that read prompts together",
         ));
     }
     for (pool, scaling) in [

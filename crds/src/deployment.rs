@@ -134,6 +134,10 @@ pub enum Strategy {
         validation = Rule::new("!has(self.mode) || self.mode != 'Chunked' || !(has(self.replicas) || has(self.scaling) || has(self.minReplicas) || has(self.maxReplicas))")
             .message("remove replicas and scaling, or write another mode: with mode Chunked the decode workers read the prompts"),
         validation = Rule::new(rules::STREAMING_HAS_GPU).message(rules::STREAMING_HAS_GPU_SAYS),
+        validation = Rule::new(rules::PEERS_NUMBER).message(rules::PEERS_NUMBER_SAYS).field_path(".gpusPerWorker"),
+        validation = Rule::new(rules::PEERS_ONE_GROUP).message(rules::PEERS_ONE_GROUP_SAYS).field_path(".replicas"),
+        validation = Rule::new(rules::PEERS_NOT_SCALED).message(rules::PEERS_NOT_SCALED_SAYS).field_path(".scaling"),
+        validation = Rule::new(rules::QUIET_WINDOW_HAS_EFFECT).message(rules::QUIET_WINDOW_HAS_EFFECT_SAYS).field_path(".quietWindow"),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -157,10 +161,16 @@ pub struct PrefillSpec {
     pub max_replicas: Option<u32>,
     /// Auto lets the planner choose. Chunked has no prefill workers: decode workers read prompts in pieces.
     /// StreamLoading keeps all but the routed experts on each worker's GPU and streams these through a ring of slots
-    /// there. DistributedStreamLoading would share that among several GPUs and is refused: this engine does not yet.
+    /// there. DistributedStreamLoading does so on 2, 4 or 8 GPUs that read each long prompt together, one worker on each: each
+    /// streams its share of the experts and computes its share of the tokens.
     #[serde(default)]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NO_DISTRIBUTED_STREAMING).message(rules::NO_DISTRIBUTED_STREAMING_SAYS)))]
     pub mode: PrefillMode,
+    /// With mode Auto, where several GPUs can read a prompt together: time in which no answer may have been written for them to
+    /// do so. Within it a prompt is read by one GPU, so that the others and the links stay free for answers. With 0s they read
+    /// every long prompt together. At most 24h. By default 5m.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::QUIET_WINDOW).message(rules::QUIET_WINDOW_SAYS)))]
+    pub quiet_window: Option<DurationText>,
     /// Tokens of a prompt below which decode workers read it, in chunks between their steps. By default, where prefill
     /// workers stream experts, the length from which they are predicted to be faster; else a length below which handing
     /// over the KV cache costs more than it saves: one chunk where both kinds of workers are on GPUs, 32 tokens elsewhere.
@@ -170,8 +180,9 @@ pub struct PrefillSpec {
         x_kube(validation = Rule::new("self >= 0 && self <= 16777216").message("write 0 to 16777216 tokens; with 0 prefill workers read every prompt"))
     )]
     pub chunked_below_tokens: Option<u32>,
-    /// GPUs requested for each prefill worker; it computes on one of them. With 0 no worker uses a GPU. By default the
-    /// planner's choice with strategy Auto, and none with Hybrid.
+    /// GPUs requested for each prefill worker; it computes on one of them. With mode DistributedStreamLoading the number of GPUs
+    /// that read a prompt together: 2, 4 or 8. With 0 no worker uses a GPU. By default the planner's choice with strategy Auto
+    /// or mode DistributedStreamLoading, and none with Hybrid.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
@@ -191,8 +202,18 @@ pub enum PrefillMode {
     Chunked,
     /// Experts stream from host memory through a ring of device buffers (SLP).
     StreamLoading,
-    /// The same over several GPUs, which share the prompt and the experts (DSLP).
+    /// The same over 2, 4 or 8 GPUs, which share the prompt and the experts (DSLP).
     DistributedStreamLoading,
+}
+
+impl PrefillMode {
+    /// Whether it asks for experts that stream to GPUs.
+    pub const fn streams(self) -> bool {
+        match self {
+            Self::Auto | Self::Chunked => false,
+            Self::StreamLoading | Self::DistributedStreamLoading => true,
+        }
+    }
 }
 
 /// Placement of workers on nodes, and their binding to CPUs.

@@ -24,7 +24,9 @@ pub(crate) fn with_quantity(schema: &Value, value: Option<&Value>, remedy: Strin
     } else {
         None
     };
-    ask(meant.as_deref(), remedy)
+    // A value that is well written breaks another rule.
+    let other = meant.filter(|meant| *meant != text);
+    ask(other.as_deref(), remedy)
 }
 
 /// Prefixes `remedy` with "did you mean" and the closest name in `known` to `text`, if any is close.

@@ -16,8 +16,8 @@ pub struct PlanResidency {
     /// Bytes of them that may be in memory at a time (in the GPU's for a rank on one): all with Resident.
     pub budget_bytes: u64,
     /// Bytes of them that a rank on a GPU reads from the node's memory in every pass: the routed experts with
-    /// StreamLoading and HostExperts, and with `streamsDense` the modules that it names. Ranks of one node share one copy,
-    /// unless `hostBudgetBytes` is set.
+    /// StreamLoading and HostExperts, and with `streamsDense` the modules that it names; of a follower of peers, its share
+    /// of the experts alone. Ranks of one node share one copy, unless `hostBudgetBytes` is set.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub host_bytes: u64,
     /// Bytes of `hostBytes` that are in memory at a time, where it cannot hold all of them: the others are read from the disk

@@ -63,8 +63,22 @@ pub(crate) const NATIVE_WEIGHTS_SAYS: &str = "this engine runs weights as the ch
 pub(crate) const NO_ADAPTERS_SAYS: &str =
     "this engine does not run LoRA adapters: remove them, or merge them into the checkpoint";
 pub(crate) const NOT_INTERLEAVED: &str = "self in ['Auto', 'Hybrid', 'PipedRing']";
-pub(crate) const NO_DISTRIBUTED_STREAMING: &str = "self in ['Auto', 'Chunked', 'StreamLoading']";
-pub(crate) const NO_DISTRIBUTED_STREAMING_SAYS: &str = "this engine streams experts through one GPU a worker and not through several together: write Auto, Chunked or StreamLoading";
+/// Rule for the GPUs of one group of peers.
+pub(crate) const PEERS_NUMBER: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.gpusPerWorker) || self.gpusPerWorker in [2, 4, 8]";
+pub(crate) const PEERS_NUMBER_SAYS: &str = "with mode DistributedStreamLoading gpusPerWorker is the number of GPUs that read a prompt together: write 2, 4 or 8, or remove it";
+/// Rule for one group of peers.
+pub(crate) const PEERS_ONE_GROUP: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.replicas) || self.replicas == 1";
+pub(crate) const PEERS_ONE_GROUP_SAYS: &str = "with mode DistributedStreamLoading all prefill workers read one prompt together: write replicas: 1 or remove it, and set the number of GPUs by gpusPerWorker";
+/// Rule against an autoscaler of peers.
+pub(crate) const PEERS_NOT_SCALED: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External'";
+pub(crate) const PEERS_NOT_SCALED_SAYS: &str = "with mode DistributedStreamLoading all prefill workers read one prompt together, and none can be added by itself: remove scaling, or write mode: StreamLoading";
+/// Rule for a time that only the planner's own choice of peers waits for.
+pub(crate) const QUIET_WINDOW_HAS_EFFECT: &str =
+    "!has(self.quietWindow) || !has(self.mode) || self.mode == 'Auto'";
+pub(crate) const QUIET_WINDOW_HAS_EFFECT_SAYS: &str = "quietWindow is for mode Auto: with DistributedStreamLoading the GPUs read every long prompt together, with other modes none; remove quietWindow, or write mode: Auto";
+/// Rule for a duration of up to a day. What is none has a rule of its own, and CEL can add up no number of any length.
+pub(crate) const QUIET_WINDOW: &str = "!self.matches('^([0-9.]+(ms|s|m|h))+$') || (self.matches('^([0-9]{1,8}([.][0-9]{1,9})?(ms|s)|[0-9]{1,5}([.][0-9]{1,9})?(m|h))+$') && duration(self) <= duration('24h'))";
+pub(crate) const QUIET_WINDOW_SAYS: &str = "write 0s to 24h; the default is 5m";
 /// Rule against streaming onto a GPU that no worker may use.
 pub(crate) const STREAMING_HAS_GPU: &str = "!has(self.mode) || self.mode != 'StreamLoading' || !has(self.gpusPerWorker) || self.gpusPerWorker > 0";
 pub(crate) const STREAMING_HAS_GPU_SAYS: &str = "StreamLoading loads experts onto a GPU and gpusPerWorker is 0: remove gpusPerWorker, or write mode: Auto";

@@ -57,7 +57,7 @@ fn every_field_of_the_design_is_read_and_what_the_engine_lacks_is_refused() {
     quantization: W4A8
     adapters: [{name: poems, source: {http: {url: https://nas.lan/poems.tar, sha256: "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}}}]
   strategy: Interleaved
-  prefill: {scaling: {mode: External}, mode: DistributedStreamLoading, gpusPerWorker: 2}
+  prefill: {scaling: {mode: External}, gpusPerWorker: 2, quietWindow: 2m}
   decode:
     scaling: {mode: External, minReplicas: 2, maxReplicas: 4}
     maxBatch: 8
@@ -99,7 +99,6 @@ fn every_field_of_the_design_is_read_and_what_the_engine_lacks_is_refused() {
         "spec.model.quantization",
         "spec.model.adapters",
         "spec.strategy",
-        "spec.prefill.mode",
         "spec.prefill.gpusPerWorker",
         "spec.prefill.scaling.mode",
         "spec.decode.scaling.mode",
@@ -385,6 +384,57 @@ fn what_was_meant_is_asked() {
 }
 
 #[test]
+fn peers_are_one_group_of_2_4_or_8_gpus() {
+    let mode = "mode: DistributedStreamLoading";
+    for accepted in [
+        mode.to_owned(),
+        format!("{mode}, gpusPerWorker: 4, replicas: 1"),
+        format!("{mode}, scaling: {{mode: Static}}"),
+        "quietWindow: 0s".to_owned(),
+        "mode: Auto, quietWindow: 24h".to_owned(),
+    ] {
+        let text = deployment(&format!("{MODEL}\n  prefill: {{{accepted}}}"));
+        for target in [Target::Machine, Target::Cluster] {
+            parse_deployment_for(&text, target).unwrap();
+        }
+    }
+    refused(
+        &format!("  prefill: {{{mode}, gpusPerWorker: 3}}"),
+        "spec.prefill.gpusPerWorker is 3\n  with mode DistributedStreamLoading gpusPerWorker is the number of GPUs that read a prompt together: write 2, 4 or 8, or remove it",
+    );
+    refused(
+        &format!("  prefill: {{{mode}, gpusPerWorker: 0}}"),
+        "spec.prefill.gpusPerWorker is 0\n  with mode DistributedStreamLoading gpusPerWorker is the number of GPUs that read a prompt together: write 2, 4 or 8, or remove it",
+    );
+    refused(
+        &format!("  prefill: {{{mode}, replicas: 2}}"),
+        "spec.prefill.replicas is 2\n  with mode DistributedStreamLoading all prefill workers read one prompt together: write replicas: 1 or remove it, and set the number of GPUs by gpusPerWorker",
+    );
+    refused(
+        &format!("  prefill: {{{mode}, scaling: {{mode: External}}}}"),
+        "spec.prefill.scaling sets mode\n  with mode DistributedStreamLoading all prefill workers read one prompt together, and none can be added by itself: remove scaling, or write mode: StreamLoading",
+    );
+    for other in ["StreamLoading", "DistributedStreamLoading", "Chunked"] {
+        refused(
+            &format!("  prefill: {{mode: {other}, quietWindow: 1m}}"),
+            "spec.prefill.quietWindow is \"1m\"\n  quietWindow is for mode Auto: with DistributedStreamLoading the GPUs read every long prompt together, with other modes none; remove quietWindow, or write mode: Auto",
+        );
+    }
+    for long in ["25h", "23h61m", "999999999h"] {
+        refused(
+            &format!("  prefill: {{quietWindow: {long}}}"),
+            &format!(
+                "spec.prefill.quietWindow is \"{long}\"\n  write 0s to 24h; the default is 5m"
+            ),
+        );
+    }
+    refused(
+        "  prefill: {quietWindow: soon}",
+        "spec.prefill.quietWindow is \"soon\"\n  write a duration as a number and ms, s, m or h, such as 50ms, 30s or 1m30s",
+    );
+}
+
+#[test]
 fn what_the_engine_lacks_is_refused_in_the_same_words_at_either_target() {
     for (path, value, words) in [
         (
@@ -401,11 +451,6 @@ fn what_the_engine_lacks_is_refused_in_the_same_words_at_either_target() {
             "strategy",
             "Interleaved",
             "spec.strategy is \"Interleaved\"\n  this engine has no interleaved pipeline: write Auto, Hybrid or PipedRing",
-        ),
-        (
-            "prefill.mode",
-            "DistributedStreamLoading",
-            "spec.prefill.mode is \"DistributedStreamLoading\"\n  this engine streams experts through one GPU a worker and not through several together: write Auto, Chunked or StreamLoading",
         ),
         (
             "decode.kvCache.keyType",

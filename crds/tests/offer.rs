@@ -80,7 +80,10 @@ fn a_wrong_word_is_told_exactly_the_words_that_are_accepted() {
     }
     let here = |path: &str| refusal(&with(path, &json!("Nonsense")), Target::Machine);
     assert!(here("strategy").ends_with("write one of Auto, Hybrid, PipedRing"));
-    assert!(here("prefill.mode").ends_with("write one of Auto, Chunked, StreamLoading"));
+    assert!(
+        here("prefill.mode")
+            .ends_with("write one of Auto, Chunked, StreamLoading, DistributedStreamLoading")
+    );
     assert!(here("decode.kvCache.keyType").ends_with("write one of BF16, F32"));
     assert!(here("endpoint.type").ends_with("write ClusterIP"));
 }

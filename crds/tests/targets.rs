@@ -8,7 +8,7 @@ use hearth_crds::{Target, parse_deployment_for};
 use serde_json::{Value, json};
 
 /// Fields that `hearth up` obeys, whatever value admission lets through.
-const OBEYED: [&str; 24] = [
+const OBEYED: [&str; 25] = [
     "decode.dualBatch",
     "decode.expertCache",
     "decode.kvCache.keyType",
@@ -31,6 +31,7 @@ const OBEYED: [&str; 24] = [
     "placement.pinning",
     "prefill.chunkedBelowTokens",
     "prefill.mode",
+    "prefill.quietWindow",
     "prefill.replicas",
     "strategy",
 ];

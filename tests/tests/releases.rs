@@ -62,7 +62,7 @@ fn refused_now() -> [Value; 2] {
             json!({
                 "model": {"source": {"huggingFace": {"repo": "Qwen/Qwen3-30B-A3B"}}, "quantization": "W4A8", "adapters": adapters},
                 "strategy": "Interleaved",
-                "prefill": {"minReplicas": 0, "maxReplicas": 2, "mode": "DistributedStreamLoading"},
+                "prefill": {"minReplicas": 0, "maxReplicas": 2},
                 "decode": {
                     "minReplicas": 1, "maxReplicas": 4,
                     "kvCache": {"keyType": "Int8", "valueType": "FP8", "spill": spill},
@@ -76,7 +76,6 @@ fn refused_now() -> [Value; 2] {
             json!({
                 "model": {"source": {"builtin": {"name": "nosuch"}}, "quantization": "W8A8"},
                 "strategy": "Interleaved",
-                "prefill": {"mode": "DistributedStreamLoading"},
                 "decode": {"kvCache": {"keyType": "FP8", "valueType": "Int8"}},
             }),
         ),
@@ -84,7 +83,7 @@ fn refused_now() -> [Value; 2] {
 }
 
 /// Fields of [`refused_now`], and a few words of each refusal.
-const REFUSALS: [(&str, &str); 16] = [
+const REFUSALS: [(&str, &str); 15] = [
     (
         "spec.model.source.huggingFace",
         "does not download from the hub",
@@ -96,7 +95,6 @@ const REFUSALS: [(&str, &str); 16] = [
     ("spec.model.quantization", "write Native"),
     ("spec.model.adapters", "does not run LoRA adapters"),
     ("spec.strategy", "write Auto, Hybrid or PipedRing"),
-    ("spec.prefill.mode", "write Auto, Chunked or StreamLoading"),
     ("spec.prefill.minReplicas", "write spec.prefill.replicas"),
     ("spec.prefill.maxReplicas", "write spec.prefill.replicas"),
     ("spec.decode.minReplicas", "write spec.decode.replicas"),

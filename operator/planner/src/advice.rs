@@ -1,10 +1,13 @@
 //! Changes that would fit instead; each is tried before it is suggested.
 
-use hearth_crds::{InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, format_bytes};
+use hearth_crds::{
+    InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, PrefillMode, format_bytes,
+};
 
 use crate::cpus::{CpuLack, CpuRoom, core_count};
 use crate::error::{Advice, AskedBy, PlanError};
 use crate::estimator::Estimator;
+use crate::expert_parallel::PEERS;
 use crate::gpus::GpuLack;
 use crate::memory::{BLOCK_TOKENS, Demand, Shortage, available_for};
 use crate::node_ranks::{Devices, NodeRanks};
@@ -90,6 +93,21 @@ pub(crate) fn refusal(
     }
 }
 
+/// Advice to have fewer GPUs read a prompt together, or one alone, if that fits.
+pub(crate) fn fewer_peers(
+    estimator: &Estimator<'_>,
+    demand: &Demand<'_>,
+    wanted: Wanted,
+    spec: &InferenceDeploymentSpec,
+) -> Option<Advice> {
+    let trial = Trial {
+        estimator,
+        wanted,
+        spec,
+    };
+    trial.fewer_peers(demand)
+}
+
 /// Returns the shortage of all ranks together if there is only one node: it is more informative than the shortage of
 /// the first rank that has no room.
 fn whole_need(
@@ -115,7 +133,11 @@ fn worker_names(ranks: NodeRanks) -> String {
         1 => Some(role.to_owned()),
         n => Some(format!("{n} {role}")),
     };
-    let roles = [(ranks.prefill, "prefill"), (ranks.decode, "decode")];
+    let roles = [
+        (ranks.prefill, "prefill"),
+        (ranks.decode, "decode"),
+        (ranks.followers, "stage"),
+    ];
     let names = roles.into_iter().filter_map(|(n, role)| plural(n, role));
     names.collect::<Vec<_>>().join(", ")
 }
@@ -319,8 +341,36 @@ impl Trial<'_> {
         } else {
             advice.extend(self.context(demand).map(Advice::ContextLength));
         }
+        advice.extend(self.fewer_peers(demand));
         advice.extend(self.fewer_workers(demand));
         advice
+    }
+
+    /// Advice to have fewer GPUs read a prompt together, or one alone, if that fits.
+    fn fewer_peers(&self, demand: &Demand<'_>) -> Option<Advice> {
+        let asked = self.spec.prefill.gpus_per_worker;
+        let fits = |peers: u32| {
+            let wanted = Wanted {
+                peers,
+                ..self.wanted
+            };
+            self.fits(demand, wanted)
+        };
+        let mut fewer = PEERS.into_iter().filter(|peers| *peers < self.wanted.peers);
+        // Where the spec does not say how many, fewer were tried.
+        if let Some(peers) = fewer.find(|peers| asked.is_some() && fits(*peers)) {
+            return Some(Advice::FewerPeers(peers));
+        }
+        let mut spec = self.spec.clone();
+        spec.prefill.mode = PrefillMode::StreamLoading;
+        spec.prefill.gpus_per_worker = None;
+        let estimator = self.estimator.with_spec(&spec).with_demand(demand);
+        let alone = Wanted {
+            peers: 0,
+            ..self.wanted
+        };
+        let is_room = || place(self.estimator.nodes(), demand, alone, &estimator).is_ok();
+        (self.wanted.peers > 0 && is_room()).then_some(Advice::ReadAlone(asked.is_some()))
     }
 
     /// The most gateways that fit; `None` if fewer of them do not help.
@@ -340,11 +390,15 @@ impl Trial<'_> {
     fn fewer_workers(&self, demand: &Demand<'_>) -> Vec<Advice> {
         let mut advice: Vec<Advice> = self.gateways(demand).into_iter().collect();
         advice.extend(self.replicas(demand));
+        // GPUs that read prompts together are asked for by number.
+        let is_counted = self.wanted.peers > 0 && self.spec.prefill.gpus_per_worker.is_some();
         if self.wanted.prefill > 0
+            && !is_counted
             && self.fits(
                 demand,
                 Wanted {
                     prefill: 0,
+                    peers: 0,
                     ..self.wanted
                 },
             )
@@ -361,6 +415,7 @@ impl Trial<'_> {
         let estimator = self.estimator.with_spec(&spec).with_demand(demand);
         let wanted = Wanted {
             devices: Devices::CPUS,
+            peers: 0,
             ..self.wanted
         };
         place(self.estimator.nodes(), demand, wanted, &estimator)

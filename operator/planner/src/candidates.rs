@@ -1,11 +1,12 @@
 //! Devices that ranks may compute on, in the order in which they are considered.
 
 use hearth_crds::{
-    DualBatch, FieldError, InferenceDeploymentSpec, ModelFacts, PrefillMode,
-    STREAMED_DENSE_VERSION, Strategy,
+    DualBatch, FieldError, InferenceDeploymentSpec, ModelFacts, PrefillMode, PrefillSpec,
+    STREAMED_DENSE_VERSION, ScalingMode, ScalingSpec, Strategy,
 };
 
 use crate::error::{AskedBy, PlanError};
+use crate::expert_parallel::PEERS;
 use crate::node_ranks::{DenseModules, Device, Devices};
 
 /// What a spec says about devices.
@@ -16,8 +17,8 @@ pub(crate) struct Asked {
     has_prefill: bool,
     /// `prefill.gpusPerWorker`.
     gpus_per_worker: Option<u32>,
-    /// `prefill.mode` is StreamLoading.
-    streams: bool,
+    /// `prefill.mode`, if that is StreamLoading or DistributedStreamLoading.
+    streams: Option<PrefillMode>,
     /// `decode.dualBatch` is On.
     halves: bool,
     has_experts: bool,
@@ -39,12 +40,12 @@ impl Asked {
             is_auto: spec.strategy == Strategy::Auto,
             has_prefill: spec.prefill.planned_replicas() > 0,
             gpus_per_worker: spec.prefill.gpus_per_worker,
-            streams: spec.prefill.mode == PrefillMode::StreamLoading,
+            streams: Some(spec.prefill.mode).filter(|mode| mode.streams()),
             halves: spec.decode.dual_batch == DualBatch::On,
             has_experts: facts.experts > 0,
             knows_experts: facts.expert_layers > 0,
         };
-        let mut errors = Vec::new();
+        let mut errors = errors_of_peers(&spec.prefill);
         if spec.prefill.mode == PrefillMode::Chunked && spec.prefill.chunked_below_tokens.is_some()
         {
             let remedy = "spec.prefill.mode is Chunked, so that decode workers read every prompt: remove chunkedBelowTokens, or write mode: Auto";
@@ -56,19 +57,19 @@ impl Asked {
         }
         if !asked.has_experts {
             let none = format!("{} has no routed experts", facts.architecture);
-            if asked.streams {
+            if let Some(mode) = asked.streams {
                 let remedy = format!("{none} to stream: write Auto or Chunked");
-                errors.push(("spec.prefill.mode", "is \"StreamLoading\"", remedy));
+                errors.push(("spec.prefill.mode", is_mode(mode), remedy));
             }
             if asked.halves {
                 let remedy =
                     format!("{none} that CPUs could compute meanwhile: write Auto or \"Off\"");
                 errors.push(("spec.decode.dualBatch", "is \"On\"", remedy));
             }
-        } else if (asked.streams || asked.halves) && !asked.knows_experts {
+        } else if (asked.streams.is_some() || asked.halves) && !asked.knows_experts {
             let (field, is) = match asked.streams {
-                true => ("spec.prefill.mode", "is \"StreamLoading\""),
-                false => ("spec.decode.dualBatch", "is \"On\""),
+                Some(mode) => ("spec.prefill.mode", is_mode(mode)),
+                None => ("spec.decode.dualBatch", "is \"On\""),
             };
             let remedy = "the facts of this model are those of an earlier version's worker, which cannot do it: renew the workers' image and have the model inspected again, or write Auto";
             errors.push((field, is, remedy.to_owned()));
@@ -92,7 +93,7 @@ impl Asked {
     /// then CPUs. `has_gpus`: any node has a GPU that this engine can use.
     pub(crate) fn candidates(self, has_gpus: bool, reader_version: u32) -> Vec<Devices> {
         let is_gpu_asked = self.is_gpu_asked();
-        let is_asked = is_gpu_asked || self.streams || self.halves;
+        let is_asked = is_gpu_asked || self.streams.is_some() || self.halves;
         let may_use = match self.gpus_per_worker {
             Some(0) => false,
             Some(_) | None => is_asked || (self.is_auto && has_gpus),
@@ -152,11 +153,12 @@ impl Asked {
             Device::StreamingGpu(_) => false,
         };
         // Without Auto, prompts are read by a GPU only where the spec says so.
-        let prefill_allowed = !prefill.is_gpu() || self.is_auto || is_gpu_asked || self.streams;
+        let prefill_allowed =
+            !prefill.is_gpu() || self.is_auto || is_gpu_asked || self.streams.is_some();
         decode_allowed
             && prefill_allowed
             && (has_prefill_gpu || !is_gpu_asked)
-            && (prefill.is_streaming() || !self.streams)
+            && (prefill.is_streaming() || self.streams.is_none())
             && (decode == Device::GpuAndCpus || !self.halves)
             // A GPU that holds the model computes its experts better than CPUs do, unless halves were asked for.
             && (prefill != Device::Gpu || decode != Device::GpuAndCpus || self.halves)
@@ -166,8 +168,66 @@ impl Asked {
     pub(crate) fn asked_by(self) -> AskedBy {
         AskedBy {
             gpus_per_worker: self.is_gpu_asked(),
-            stream_loading: self.streams,
+            stream_loading: self.streams == Some(PrefillMode::StreamLoading),
+            peers: self.streams == Some(PrefillMode::DistributedStreamLoading),
             dual_batch: self.halves,
         }
     }
+}
+
+/// What is said of a mode that streams.
+fn is_mode(mode: PrefillMode) -> &'static str {
+    match mode {
+        PrefillMode::DistributedStreamLoading => "is \"DistributedStreamLoading\"",
+        PrefillMode::Auto | PrefillMode::Chunked | PrefillMode::StreamLoading => {
+            "is \"StreamLoading\""
+        }
+    }
+}
+
+/// What a spec with mode DistributedStreamLoading must not say, and one without.
+fn errors_of_peers(prefill: &PrefillSpec) -> Vec<(&'static str, &'static str, String)> {
+    let mut errors = Vec::new();
+    let mut refuse = |is_wrong: bool, field, is, remedy: &str| {
+        if is_wrong {
+            errors.push((field, is, remedy.to_owned()));
+        }
+    };
+    if prefill.mode != PrefillMode::DistributedStreamLoading {
+        refuse(
+            prefill.mode != PrefillMode::Auto && prefill.quiet_window.is_some(),
+            "spec.prefill.quietWindow",
+            "has no effect",
+            "with this mode each prefill worker reads prompts alone: remove it, or write mode: Auto",
+        );
+        return errors;
+    }
+    let is_external = |scaling: &ScalingSpec| scaling.mode == ScalingMode::External;
+    refuse(
+        prefill
+            .gpus_per_worker
+            .is_some_and(|gpus| !PEERS.contains(&gpus)),
+        "spec.prefill.gpusPerWorker",
+        "is no number of GPUs that read prompts together",
+        "write 2, 4 or 8, or remove it",
+    );
+    refuse(
+        prefill.planned_replicas() != 1,
+        "spec.prefill.replicas",
+        "is above 1",
+        "with mode DistributedStreamLoading all prefill workers read one prompt together: write 1",
+    );
+    refuse(
+        prefill.scaling.as_ref().is_some_and(is_external),
+        "spec.prefill.scaling.mode",
+        "is \"External\"",
+        "with mode DistributedStreamLoading no prefill worker can be added by itself: remove scaling",
+    );
+    refuse(
+        prefill.quiet_window.is_some(),
+        "spec.prefill.quietWindow",
+        "has no effect",
+        "with mode DistributedStreamLoading every long prompt is read together: remove it, or write mode: Auto",
+    );
+    errors
 }

@@ -177,6 +177,8 @@ pub(crate) struct NodeCpus {
     pub gateways: Vec<CpuSet>,
     pub prefill: Vec<CpuSet>,
     pub decode: Vec<CpuSet>,
+    /// Those of followers of peers.
+    pub stages: Vec<CpuSet>,
 }
 
 impl NodeCpus {
@@ -185,7 +187,7 @@ impl NodeCpus {
             PlanRole::Gateway => &self.gateways,
             PlanRole::Prefill => &self.prefill,
             PlanRole::Decode => &self.decode,
-            PlanRole::Stage => &[],
+            PlanRole::Stage => &self.stages,
         }
     }
 }
@@ -213,17 +215,19 @@ pub(crate) fn divide(
             NodeCpus {
                 gateways: vec![gateway_of(&all); ranks.gateways as usize],
                 prefill: vec![all.clone(); ranks.prefill as usize],
+                stages: vec![all.clone(); ranks.followers as usize],
                 decode: vec![all; ranks.decode as usize],
             }
         }
     };
     let of_gpus = [
-        (ranks.devices.prefill, &mut sets.prefill),
-        (ranks.devices.decode, &mut sets.decode),
+        (PlanRole::Prefill, &mut sets.prefill),
+        (PlanRole::Decode, &mut sets.decode),
+        (PlanRole::Stage, &mut sets.stages),
     ];
     for (_, sets) in of_gpus
         .into_iter()
-        .filter(|(device, _)| !device.uses_cpus())
+        .filter(|(role, _)| !ranks.devices.of(*role).uses_cpus())
     {
         for set in sets {
             set.threads = set.threads.clamp(1, GPU_RANK_THREADS);
@@ -237,7 +241,7 @@ pub(crate) fn divide(
 
 /// Returns the sets if the CPU that their Pods request is available.
 fn within(sets: NodeCpus, pinning: Pinning, room: CpuRoom) -> Result<NodeCpus, CpuLack> {
-    let workers = sets.prefill.iter().chain(&sets.decode);
+    let workers = sets.prefill.iter().chain(&sets.decode).chain(&sets.stages);
     let needs_millis = workers.map(|set| request_millis(set, pinning)).sum::<u64>()
         + sets.gateways.iter().map(gateway_millis).sum::<u64>();
     let free_millis = room.free_millis();
@@ -298,10 +302,12 @@ fn divide_shared(node: &NodeProfileStatus, ranks: NodeRanks, numa: NumaPolicy) -
     };
     let decode = take(ranks.decode);
     let prefill = take(ranks.prefill);
+    let stages = take(ranks.followers);
     NodeCpus {
         gateways: vec![gateway_of(&all); ranks.gateways as usize],
         prefill,
         decode,
+        stages,
     }
 }
 
@@ -315,7 +321,7 @@ fn divide_exclusive(
     room: Option<CpuRoom>,
 ) -> Result<NodeCpus, CpuLack> {
     let all = cores_of(node);
-    let workers = (ranks.prefill + ranks.decode) as usize;
+    let workers = ranks.workers() as usize;
     let gateway = gateway_of(&set_of(&all, NumaPolicy::Any));
     let gateway_millis = gateway_millis(&gateway) * u64::from(ranks.gateways);
     let may_request = room.map(|room| room.free_millis().saturating_sub(gateway_millis));
@@ -348,9 +354,11 @@ fn divide_exclusive(
     let mut prefill_sets: Vec<CpuSet> = shares(on_cpus - for_decode, prefill)
         .map(&mut take)
         .collect();
+    let mut stage_sets = Vec::new();
     for (role, sets) in [
         (PlanRole::Prefill, &mut prefill_sets),
         (PlanRole::Decode, &mut decode_sets),
+        (PlanRole::Stage, &mut stage_sets),
     ] {
         if !ranks.devices.of(role).uses_cpus() {
             sets.extend((0..ranks.of(role)).map(|_| take(1)));
@@ -359,12 +367,14 @@ fn divide_exclusive(
     let taken: BTreeSet<u32> = decode_sets
         .iter()
         .chain(&prefill_sets)
+        .chain(&stage_sets)
         .flat_map(|set| set.cpus.iter().copied())
         .collect();
     Ok(NodeCpus {
         gateways: vec![gateway_beside(&all, &taken); ranks.gateways as usize],
         prefill: prefill_sets,
         decode: decode_sets,
+        stages: stage_sets,
     })
 }
 
@@ -380,7 +390,7 @@ fn gateway_beside(cores: &[Core], taken: &BTreeSet<u32>) -> CpuSet {
 /// the gateway if there are enough. The first cores are left to other programs, as the kubelet does for the system.
 fn own_cores(all: &[Core], ranks: NodeRanks, may_request_millis: Option<u64>) -> Vec<Core> {
     let cpus: usize = all.iter().map(|core| core.cpus.len()).sum();
-    let workers = (ranks.prefill + ranks.decode) as usize;
+    let workers = ranks.workers() as usize;
     let mut cpus = match may_request_millis {
         Some(millis) => usize::try_from(millis / 1000).unwrap_or(usize::MAX),
         None if ranks.gateways > 0 && all.len() > workers => {

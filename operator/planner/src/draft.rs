@@ -1,8 +1,10 @@
 //! A finished placement, before it is written down as a plan.
 
+use std::time::Duration;
+
 use hearth_crds::{
-    NodeProfileStatus, PlanKvType, PlanPrediction, PlanRank, PlanRole, PlanRouting, PlanStrategy,
-    RankDevice, ResidencyPolicy,
+    DurationText, NodeProfileStatus, PlanKvType, PlanPrediction, PlanRank, PlanRole, PlanRouting,
+    PlanStrategy, PrefillMode, RankDevice, ResidencyPolicy,
 };
 
 use crate::gpus::GpuSlot;
@@ -13,10 +15,18 @@ use crate::cpus::CpuSet;
 use crate::estimator::Estimator;
 use crate::input::PlanInput;
 use crate::memory::{Demand, NodeBudget};
+use crate::peers::Peer;
 use crate::place::{Placement, Refused};
+use crate::stream_loading::StreamedTime;
 
 /// Longest stall of a decode rank's streams caused by one chunk, if the spec sets no time per output token.
 pub(crate) const DEFAULT_STALL_MS: f64 = 100.0;
+
+/// Time for which nothing may have been decoded for a prompt to be read by all peers (hybrid MoE paper, section 3.3.2).
+const DEFAULT_QUIET_WINDOW: Duration = Duration::from_secs(300);
+
+/// Tokens of a long prompt (hybrid MoE paper, figure 3).
+const LONG_PROMPT_TOKENS: u32 = 20_000;
 
 /// A placement with everything needed to write it down as a plan.
 pub(crate) struct Draft<'a> {
@@ -64,8 +74,92 @@ impl<'a> Draft<'a> {
         Some(predictor.prefill_ms(tokens, decode.chunk_tokens))
     }
 
-    /// Milliseconds to the first token of a prompt of `tokens` through a prefill rank.
+    /// Number of ranks that read prompts together; 0 where each prefill rank reads them alone.
+    pub(crate) fn peers(&self) -> u32 {
+        let placed = self.placement.ranks.iter();
+        placed.map(|ranks| ranks.peers).max().unwrap_or(0)
+    }
+
+    /// Tokens of a long prompt, by which peers are chosen and explained.
+    pub(crate) fn long_prompt_tokens(&self) -> u32 {
+        LONG_PROMPT_TOKENS.min(self.demand.context_length)
+    }
+
+    /// Time for which nothing may have been decoded for a prompt to be read by all peers, in milliseconds; `None` without peers.
+    pub(crate) fn together_after_quiet_ms(&self) -> Option<u64> {
+        let prefill = &self.input.spec.prefill;
+        let window = match prefill.mode {
+            PrefillMode::DistributedStreamLoading => Duration::ZERO,
+            PrefillMode::Auto | PrefillMode::Chunked | PrefillMode::StreamLoading => prefill
+                .quiet_window
+                .map_or(DEFAULT_QUIET_WINDOW, DurationText::get),
+        };
+        let window_ms = u64::try_from(window.as_millis()).unwrap_or(u64::MAX);
+        (self.peers() > 0).then_some(window_ms)
+    }
+
+    /// Milliseconds to the first token of a prompt of `tokens` through a prefill rank, with its peers if these read every prompt.
     pub(crate) fn prefill_ttft_ms(&self, prefill: &PlanRank, tokens: u32) -> Option<f64> {
+        match self.together_after_quiet_ms() {
+            Some(0) => self.together_ttft_ms(prefill, tokens),
+            Some(_) | None => self.alone_ttft_ms(prefill, tokens),
+        }
+    }
+
+    /// The same through all peers.
+    pub(crate) fn together_ttft_ms(&self, head: &PlanRank, tokens: u32) -> Option<f64> {
+        let (n, _) = self.node_of(head)?;
+        let time = self.together(tokens)?;
+        let link = self.estimator.link_gbps(n, &self.placement.ranks);
+        let predictor = self.predictor_of(head)?;
+        Some(time.total_ms + predictor.hand_over_ms(tokens, link))
+    }
+
+    /// What the slowest peer does in a prompt of `tokens` that all read together.
+    pub(crate) fn together(&self, tokens: u32) -> Option<StreamedTime> {
+        let members = self.members();
+        let (_, head) = members.first()?;
+        let times = members.iter().enumerate().filter_map(|(own, (n, member))| {
+            let others = members
+                .iter()
+                .enumerate()
+                .filter(|(other, _)| *other != own);
+            let hops = others.map(|(_, (m, _))| self.estimator.hop(*n, *m));
+            let member = Predictor {
+                mla_form: head.mla_form,
+                ..*member
+            };
+            member.together(tokens, Peer::new(self.peers(), hops))
+        });
+        times.max_by(|a, b| a.total_ms.total_cmp(&b.total_ms))
+    }
+
+    /// Predictors of all peers with their nodes, the head first; none without peers.
+    fn members(&self) -> Vec<(usize, Predictor<'a>)> {
+        if self.peers() == 0 {
+            return Vec::new();
+        }
+        let of_role = |role: PlanRole| {
+            let placed = self.placement.ranks.iter().enumerate();
+            placed.flat_map(move |(n, ranks)| {
+                let slots = self.estimator.slots(n, *ranks).ok();
+                let slots = slots.map(|slots| slots.of(role).to_vec());
+                let slots = slots.into_iter().flatten();
+                slots.filter_map(move |slot| {
+                    let budget = self.placement.budgets[n].as_ref()?;
+                    // A rank that streams uses its CPUs for nothing that is predicted.
+                    let set = CpuSet::default();
+                    let predictor = self.estimator.predictor(n, &set, Some(&slot), budget);
+                    Some((n, predictor))
+                })
+            })
+        };
+        let (head, followers) = (of_role(PlanRole::Prefill), of_role(PlanRole::Stage));
+        head.chain(followers).collect()
+    }
+
+    /// Milliseconds to the first token of a prompt of `tokens` that a prefill rank reads alone.
+    pub(crate) fn alone_ttft_ms(&self, prefill: &PlanRank, tokens: u32) -> Option<f64> {
         let (n, _) = self.node_of(prefill)?;
         let predictor = self.predictor_of(prefill)?;
         let link = self.estimator.link_gbps(n, &self.placement.ranks);

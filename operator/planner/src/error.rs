@@ -22,6 +22,10 @@ pub enum Advice {
     GatewayReplicas(u32),
     /// Remove the prefill workers and write `spec.prefill.mode: Chunked`.
     Chunked,
+    /// Write `spec.prefill.mode: StreamLoading`, without `gpusPerWorker` if that is set, so that a GPU reads prompts alone.
+    ReadAlone(bool),
+    /// Write this `spec.prefill.gpusPerWorker` with mode DistributedStreamLoading.
+    FewerPeers(u32),
     /// Write `spec.placement.pinning: Shared`.
     Share,
     /// Write `spec.prefill.gpusPerWorker: 0`, or Auto, in each field that asks for a GPU.
@@ -50,6 +54,17 @@ impl fmt::Display for Advice {
             }
             Self::Chunked => {
                 f.write_str("write spec.prefill.mode: Chunked without prefill replicas")
+            }
+            Self::ReadAlone(has_gpus) => {
+                f.write_str("write spec.prefill.mode: StreamLoading")?;
+                f.write_str(if *has_gpus {
+                    " without gpusPerWorker"
+                } else {
+                    ""
+                })
+            }
+            Self::FewerPeers(peers) => {
+                write!(f, "lower spec.prefill.gpusPerWorker to {peers}")
             }
             Self::Share => f.write_str("write spec.placement.pinning: Shared"),
             Self::RunOnCpus(asked_by) => f.write_str(&asked_by.remedy()),
@@ -81,6 +96,8 @@ pub struct AskedBy {
     pub gpus_per_worker: bool,
     /// `spec.prefill.mode: StreamLoading`.
     pub stream_loading: bool,
+    /// `spec.prefill.mode: DistributedStreamLoading`.
+    pub peers: bool,
     /// `spec.decode.dualBatch: On`.
     pub dual_batch: bool,
 }
@@ -98,6 +115,13 @@ impl AskedBy {
                 self.stream_loading,
                 (
                     "spec.prefill.mode is StreamLoading",
+                    "spec.prefill.mode: Auto",
+                ),
+            ),
+            (
+                self.peers,
+                (
+                    "spec.prefill.mode is DistributedStreamLoading",
                     "spec.prefill.mode: Auto",
                 ),
             ),
@@ -280,6 +304,23 @@ pub enum PlanError {
         needs: u32,
         /// GPUs that are available on the node.
         free: u32,
+    },
+    /// Fewer GPUs than are to read a prompt together.
+    #[error(
+        "{peers} GPUs are to read a prompt together ({asked_by}), and workers may use {usable} ({accounts})\n  \
+         add GPUs, or {}", .advice.as_ref().map_or_else(|| .asked_by.remedy(), ToString::to_string)
+    )]
+    TooFewPeers {
+        /// GPUs that are to read a prompt together.
+        peers: u32,
+        /// The fields that ask for them.
+        asked_by: AskedBy,
+        /// GPUs that workers may use.
+        usable: u32,
+        /// GPUs of each node, in words.
+        accounts: String,
+        /// A change that needs fewer, and fits.
+        advice: Option<Advice>,
     },
     /// No GPU that this engine supports.
     #[error(

@@ -13,11 +13,17 @@ use crate::link::LinkRates;
 use crate::memory::{Demand, NodeBudget};
 use crate::node_ranks::Device;
 use crate::node_ranks::NodeRanks;
+use crate::peers::{Hop, Peer};
 use crate::place::Cost;
 use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor, Rates, Step};
 
-/// GB/s between two nodes that have not measured their link: a little under gigabit Ethernet.
-const UNMEASURED_LINK_GBPS: f64 = 0.1;
+/// The way between two nodes that have not measured their link: a little under gigabit Ethernet.
+const UNMEASURED_HOP: Hop = Hop {
+    gbps: 0.1,
+    latency_ms: 0.2,
+};
+/// Milliseconds of a message between two processes of one node besides its bytes; an assumption.
+const LOOPBACK_MS: f64 = 0.1;
 /// Prompt length in tokens at which TTFT is predicted: a quarter of the context, capped at this.
 const PREDICTED_PROMPT_TOKENS: u32 = 512;
 /// Context length in tokens at which TPOT is predicted: half of the context, capped at this.
@@ -72,7 +78,11 @@ impl<'a> Estimator<'a> {
 
     /// GPU slots of a node's ranks.
     pub(crate) fn slots(&self, node: usize, ranks: NodeRanks) -> Result<GpuSlots<'a>, GpuLack> {
-        let asked = self.spec.prefill.gpus_per_worker.unwrap_or(0);
+        let asked = match ranks.peers {
+            0 => self.spec.prefill.gpus_per_worker.unwrap_or(0),
+            // It is the number of peers.
+            _ => 0,
+        };
         assign_slots(
             self.nodes[node],
             ranks,
@@ -80,7 +90,7 @@ impl<'a> Estimator<'a> {
             self.gpus,
             GpuRules {
                 per_prefill: asked.max(u32::from(ranks.devices.prefill.is_gpu())),
-                may_share: self.may_share_pods(),
+                may_share: self.may_share_pods(asked),
                 gains_until: &|gpu| self.turning_point_tokens(gpu),
             },
         )
@@ -88,10 +98,9 @@ impl<'a> Estimator<'a> {
 
     /// Whether a prefill and a decode rank may be in one Pod: not where one holds several GPUs, where the kubelet gives a
     /// container CPUs of its own, which both would use, or where an autoscaler counts the Pods of prefill ranks.
-    fn may_share_pods(&self) -> bool {
-        let prefill = &self.spec.prefill;
-        let scaling = prefill.scaling.as_ref();
-        prefill.gpus_per_worker.unwrap_or(0) <= 1
+    fn may_share_pods(&self, gpus_per_worker: u32) -> bool {
+        let scaling = self.spec.prefill.scaling.as_ref();
+        gpus_per_worker <= 1
             && scaling.is_none_or(|scaling| scaling.mode != ScalingMode::External)
             && !self.is_exclusive()
     }
@@ -291,22 +300,28 @@ impl<'a> Estimator<'a> {
         self.spec.placement.pinning == Pinning::Exclusive
     }
 
+    /// The way from a process of one node to one of another, or of the same.
+    pub(crate) fn hop(&self, from: usize, to: usize) -> Hop {
+        if from == to {
+            return Hop {
+                gbps: LOOPBACK_GBPS,
+                latency_ms: LOOPBACK_MS,
+            };
+        }
+        let mut links = self.nodes[from].links.iter();
+        let is_to_peer =
+            |link: &&LinkProfile| link.is_possible() && link.peer == self.nodes[to].node;
+        links.find(is_to_peer).map_or(UNMEASURED_HOP, |link| Hop {
+            gbps: link.gbps,
+            latency_ms: link.rtt_us / 2e3,
+        })
+    }
+
     /// GB/s of KV transfer from a prefill rank on `node` to the nearest decode rank.
     pub(crate) fn link_gbps(&self, node: usize, placed: &[NodeRanks]) -> f64 {
-        let to = |peer: usize| {
-            if peer == node {
-                return LOOPBACK_GBPS;
-            }
-            let mut links = self.nodes[node].links.iter();
-            let is_to_peer =
-                |link: &&LinkProfile| link.is_possible() && link.peer == self.nodes[peer].node;
-            links
-                .find(is_to_peer)
-                .map_or(UNMEASURED_LINK_GBPS, |link| link.gbps)
-        };
         (0..placed.len())
             .filter(|n| placed[*n].decode > 0)
-            .map(to)
+            .map(|peer| self.hop(node, peer).gbps)
             .fold(0.0, f64::max)
             .max(f64::MIN_POSITIVE)
     }
@@ -408,5 +423,30 @@ impl Cost for Estimator<'_> {
         let tokens = self.prompt_tokens();
         predictor.prefill_ms(tokens, self.demand.chunk_tokens)
             + predictor.hand_over_ms(tokens, self.link_gbps(node, placed))
+    }
+
+    /// As if no other peers came: a link that is slow for one is slow for all.
+    fn follower_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64 {
+        let (Ok(cpus), Ok(slots), Ok(budget)) = (
+            self.cpus(node, ranks),
+            self.slots(node, ranks),
+            self.demand.fit(self.nodes[node], ranks),
+        ) else {
+            return f64::INFINITY;
+        };
+        let (Some(set), Some(slot)) = (cpus.stages.last(), slots.stages.last()) else {
+            return f64::INFINITY;
+        };
+        let others = (0..placed.len()).flat_map(|n| {
+            let peers = placed[n].in_group() as usize;
+            std::iter::repeat_n(self.hop(node, n), peers)
+        });
+        let peer = Peer::new(ranks.peers, others);
+        let predictor = self.predictor(node, set, Some(slot), &budget);
+        let is_shared = slots.decode.iter().any(|other| other.gpu == slot.gpu);
+        predictor
+            .shared_by(1 + u32::from(is_shared))
+            .together(self.demand.context_length, peer)
+            .map_or(f64::INFINITY, |time| time.total_ms)
     }
 }

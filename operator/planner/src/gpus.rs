@@ -119,14 +119,17 @@ pub(crate) fn activations_on(gpu: &GpuProfile, asked: Activations) -> PlanActiva
 pub(crate) struct GpuSlots<'a> {
     pub prefill: Vec<GpuSlot<'a>>,
     pub decode: Vec<GpuSlot<'a>>,
+    /// Those of followers of peers.
+    pub stages: Vec<GpuSlot<'a>>,
 }
 
 impl<'a> GpuSlots<'a> {
     pub(crate) fn of(&self, role: PlanRole) -> &[GpuSlot<'a>] {
         match role {
-            PlanRole::Gateway | PlanRole::Stage => &[],
+            PlanRole::Gateway => &[],
             PlanRole::Prefill => &self.prefill,
             PlanRole::Decode => &self.decode,
+            PlanRole::Stage => &self.stages,
         }
     }
 }
@@ -274,9 +277,11 @@ pub(crate) fn gpu_rooms<'a>(
     Ok(rooms)
 }
 
-/// Whether `node` has any GPU that ranks could be assigned to, memory aside.
-pub(crate) fn has_usable(node: &NodeProfileStatus, offer: GpuOffer<'_>) -> bool {
-    offer.at(node).count() != Some(0) && gpu_rooms(node, offer).is_ok()
+/// Number of GPUs of `node` that ranks could be assigned to, memory aside.
+pub(crate) fn usable_count(node: &NodeProfileStatus, offer: GpuOffer<'_>) -> u32 {
+    let known = gpu_rooms(node, offer).map_or(0, |rooms| rooms.len());
+    let known = u32::try_from(known).unwrap_or(u32::MAX);
+    offer.at(node).count().map_or(known, |free| free.min(known))
 }
 
 /// What the spec says about the GPUs of ranks.
@@ -284,14 +289,15 @@ pub(crate) fn has_usable(node: &NodeProfileStatus, offer: GpuOffer<'_>) -> bool 
 pub(crate) struct GpuRules<'a> {
     /// GPUs that a prefill rank holds; it computes on one of them.
     pub per_prefill: u32,
-    /// Whether a prefill and a decode rank may be in one container, for which a GPU that is given to one is shared.
+    /// Whether a prefill rank, or a follower of peers, and a decode rank may be in one container, for which a GPU that is given
+    /// to one is shared.
     pub may_share: bool,
     /// The tokens of the longest prompt that a GPU streams faster through a longer ring.
     pub gains_until: &'a dyn Fn(&GpuProfile) -> u32,
 }
 
-/// Assigns the ranks of a node to its GPUs: each to the one with the most memory left, prefill ranks first. The memory
-/// left after that becomes KV cache.
+/// Assigns the ranks of a node to its GPUs: each to the one with the most memory left, prefill ranks first, and no two peers to
+/// one. The memory left after that becomes KV cache.
 pub(crate) fn assign_slots<'a>(
     node: &'a NodeProfileStatus,
     ranks: NodeRanks,
@@ -299,36 +305,38 @@ pub(crate) fn assign_slots<'a>(
     offer: GpuOffer<'_>,
     rules: GpuRules<'_>,
 ) -> Result<GpuSlots<'a>, GpuLack> {
-    let (prefill, decode) = (
-        ranks.gpu_ranks(PlanRole::Prefill),
-        ranks.gpu_ranks(PlanRole::Decode),
-    );
     let is_own = offer.at(node).count().is_some();
     let pairs = pairs(node, ranks, offer, rules)?;
-    if prefill + decode == 0 {
+    if ranks.on_gpus() == 0 {
         return Ok(GpuSlots::default());
     }
     let mut rooms = gpu_rooms(node, offer).map_err(|why| GpuLack::Unusable {
         node: node.node.clone(),
         why,
     })?;
-    if is_own && rooms.len() < (prefill + decode - pairs) as usize {
+    let needs = match is_own {
+        true => ranks.on_gpus() - pairs,
+        false => ranks.in_group(),
+    };
+    if rooms.len() < needs as usize {
         return Err(GpuLack::Count {
             node: node.node.clone(),
-            needs: prefill + decode - pairs,
+            needs,
             free: u32::try_from(rooms.len()).unwrap_or(u32::MAX),
         });
     }
     let mut taken: Vec<(PlanRole, usize)> = Vec::new();
-    for (role, count) in [(PlanRole::Prefill, prefill), (PlanRole::Decode, decode)] {
-        for i in 0..count {
-            let used: Vec<usize> = match (is_own, role) {
-                (false, _) => Vec::new(),
-                (true, PlanRole::Decode) if i < pairs => {
-                    let shared = taken[i as usize].1;
-                    (0..rooms.len()).filter(|n| *n != shared).collect()
-                }
-                (true, _) => taken.iter().map(|(_, n)| *n).collect(),
+    for role in [PlanRole::Prefill, PlanRole::Decode, PlanRole::Stage] {
+        for i in 0..ranks.gpu_ranks(role) {
+            let guest_of = sharing_with(role, ranks).filter(|_| is_own && i < pairs);
+            let host = guest_of.and_then(|host| {
+                let mut hosts = taken.iter().filter(|(other, _)| *other == host);
+                hosts.nth(i as usize).map(|(_, n)| *n)
+            });
+            let used: Vec<usize> = match (host, is_own) {
+                (Some(host), _) => (0..rooms.len()).filter(|n| *n != host).collect(),
+                (None, true) => taken.iter().map(|(_, n)| *n).collect(),
+                (None, false) => peers_of(role, &taken, ranks),
             };
             let wanted = (role, ranks.devices.of(role));
             taken.push((role, take(node, &mut rooms, &used, wanted, demand)?));
@@ -337,7 +345,26 @@ pub(crate) fn assign_slots<'a>(
     Ok(divided(&rooms, &taken, (ranks, rules.gains_until), demand))
 }
 
-/// The number of decode ranks that share the GPU of a prefill rank, the first with the first: as few as the number of
+/// The role whose ranks a rank may share its GPU with where that is given to one container: decode ranks with prefill ranks, or
+/// followers of peers with decode ranks. The head of peers shares none, since its container reads where the others are.
+fn sharing_with(role: PlanRole, ranks: NodeRanks) -> Option<PlanRole> {
+    match (role, ranks.peers) {
+        (PlanRole::Decode, 0) => Some(PlanRole::Prefill),
+        (PlanRole::Stage, _) => Some(PlanRole::Decode),
+        _ => None,
+    }
+}
+
+/// The GPUs of the other peers, of which a rank of theirs has none.
+fn peers_of(role: PlanRole, taken: &[(PlanRole, usize)], ranks: NodeRanks) -> Vec<usize> {
+    let is_peer = |role: PlanRole| ranks.peers > 0 && role != PlanRole::Decode;
+    let peers = taken
+        .iter()
+        .filter(|(other, _)| is_peer(role) && is_peer(*other));
+    peers.map(|(_, n)| *n).collect()
+}
+
+/// The number of ranks that share a GPU with one of [`sharing_with`]'s role, the first with the first: as few as the number of
 /// GPUs allows. Only ranks share one of which each leaves the routed experts in the node's memory.
 fn pairs(
     node: &NodeProfileStatus,
@@ -349,12 +376,15 @@ fn pairs(
         return Ok(0);
     };
     let held = ranks.prefill.saturating_mul(rules.per_prefill);
-    let needs = held.saturating_add(ranks.gpu_ranks(PlanRole::Decode));
+    let needs = held
+        .saturating_add(ranks.gpu_ranks(PlanRole::Decode))
+        .saturating_add(ranks.gpu_ranks(PlanRole::Stage));
     let devices = (ranks.devices.prefill, ranks.devices.decode);
     let most = match devices {
-        (Device::StreamingGpu(_), Device::GpuAndCpus) if rules.may_share => {
-            ranks.prefill.min(ranks.decode)
-        }
+        (Device::StreamingGpu(_), Device::GpuAndCpus) if rules.may_share => match ranks.peers {
+            0 => ranks.prefill.min(ranks.decode),
+            _ => ranks.followers.min(ranks.decode),
+        },
         _ => 0,
     };
     let pairs = needs.saturating_sub(free).min(most);
@@ -460,6 +490,7 @@ fn divided<'a>(
         let mut left = room.left_bytes;
         for (role, slots_of_role) in [
             (PlanRole::Prefill, &mut slots.prefill),
+            (PlanRole::Stage, &mut slots.stages),
             (PlanRole::Decode, &mut slots.decode),
         ] {
             let ranks = taken.iter().filter(|slot| **slot == (role, n)).count() as u64;
@@ -467,7 +498,20 @@ fn divided<'a>(
             let need = demand.on_gpu(role, device);
             let share = left.checked_div(ranks).unwrap_or(0);
             let (more_ring, ring_room_bytes, ring) = match device {
-                Device::StreamingGpu(_) => ring(share, need, gains_until(room.gpu), demand),
+                Device::StreamingGpu(_) => {
+                    // The head of peers reads prompts alone, too.
+                    let peers = match role {
+                        PlanRole::Stage => node_ranks.peers,
+                        PlanRole::Gateway | PlanRole::Prefill | PlanRole::Decode => 0,
+                    };
+                    let gains_until = gains_until(room.gpu);
+                    ring(
+                        (share, need),
+                        demand.experts_of_share(peers),
+                        gains_until,
+                        demand,
+                    )
+                }
                 Device::Cpus | Device::Gpu | Device::GpuAndCpus => (0, 0, None),
             };
             let share = (share - more_ring) / block * block;
@@ -495,22 +539,25 @@ fn divided<'a>(
     slots
 }
 
-/// The part of `more_bytes` that a ring gets beside its least, what it then shares with the working room, and its lengths.
+/// The part of `more_bytes` that a ring for so many experts gets beside its least, what it then shares with the working room,
+/// and its lengths.
 fn ring(
-    more_bytes: u64,
-    need: GpuNeed,
+    (more_bytes, need): (u64, GpuNeed),
+    experts: u32,
     gains_until: u32,
     demand: &Demand<'_>,
 ) -> (u64, u64, Option<RingLengths>) {
     let least = need.ring_least_bytes.saturating_add(need.working_bytes);
-    let wanted = demand.ring_room_bytes(gains_until).saturating_sub(least);
+    let wanted = demand
+        .ring_room_bytes(experts, gains_until)
+        .saturating_sub(least);
     let slot_bytes = demand.slot_bytes().max(1);
     let more = match more_bytes >= wanted {
         true => wanted,
         false => more_bytes / slot_bytes * slot_bytes,
     };
     let room_bytes = least.saturating_add(more);
-    let ring = demand.ring_lengths(room_bytes, gains_until);
+    let ring = demand.ring_lengths(experts, room_bytes, gains_until);
     (more, room_bytes, Some(ring))
 }
 

@@ -55,6 +55,18 @@ impl Predictor<'_> {
         dense: DenseModules,
         copy_gbps: f64,
     ) -> StreamedTime {
+        self.streamed_prompt(step, slots, dense, copy_gbps)
+            .simulate()
+    }
+
+    /// The same pass, as its two lanes see it.
+    pub(crate) fn streamed_prompt(
+        &self,
+        step: Step,
+        slots: u32,
+        dense: DenseModules,
+        copy_gbps: f64,
+    ) -> StreamedPrompt {
         let facts = self.facts;
         let experts = facts.expected_distinct_experts(step.tokens).round();
         let layers = f64::from(facts.layers.max(1));
@@ -74,8 +86,9 @@ impl Predictor<'_> {
             expert_ms: self.expert_ms(step.tokens),
             dense_ms: self.beside_experts_ms(step) / layers,
             is_ahead: chosen >= f64::from(facts.experts),
+            kv_exchange_ms: 0.0,
+            rows_exchange_ms: 0.0,
         }
-        .simulate()
     }
 
     /// Milliseconds of everything in a streamed pass but its routed experts.

@@ -1,10 +1,11 @@
 //! Division of a node's memory: one copy of the weights, and each rank's KV cache and scratch.
 
 use hearth_crds::{
-    DENSE_SLOTS, LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanRole, ResidencyPolicy,
-    STREAMED_DENSE_VERSION, STREAMED_TILE_ROWS,
+    DENSE_SLOTS, LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanExpertParallel, PlanRole,
+    ResidencyPolicy, STREAMED_DENSE_VERSION, STREAMED_TILE_ROWS,
 };
 
+use crate::expert_parallel::expert_parallel;
 use crate::latents::Latents;
 use crate::node_ranks::{Device, NodeRanks};
 use crate::ring::RingLengths;
@@ -22,14 +23,14 @@ const GPU_PROCESS_BYTES: u64 = 512 << 20;
 /// Pieces of a prompt's KV on a GPU until they have been copied to the host: some that leave, and one that is gathered.
 const LEAVING_BYTES: u64 = 8 << 20;
 /// Inverse of the share of the weights that padding adds on a GPU: rows and tensors are aligned to whole blocks.
-const GPU_PADDING_SHARE: u64 = 64;
+pub(crate) const GPU_PADDING_SHARE: u64 = 64;
 /// Activations of a token on a GPU, where matrix products read the residual stream as three bf16 terms in addition.
 const GPU_ACTIVATION_WIDTHS: u64 = 2 * ACTIVATION_WIDTHS;
 /// Activations of a token, as multiples of the residual stream in float32: queries, keys, the widest FFN, up to four sums
 /// of experts, two buffers.
 const ACTIVATION_WIDTHS: u64 = 24;
 /// What a token of a streamed prompt keeps throughout a layer, as multiples of the residual stream in float32: the stream
-/// twice, its norm, the shared experts' output, the total and three partial sums of experts, and two more that overlap.
+/// twice, its norm, the shared experts' output, the total and three partial sums of experts, two more that overlap.
 const FLIGHT_WIDTHS: u64 = 10;
 /// Inverse of the share of an expert that padding adds in a slot.
 const SLOT_PADDING_SHARE: u64 = 64;
@@ -39,6 +40,10 @@ const DENSE_PARTS: u64 = 16;
 const VECTOR_WIDTHS: u64 = 5;
 /// Bytes to which each of the six parts of an expert in a slot is aligned.
 const SLOT_ALIGNMENT_BYTES: u64 = 256;
+/// Bytes of the choice of one expert, as peers exchange it.
+const CHOICE_BYTES: u64 = 8;
+/// Bytes of peers' messages that may wait at a member beside those of the longest pass.
+const EXCHANGE_SPARE_BYTES: u64 = 64 << 20;
 /// Minimum of a node's memory that is left to other programs.
 const LEAST_RESERVE_BYTES: u64 = 128 << 20;
 
@@ -165,8 +170,9 @@ impl Demand<'_> {
             Device::Cpus | Device::Gpu | Device::GpuAndCpus => 0,
         };
         let (kv_least_bytes, kv_best_bytes) = match role {
-            PlanRole::Gateway | PlanRole::Stage => (0, 0),
-            PlanRole::Prefill => self.prefill_kv(),
+            PlanRole::Gateway => (0, 0),
+            // A follower's cache has all positions of what its head reads.
+            PlanRole::Prefill | PlanRole::Stage => self.prefill_kv(),
             PlanRole::Decode => self.decode_kv(),
         };
         GpuNeed {
@@ -220,6 +226,8 @@ impl Demand<'_> {
 
     /// Working room on a GPU for a streamed prompt of `tokens`, which passes through each layer as a whole, its attention
     /// in tiles of rows. Where these are an eighth of a long prompt, they take no more than its experts, which run before and after.
+    /// One of peers needs no more: through attention it keeps an n-th of the rows, with their queries, and beside its experts
+    /// all rows once more and their sums, which it would have alone, but no queries.
     pub(crate) fn flight_bytes(&self, tokens: u32) -> u64 {
         let facts = self.facts;
         let (hidden, inner) = (u64::from(facts.hidden), u64::from(facts.expert_hidden));
@@ -245,20 +253,44 @@ impl Demand<'_> {
             .saturating_add(self.gpu_context_bytes())
     }
 
-    /// Bytes that the ring of a rank that streams and its working room share: all experts of a layer beside each prompt
-    /// that gains from them, and the smallest ring beside the longest prompt. `gains_until`: tokens of the longest prompt
-    /// that gains.
-    pub(crate) fn ring_room_bytes(&self, gains_until: u32) -> u64 {
+    /// Experts of a layer that a rank streams: those of its share if it is one of `peers`, or all.
+    pub(crate) fn experts_of_share(&self, peers: u32) -> u32 {
+        self.facts.experts.div_ceil(peers.max(1))
+    }
+
+    /// Bytes of the node's memory for what one of peers exchanges with the others: as much of the longest prompt as may wait
+    /// at a member. That is rows that come and sums that come, of two layers, with the keys and choices of the next, and as
+    /// much of each as experts are chosen where rows go to these (`worker/src/roles/group/head.rs`).
+    pub(crate) fn exchange_bytes(&self, peers: u32) -> u64 {
+        let copies = match expert_parallel(self.facts, peers) {
+            PlanExpertParallel::SmallEp => 1,
+            PlanExpertParallel::Ep => u64::from(self.facts.experts_per_token),
+        };
+        let layers = u64::from(self.facts.layers.max(1));
+        let activations = 4 * 4 * u64::from(self.facts.hidden) * copies;
+        let rest = 2 * self.kv_bytes_per_token.div_ceil(layers) + CHOICE_BYTES * copies;
+        (activations + rest) * u64::from(self.context_length) + EXCHANGE_SPARE_BYTES
+    }
+
+    /// Bytes that the ring of a rank that streams and its working room share: as many slots as a layer has experts for it
+    /// beside each prompt that gains from them, and the smallest ring beside the longest prompt. `gains_until`: tokens of the
+    /// longest prompt that gains.
+    pub(crate) fn ring_room_bytes(&self, experts: u32, gains_until: u32) -> u64 {
         let of = |slots: u32, tokens: u32| {
             let ring_bytes = self.slot_bytes().saturating_mul(u64::from(slots));
             ring_bytes.saturating_add(self.flight_bytes(tokens))
         };
         let gains_until = gains_until.min(self.context_length);
-        of(self.facts.experts, gains_until).max(of(LEAST_RING_SLOTS, self.context_length))
+        of(experts, gains_until).max(of(LEAST_RING_SLOTS, self.context_length))
     }
 
-    /// Lengths of a ring that shares `room_bytes` with the working room.
-    pub(crate) fn ring_lengths(&self, room_bytes: u64, gains_until: u32) -> RingLengths {
+    /// Lengths of a ring for so many experts of a layer, which shares `room_bytes` with the working room.
+    pub(crate) fn ring_lengths(
+        &self,
+        experts: u32,
+        room_bytes: u64,
+        gains_until: u32,
+    ) -> RingLengths {
         let longest = |slots: u32| {
             let ring_bytes = self.slot_bytes().saturating_mul(u64::from(slots));
             let left_bytes = room_bytes.saturating_sub(ring_bytes);
@@ -272,7 +304,7 @@ impl Demand<'_> {
             }
             fits
         };
-        let slots = (self.facts.experts, LEAST_RING_SLOTS);
+        let slots = (experts, LEAST_RING_SLOTS);
         RingLengths::new(slots, self.context_length, gains_until, longest)
     }
 
@@ -323,6 +355,10 @@ impl Demand<'_> {
             + self.worker_scratch_bytes() * u64::from(on_cpus)
             + self.gpu_worker_scratch_bytes() * u64::from(on_gpus)
             + self.unread_bytes(PlanRole::Prefill) * u64::from(ranks.prefill)
+            + match ranks.in_group() {
+                0 => 0,
+                members => self.exchange_bytes(ranks.peers) * u64::from(members),
+            }
     }
 
     /// KV of one decode rank: minimum and optimum.
@@ -400,12 +436,26 @@ impl Demand<'_> {
         let on_cpus = ranks.decode_on_cpus() + ranks.prefill_on_cpus();
         match (on_cpus, ranks.has_host_experts()) {
             (0, false) => 0,
-            (0, true) if ranks.has_host_dense() => {
-                routed.saturating_add(self.facts.streamed_dense_bytes())
+            (0, true) => {
+                // Shares of different peers are different experts.
+                let (copies, routed) = match ranks.has_shares_alone() {
+                    true => (u64::from(ranks.followers), self.share_bytes(ranks.peers)),
+                    false => (1, routed),
+                };
+                let dense = match ranks.has_host_dense() {
+                    true => self.facts.streamed_dense_bytes(),
+                    false => 0,
+                };
+                routed.saturating_add(dense).saturating_mul(copies)
             }
-            (0, true) => routed,
             (_, _) => total,
         }
+    }
+
+    /// Bytes of the routed experts of one of peers, at most.
+    fn share_bytes(&self, peers: u32) -> u64 {
+        let of_one = self.facts.bytes.routed_experts / u64::from(self.facts.experts.max(1));
+        (of_one + 1).saturating_mul(u64::from(self.experts_of_share(peers)))
     }
 
     /// Divides the memory of `node` among its ranks; excludes weights and KV of ranks on GPUs.
@@ -490,11 +540,6 @@ impl Demand<'_> {
 /// Bytes that weights take on a GPU.
 pub(crate) fn padded_on_gpu(weight_bytes: u64) -> u64 {
     weight_bytes.saturating_add(weight_bytes / GPU_PADDING_SHARE)
-}
-
-/// Bytes that padding takes of a GPU's room at most, where weights fill it.
-pub(crate) fn gpu_padding_bytes(room_bytes: u64) -> u64 {
-    room_bytes.div_ceil(GPU_PADDING_SHARE + 1)
 }
 
 /// Windows of one size over weights that are not all in memory.

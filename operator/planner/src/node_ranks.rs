@@ -1,4 +1,4 @@
-//! Ranks of one node by role, and the devices that they compute on. Stages are ranks of rings, which are placed otherwise.
+//! Ranks of one node by role, and the devices that they compute on. Stages of rings are placed otherwise.
 
 use hearth_crds::PlanRole;
 
@@ -8,13 +8,30 @@ pub(crate) struct NodeRanks {
     pub gateways: u32,
     pub prefill: u32,
     pub decode: u32,
+    /// Ranks that read prompts together with a prefill rank: the other peers.
+    pub followers: u32,
+    /// Peers of the whole plan, which share out the experts of each layer; 0 where a prefill rank reads prompts alone.
+    pub peers: u32,
     /// Devices of each role.
     pub devices: Devices,
 }
 
 impl NodeRanks {
     pub(crate) fn count(self) -> usize {
-        (self.gateways + self.prefill + self.decode) as usize
+        (self.gateways + self.workers()) as usize
+    }
+
+    /// Ranks that run the model.
+    pub(crate) fn workers(self) -> u32 {
+        self.prefill + self.decode + self.followers
+    }
+
+    /// Ranks that read prompts together with others.
+    pub(crate) fn in_group(self) -> u32 {
+        match self.peers {
+            0 => 0,
+            _ => self.prefill + self.followers,
+        }
     }
 
     pub(crate) fn of(self, role: PlanRole) -> u32 {
@@ -22,7 +39,7 @@ impl NodeRanks {
             PlanRole::Gateway => self.gateways,
             PlanRole::Prefill => self.prefill,
             PlanRole::Decode => self.decode,
-            PlanRole::Stage => 0,
+            PlanRole::Stage => self.followers,
         }
     }
 
@@ -35,7 +52,7 @@ impl NodeRanks {
     }
 
     pub(crate) fn on_gpus(self) -> u32 {
-        self.gpu_ranks(PlanRole::Prefill) + self.gpu_ranks(PlanRole::Decode)
+        ON_GPUS.into_iter().map(|role| self.gpu_ranks(role)).sum()
     }
 
     /// Ranks of a role that hold a GPU.
@@ -45,7 +62,7 @@ impl NodeRanks {
 
     /// Whether any rank takes dense modules from the node's memory too.
     pub(crate) fn has_host_dense(self) -> bool {
-        self.prefill > 0 && self.devices.prefill.streams_dense()
+        self.prefill + self.followers > 0 && self.devices.prefill.streams_dense()
     }
 
     /// Ranks of a role whose arithmetic is on CPUs, all of it or that of experts.
@@ -55,15 +72,23 @@ impl NodeRanks {
 
     /// Whether any rank on a GPU takes routed experts from the node's memory.
     pub(crate) fn has_host_experts(self) -> bool {
-        [PlanRole::Prefill, PlanRole::Decode]
+        ON_GPUS
             .into_iter()
             .any(|role| self.with(role, Device::has_host_experts) > 0)
     }
 
+    /// Whether the only routed experts in the node's memory are the shares of followers.
+    pub(crate) fn has_shares_alone(self) -> bool {
+        let mut others = [PlanRole::Prefill, PlanRole::Decode].into_iter();
+        self.followers > 0 && others.all(|role| self.with(role, Device::has_host_experts) == 0)
+    }
+
     /// Decode ranks whose CPUs compute experts of which not all need to be in memory: no copies to a GPU need them there.
     pub(crate) fn with_expert_budget(self) -> u32 {
-        match self.with(PlanRole::Prefill, Device::has_host_experts) {
-            0 => self.with(PlanRole::Decode, |device| device == Device::GpuAndCpus),
+        let streaming = [PlanRole::Prefill, PlanRole::Stage]
+            .map(|role| self.with(role, Device::has_host_experts));
+        match streaming {
+            [0, 0] => self.with(PlanRole::Decode, |device| device == Device::GpuAndCpus),
             _ => 0,
         }
     }
@@ -75,6 +100,9 @@ impl NodeRanks {
         }
     }
 }
+
+/// Roles whose ranks may compute on GPUs.
+const ON_GPUS: [PlanRole; 3] = [PlanRole::Prefill, PlanRole::Decode, PlanRole::Stage];
 
 /// What a rank computes on, and what of the model is kept there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -148,8 +176,8 @@ impl Devices {
 
     pub(crate) fn of(self, role: PlanRole) -> Device {
         match role {
-            PlanRole::Gateway | PlanRole::Stage => Device::Cpus,
-            PlanRole::Prefill => self.prefill,
+            PlanRole::Gateway => Device::Cpus,
+            PlanRole::Prefill | PlanRole::Stage => self.prefill,
             PlanRole::Decode => self.decode,
         }
     }

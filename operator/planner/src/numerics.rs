@@ -70,14 +70,39 @@ pub(crate) fn mixed_pools(nodes: &[&NodeProfileStatus], ranks: &[PlanRank]) -> V
         .collect()
 }
 
-fn mixed_pool(nodes: &[&NodeProfileStatus], ranks: &[PlanRank], role: PlanRole) -> Option<String> {
-    let mut kinds: BTreeMap<(Numerics, PlanMlaForm), Vec<&str>> = BTreeMap::new();
-    for rank in ranks.iter().filter(|rank| rank.role == role) {
-        let node = nodes.iter().find(|node| node.node == rank.node)?;
+/// Whether all peers compute the same bits, so that a prompt has those of one rank, whether one reads it or all.
+pub(crate) fn peers_are_alike(nodes: &[&NodeProfileStatus], ranks: &[PlanRank]) -> bool {
+    let peers = ranks.iter().filter(|rank| rank.peers.is_some());
+    kinds_of(nodes, peers).len() <= 1
+}
+
+type Kinds<'a> = BTreeMap<(Numerics, PlanMlaForm), Vec<&'a str>>;
+
+/// Names of ranks by their arithmetic.
+fn kinds_of<'a>(
+    nodes: &[&NodeProfileStatus],
+    ranks: impl Iterator<Item = &'a PlanRank>,
+) -> Kinds<'a> {
+    let mut kinds = Kinds::new();
+    for rank in ranks {
+        let Some(node) = nodes.iter().find(|node| node.node == rank.node) else {
+            continue;
+        };
         let kind = (of_rank(node, rank), rank.mla_form);
         let names = kinds.entry(kind).or_default();
         names.push(&rank.name);
     }
+    kinds
+}
+
+/// Peers are one pool: each computes a part of a prompt's bits.
+fn mixed_pool(nodes: &[&NodeProfileStatus], ranks: &[PlanRank], role: PlanRole) -> Option<String> {
+    let is_peer = |rank: &PlanRank| role == PlanRole::Prefill && rank.peers.is_some();
+    let ranks = ranks.iter();
+    let kinds = kinds_of(
+        nodes,
+        ranks.filter(|rank| rank.role == role || is_peer(rank)),
+    );
     if kinds.len() < 2 {
         return None;
     }
@@ -187,5 +212,9 @@ impl Cost for Only<'_> {
 
     fn prefill_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64 {
         self.estimator.prefill_ms(node, ranks, placed)
+    }
+
+    fn follower_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64 {
+        self.estimator.follower_ms(node, ranks, placed)
     }
 }

@@ -1,6 +1,6 @@
 //! Assignment of ranks to nodes.
 
-use hearth_crds::NodeProfileStatus;
+use hearth_crds::{NodeProfileStatus, PEERS_VERSION};
 
 use crate::cpus::CpuLack;
 use crate::gpus::GpuLack;
@@ -13,6 +13,8 @@ pub(crate) struct Wanted {
     pub gateways: u32,
     pub prefill: u32,
     pub decode: u32,
+    /// Ranks that read prompts together, the one prefill rank among them; 0: it reads them alone.
+    pub peers: u32,
     pub devices: Devices,
 }
 
@@ -23,8 +25,15 @@ impl Wanted {
             gateways: self.gateways,
             prefill: self.prefill,
             decode: self.decode,
+            followers: self.followers(),
+            peers: self.peers,
             devices: self.devices,
         }
+    }
+
+    /// The peers beside the prefill rank.
+    fn followers(self) -> u32 {
+        self.peers.saturating_sub(self.prefill)
     }
 }
 
@@ -58,6 +67,8 @@ pub(crate) enum NoRoom {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Refused {
     pub devices: Devices,
+    /// Ranks that were to read prompts together; 0: one alone.
+    pub peers: u32,
     pub why: Objection,
 }
 
@@ -80,10 +91,12 @@ pub(crate) trait Cost {
     fn decode_ms(&self, node: usize, ranks: NodeRanks) -> f64;
     /// Time to first token through an additional prefill rank, in milliseconds; infinite if it cannot run there.
     fn prefill_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64;
+    /// Time that an additional follower of peers takes for a prompt, in milliseconds; infinite if it cannot run there.
+    fn follower_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64;
 }
 
 /// Places decode ranks first, each on the node where a token takes the least time given the ranks already there; then
-/// prefill ranks likewise. The first gateway runs on the node of the first decode rank, each additional one on a node
+/// prefill ranks likewise, and the other peers of a prefill rank. The first gateway runs on the node of the first decode rank, each additional one on a node
 /// with the fewest of them. Ties are broken by node order.
 pub(crate) fn place(
     nodes: &[&NodeProfileStatus],
@@ -92,6 +105,7 @@ pub(crate) fn place(
     cost: &dyn Cost,
 ) -> Result<Placement, NoRoom> {
     let nobody = NodeRanks {
+        peers: wanted.peers,
         devices: wanted.devices,
         ..NodeRanks::default()
     };
@@ -133,6 +147,7 @@ pub(crate) fn place(
         };
         placed[node] = with(placed[node]);
     }
+    place_followers(nodes, demand, wanted.followers(), cost, &mut placed)?;
     let further = wanted.gateways.saturating_sub(1);
     gateways.extend(place_gateways(nodes, demand, further, cost, &mut placed)?);
     let budgets = nodes
@@ -151,6 +166,32 @@ pub(crate) fn place(
         gateways,
         budgets,
     })
+}
+
+/// Places the other peers of the prefill rank.
+fn place_followers(
+    nodes: &[&NodeProfileStatus],
+    demand: &Demand<'_>,
+    count: u32,
+    cost: &dyn Cost,
+    placed: &mut [NodeRanks],
+) -> Result<(), NoRoom> {
+    for i in 0..count {
+        let with = |ranks: NodeRanks| NodeRanks {
+            followers: ranks.followers + 1,
+            ..ranks
+        };
+        let ms = |n: usize, ranks: NodeRanks| cost.follower_ms(n, ranks, placed);
+        let node = Candidates {
+            nodes,
+            demand,
+            placed,
+            cost,
+        }
+        .cheapest(&format!("stage-{i}"), with, &ms)?;
+        placed[node] = with(placed[node]);
+    }
+    Ok(())
 }
 
 /// Places the gateways after the first; returns their nodes.
@@ -203,6 +244,14 @@ fn gateway_cost(
     f64::from(u32::from(takes_memory) * 1000 + after.gateways * 2 + u32::from(is_idle))
 }
 
+/// What is said of nodes whose workers are of an earlier version.
+pub(crate) fn no_peers(nodes: &[&str]) -> String {
+    format!(
+        "the workers' image of {} reads no plans of peers (version {PEERS_VERSION}): renew it",
+        nodes.join(", ")
+    )
+}
+
 struct Candidates<'a> {
     nodes: &'a [&'a NodeProfileStatus],
     demand: &'a Demand<'a>,
@@ -225,6 +274,14 @@ impl Candidates<'_> {
         let mut without_gpus: Option<GpuLack> = None;
         for (n, node) in self.nodes.iter().enumerate() {
             let ranks = with(self.placed[n]);
+            // All ranks of a plan read it, and those of this node do not know peers.
+            if ranks.peers > 0 && node.reads_up_to() < PEERS_VERSION {
+                without_gpus.get_or_insert_with(|| GpuLack::Unusable {
+                    node: node.node.clone(),
+                    why: no_peers(&[&node.node]),
+                });
+                continue;
+            }
             if let Some(lack) = self.cost.cpu_lack(n, ranks) {
                 if crowded.is_none_or(|(nearest, ..)| lack.is_nearer_than(&nearest)) {
                     crowded = Some((lack, n, ranks));

@@ -1,6 +1,6 @@
 //! Routing policy of the gateway: which prompts decode ranks read themselves (hybrid MoE paper, section 3.3.2).
 
-use hearth_crds::{PlanRank, PlanRole, PlanRouting, PrefillMode};
+use hearth_crds::{PlanRank, PlanRole, PlanRouting};
 
 use crate::draft::{Draft, ranks_of};
 
@@ -22,7 +22,7 @@ impl Draft<'_> {
                 (true, Some(tokens)) => tokens,
                 (true, None) => self.chunked_below_tokens(ranks),
             },
-            together_after_quiet_ms: None,
+            together_after_quiet_ms: self.together_after_quiet_ms(),
             max_queue: streams.saturating_mul(32).max(LEAST_QUEUE),
             queue_timeout_ms: QUEUE_TIMEOUT_MS,
         }
@@ -39,8 +39,8 @@ impl Draft<'_> {
         let on_gpu = |role| of(role).any(PlanRank::is_on_gpu);
         if self.streams_prompts() {
             let prefill = &self.input.spec.prefill;
-            let is_asked = prefill.mode == PrefillMode::StreamLoading
-                || prefill.gpus_per_worker.is_some_and(|gpus| gpus > 0);
+            let is_asked =
+                prefill.mode.streams() || prefill.gpus_per_worker.is_some_and(|gpus| gpus > 0);
             return match self.crossover_tokens(ranks) {
                 Some(tokens) => tokens,
                 // Slower at every length, and still to be done.

@@ -28,6 +28,10 @@ pub(crate) struct StreamedPrompt {
     pub dense_copy_ms: f64,
     /// Whether experts are copied before their router has spoken: the prompt chooses most of them.
     pub is_ahead: bool,
+    /// Milliseconds of each layer in which peers exchange keys and values; 0 alone.
+    pub kv_exchange_ms: f64,
+    /// Milliseconds of a layer with experts in which peers exchange rows for experts and what comes back; 0 alone.
+    pub rows_exchange_ms: f64,
 }
 
 /// Duration of a prompt, and what the lanes did meanwhile.
@@ -39,6 +43,8 @@ pub(crate) struct StreamedTime {
     pub copy_ms: f64,
     /// Milliseconds in which the device computed.
     pub compute_ms: f64,
+    /// Milliseconds in which it waited for what peers exchange.
+    pub exchange_ms: f64,
 }
 
 impl StreamedPrompt {
@@ -54,7 +60,7 @@ impl StreamedPrompt {
         };
         let mut now_ms = 0.0;
         for layer in 0..self.dense_layers {
-            now_ms = lanes.dense(layer, now_ms);
+            now_ms = lanes.dense(layer, now_ms) + self.kv_exchange_ms;
         }
         let mut ahead: VecDeque<f64> = VecDeque::new();
         let mut to_copy = match self.is_ahead {
@@ -63,7 +69,9 @@ impl StreamedPrompt {
         };
         for layer in 0..self.expert_layers {
             lanes.copy(&mut ahead, &mut to_copy, 0.0);
-            now_ms = lanes.dense(self.dense_layers + layer, now_ms);
+            now_ms = lanes.dense(self.dense_layers + layer, now_ms)
+                + self.kv_exchange_ms
+                + self.rows_exchange_ms;
             let mut rest = self.experts;
             if !self.is_ahead {
                 to_copy = u64::from(rest);
@@ -89,6 +97,8 @@ impl StreamedPrompt {
             total_ms: now_ms,
             copy_ms: copies * self.copy_ms + layers * self.dense_copy_ms,
             compute_ms: copies * self.expert_ms + layers * self.dense_ms,
+            exchange_ms: layers * self.kv_exchange_ms
+                + f64::from(self.expert_layers) * self.rows_exchange_ms,
         }
     }
 }
@@ -172,6 +182,8 @@ mod tests {
         dense_ms: 2.0,
         dense_copy_ms: 0.0,
         is_ahead: true,
+        kv_exchange_ms: 0.0,
+        rows_exchange_ms: 0.0,
     };
 
     fn total_ms(prompt: StreamedPrompt) -> f64 {
@@ -236,6 +248,28 @@ mod tests {
         let sum = 11.0 * 40.0 + 160.0 * 3.0;
         let time = total_ms(long);
         assert!((sum + 0.5..sum + 2.0).contains(&time), "{time}, sum {sum}");
+    }
+
+    #[test]
+    fn what_peers_exchange_is_not_hidden_and_copies_go_on_meanwhile() {
+        let exchanging = StreamedPrompt {
+            expert_ms: 3.0,
+            dense_ms: 40.0,
+            kv_exchange_ms: 1.0,
+            rows_exchange_ms: 5.0,
+            ..PROMPT
+        };
+        let time = exchanging.simulate();
+        assert!((time.exchange_ms - 61.0).abs() < 1e-6, "{time:?}");
+        let sum = 11.0 * 41.0 + 160.0 * 3.0 + 10.0 * 5.0;
+        assert!((sum..sum + 1.0).contains(&time.total_ms), "{time:?}");
+        // Of a short prompt, whose copies take longer, the ring hides it.
+        let short = total_ms(StreamedPrompt {
+            expert_ms: 0.1,
+            dense_ms: 2.0,
+            ..exchanging
+        });
+        assert!((160.0..162.0).contains(&short), "{short}");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! A placement, written down as a plan.
 
 use hearth_crds::{
-    DENSE_SLOTS, DeploymentRef, InferencePlanSpec, Pinning, PlanActivations, PlanDeviceMemory,
-    PlanKv, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole, PlanRouting,
-    PlanStrategy, RING_VERSION, RankDevice, RankPrediction, ResidencyPolicy,
+    DENSE_SLOTS, DeploymentRef, InferencePlanSpec, PEERS_VERSION, Pinning, PlanActivations,
+    PlanDeviceMemory, PlanKv, PlanModel, PlanPrediction, PlanRank, PlanResidency, PlanRole,
+    PlanRouting, PlanStrategy, RING_VERSION, RankDevice, RankPrediction, ResidencyPolicy,
     STREAMED_DENSE_VERSION,
 };
 
@@ -14,6 +14,7 @@ use crate::host_experts::HostChoice;
 use crate::memory::{BLOCK_TOKENS, PREFILL_BATCH};
 use crate::node_ranks::Device;
 use crate::numerics::mixed_pools;
+use crate::peer_ranks;
 use crate::predict::{Predictor, rounded};
 use crate::reasons;
 
@@ -23,8 +24,8 @@ const EXPERTS_VERSION: u32 = 2;
 /// Bytes of a rank's KV cache; 0 for the gateway.
 fn kv_bytes(role: PlanRole, host: &RankHost<'_>) -> u64 {
     match (role, host.slot) {
-        (PlanRole::Gateway | PlanRole::Stage, _) => 0,
-        (PlanRole::Prefill | PlanRole::Decode, Some(slot)) => slot.kv_bytes,
+        (PlanRole::Gateway, _) | (PlanRole::Stage, None) => 0,
+        (PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage, Some(slot)) => slot.kv_bytes,
         (PlanRole::Prefill, None) => host.budget.prefill_kv_bytes,
         (PlanRole::Decode, None) => host.budget.decode_kv_bytes,
     }
@@ -101,10 +102,12 @@ impl Draft<'_> {
         let roles = PlanRole::ALL.into_iter();
         let mut ranks: Vec<PlanRank> = roles.flat_map(|role| self.ranks_of_role(role)).collect();
         self.share_pods(&mut ranks);
+        peer_ranks::form(self, &mut ranks);
         ranks
     }
 
-    /// Puts prefill ranks into the Pods of the decode ranks on the same GPU, where a GPU is given to one container alone.
+    /// Puts prefill ranks, and followers of peers, into the Pods of the decode ranks on the same GPU, where a GPU is given to
+    /// one container alone.
     fn share_pods(&self, ranks: &mut [PlanRank]) {
         let is_given = |rank: &PlanRank| {
             let node = self.node_of(rank).map(|(_, node)| node);
@@ -112,7 +115,8 @@ impl Draft<'_> {
             rank.gpus > 0 && offer.is_some_and(|offer| offer.count().is_some())
         };
         let decode: Vec<PlanRank> = ranks_of(ranks, PlanRole::Decode).cloned().collect();
-        for rank in ranks.iter_mut().filter(|r| r.role == PlanRole::Prefill) {
+        let may_be_second = [PlanRole::Prefill, PlanRole::Stage];
+        for rank in ranks.iter_mut().filter(|r| may_be_second.contains(&r.role)) {
             let mut there = decode.iter().filter(|_| is_given(rank));
             let host = there.find(|host| host.node == rank.node && host.device() == rank.device());
             if let Some(host) = host {
@@ -181,7 +185,10 @@ impl Draft<'_> {
             keep_beside(&mut set, self.nodes[n], numa_node);
         }
         let kv_bytes = kv_bytes(role, host);
-        let scratch_bytes = self.scratch_bytes(role, slot) + demand.unread_bytes(role);
+        let mut scratch_bytes = self.scratch_bytes(role, slot) + demand.unread_bytes(role);
+        if self.peers() > 0 && matches!(role, PlanRole::Prefill | PlanRole::Stage) {
+            scratch_bytes += demand.exchange_bytes(self.peers());
+        }
         let chunk_tokens = self.chunk_tokens(role, host, &set);
         let predicted = self.rank_prediction(host, role, &set);
         let choice = slot.and_then(|slot| self.estimator.host_choice(n, &set, slot, budget));
@@ -336,6 +343,7 @@ impl Draft<'_> {
         let own = u32::from(slot.is_some());
         match role {
             PlanRole::Gateway | PlanRole::Decode | PlanRole::Stage => own,
+            PlanRole::Prefill if self.peers() > 0 => own,
             PlanRole::Prefill => {
                 let asked = self.input.spec.prefill.gpus_per_worker.unwrap_or(0);
                 asked.max(own)
@@ -502,6 +510,9 @@ fn min_version(ranks: &[PlanRank]) -> u32 {
             Some(ResidencyPolicy::StreamLoading | ResidencyPolicy::HostExperts) => true,
             Some(ResidencyPolicy::Resident | ResidencyPolicy::MmapPrefetch) | None => false,
         };
+        if rank.peers.is_some() {
+            return PEERS_VERSION;
+        }
         if rank.ring.is_some() {
             return RING_VERSION;
         }

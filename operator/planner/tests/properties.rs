@@ -43,7 +43,7 @@ fn machine() -> impl Strategy<Value = NodeProfileStatus> {
         )
 }
 
-/// Up to three GPUs, some of them too old or with little memory left.
+/// Up to four GPUs, some of them too old or with little memory left.
 fn gpus() -> impl Strategy<Value = Vec<GpuProfile>> {
     let one = (0_u32..4, 2_u64..48, 0_u64..48).prop_map(|(major, gib, used)| GpuProfile {
         compute_capability: Some(ComputeCapability {
@@ -53,7 +53,7 @@ fn gpus() -> impl Strategy<Value = Vec<GpuProfile>> {
         free_bytes: gib.saturating_sub(used) * GIB,
         ..gpu("GPU", 0, gib)
     });
-    prop::collection::vec(one, 0..=3).prop_map(|mut gpus| {
+    prop::collection::vec(one, 0..=4).prop_map(|mut gpus| {
         for (n, gpu) in gpus.iter_mut().enumerate() {
             gpu.uuid = format!("GPU-{n}");
         }
@@ -67,8 +67,12 @@ fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
     let kv = prop_oneof![3 => Just(None), 1 => (1_u64..20_000).prop_map(Some)];
     let gpus_per_worker = prop_oneof![3 => Just(None), 1 => (0_u32..=1).prop_map(Some)];
     let gateways = prop_oneof![3 => Just(1), 1 => 2_u32..=4];
-    let modes =
-        prop_oneof![4 => Just((false, false)), 1 => Just((true, false)), 1 => Just((false, true))];
+    let modes = prop_oneof![
+        4 => Just((PrefillMode::Auto, false)),
+        1 => Just((PrefillMode::StreamLoading, false)),
+        2 => Just((PrefillMode::DistributedStreamLoading, false)),
+        1 => Just((PrefillMode::Auto, true)),
+    ];
     let rest = (gateways, modes);
     (1_u32..=64, 1_u32..=3, 0_u32..=2, 16_u32..4096, pinning, numa, kv, gpus_per_worker, rest).prop_map(
         |(batch, decode, prefill, context, pinning, numa, kv, gpus_per_worker, (gateways, (streams, halves)))| {
@@ -80,8 +84,12 @@ fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
             spec.model.context_length = Some(context);
             spec.prefill.gpus_per_worker = gpus_per_worker;
             spec.gateway.replicas = gateways;
-            if streams && prefill.starts_with("replicas") && gpus_per_worker != Some(0) {
-                spec.prefill.mode = PrefillMode::StreamLoading;
+            if streams.streams() && prefill.starts_with("replicas") && gpus_per_worker != Some(0) {
+                spec.prefill.mode = streams;
+            }
+            if spec.prefill.mode == PrefillMode::DistributedStreamLoading {
+                spec.prefill.replicas = Some(1);
+                spec.prefill.gpus_per_worker = gpus_per_worker.map(|_| 2);
             }
             if halves && batch > 1 {
                 spec.decode.dual_batch = DualBatch::On;
@@ -91,15 +99,26 @@ fn deployment() -> impl Strategy<Value = InferenceDeploymentSpec> {
     )
 }
 
-/// Checks each node's memory: the weights once, plus everything else of every rank, within what is available.
+/// Checks each node's memory: the weights once, or the different ones of followers where no other rank has them, plus everything
+/// else of every rank, within what is available.
 fn assert_memory_fits(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus]) {
     let mut used: BTreeMap<&str, u64> = BTreeMap::new();
     let mut weights: BTreeMap<&str, u64> = BTreeMap::new();
     for rank in &plan.ranks {
         let own = rank.own_weight_bytes();
         *used.entry(&rank.node).or_default() += rank.host_kv_bytes() + rank.scratch_bytes + own;
+        let here = || plan.ranks.iter().filter(|other| other.node == rank.node);
+        let has_experts = |rank: &PlanRank| rank.host_weight_bytes() > 0;
+        let are_shares = here()
+            .filter(|rank| has_experts(rank))
+            .all(|rank| rank.role == PlanRole::Stage);
         let once = weights.entry(&rank.node).or_default();
-        *once = (*once).max(rank.host_weight_bytes() - own);
+        let bytes = rank.host_weight_bytes() - own;
+        *once = if are_shares && rank.peers.is_some() {
+            *once + bytes
+        } else {
+            (*once).max(bytes)
+        };
     }
     for profile in profiles {
         let node = profile.node.as_str();
@@ -166,6 +185,31 @@ fn assert_gpus_fit(plan: &InferencePlanSpec, profiles: &[NodeProfileStatus], off
             let capability = gpu.compute_capability.unwrap();
             assert!(on_it.is_empty() || capability.major >= 8, "{capability}");
         }
+    }
+}
+
+/// Checks that peers are one group of as many as the plan says, each on a GPU of its own, with caches of one size.
+fn assert_peers(plan: &InferencePlanSpec, mode: PrefillMode) {
+    let members = plan.group_of("prefill-0");
+    let stages = plan
+        .ranks_of(PlanRole::Stage)
+        .filter(|rank| rank.ring.is_none());
+    assert_eq!(stages.count(), members.len().saturating_sub(1));
+    assert!(mode != PrefillMode::DistributedStreamLoading || members.len() > 1);
+    let mut gpus = BTreeSet::new();
+    for (place, member) in members.iter().enumerate() {
+        let peers = member.peers.as_ref().unwrap();
+        assert_eq!(
+            (peers.place as usize, peers.ranks as usize),
+            (place, members.len())
+        );
+        assert!([2, 4, 8].contains(&members.len()));
+        assert!(
+            gpus.insert((&member.node, &member.device_name)),
+            "{member:?}"
+        );
+        assert_eq!(member.kv, members[0].kv);
+        assert!(place > 0 || member.in_pod_of.is_none(), "{member:?}");
     }
 }
 
@@ -262,6 +306,7 @@ proptest! {
                 let is_ring = made.strategy == PlanStrategy::PipedRing;
                 let prefill = if is_ring { 0 } else { deployment.prefill.planned_replicas() };
                 prop_assert_eq!(made.ranks_of(PlanRole::Prefill).count() as u32, prefill);
+                assert_peers(&made, deployment.prefill.mode);
                 let workers = || made.ranks.iter().filter(|rank| rank.role != PlanRole::Gateway);
                 let one = u64::from(made.model.context_length) * made.model.kv_bytes_per_token;
                 let of_ring: u64 = workers().map(|rank| rank.kv.as_ref().unwrap().memory_bytes).sum();
@@ -308,6 +353,10 @@ fn follow(
         | PlanError::TooFewCores { advice, node, .. }
         | PlanError::InsufficientCpu { advice, node, .. } => (advice, node.as_str()),
         PlanError::InsufficientGpuMemory { advice, .. } => (advice, ""),
+        PlanError::TooFewPeers {
+            advice: Some(advice),
+            ..
+        } => (&vec![advice.clone()], ""),
         _ => return,
     };
     assert!(!advice.is_empty());
@@ -315,19 +364,6 @@ fn follow(
         let (mut changed, mut machines) = (deployment.clone(), profiles.to_vec());
         let mut rooms = rooms.clone();
         match advice {
-            Advice::ContextLength(tokens) => changed.model.context_length = Some(*tokens),
-            Advice::RemoveKvMemory => changed.decode.kv_cache.memory = None,
-            Advice::KvMemory(bytes) => {
-                changed.decode.kv_cache.memory =
-                    Some(hearth_crds::MemoryQuantity::from_bytes(*bytes));
-            }
-            Advice::DecodeReplicas(replicas) => changed.decode.replicas = Some(*replicas),
-            Advice::GatewayReplicas(replicas) => changed.gateway.replicas = *replicas,
-            Advice::Chunked => {
-                changed.prefill.replicas = None;
-                changed.prefill.mode = hearth_crds::PrefillMode::Chunked;
-            }
-            Advice::Share => changed.placement.pinning = Pinning::Shared,
             Advice::FreeCpu(millis) => {
                 let room = rooms.get_mut(node).unwrap();
                 room.allocatable_millis += millis;
@@ -341,7 +377,6 @@ fn follow(
                 assert!(*cores > 0, "{error}");
                 continue;
             }
-            Advice::RunOnCpus(asked_by) => run_on_cpus(&mut changed, *asked_by),
             Advice::FreeGpuMemory(bytes) => {
                 for gpu in machines.iter_mut().flat_map(|machine| &mut machine.gpus) {
                     gpu.free_bytes += bytes;
@@ -365,6 +400,7 @@ fn follow(
                     continue;
                 }
             }
+            of_spec => write(&mut changed, of_spec),
         }
         let planned = plan(&changed, &machines, &rooms);
         assert!(
@@ -375,17 +411,47 @@ fn follow(
     }
 }
 
+/// Writes what advice about the spec says.
+fn write(changed: &mut InferenceDeploymentSpec, advice: &Advice) {
+    match advice {
+        Advice::ContextLength(tokens) => changed.model.context_length = Some(*tokens),
+        Advice::RemoveKvMemory => changed.decode.kv_cache.memory = None,
+        Advice::KvMemory(bytes) => {
+            changed.decode.kv_cache.memory = Some(hearth_crds::MemoryQuantity::from_bytes(*bytes));
+        }
+        Advice::DecodeReplicas(replicas) => changed.decode.replicas = Some(*replicas),
+        Advice::GatewayReplicas(replicas) => changed.gateway.replicas = *replicas,
+        Advice::Chunked => {
+            changed.prefill.replicas = None;
+            changed.prefill.mode = hearth_crds::PrefillMode::Chunked;
+        }
+        Advice::ReadAlone(has_gpus) => {
+            assert_eq!(*has_gpus, changed.prefill.gpus_per_worker.is_some());
+            changed.prefill.mode = PrefillMode::StreamLoading;
+            changed.prefill.gpus_per_worker = None;
+        }
+        Advice::FewerPeers(peers) => changed.prefill.gpus_per_worker = Some(*peers),
+        Advice::Share => changed.placement.pinning = Pinning::Shared,
+        Advice::RunOnCpus(asked_by) => run_on_cpus(changed, *asked_by),
+        Advice::FreeCpu(_)
+        | Advice::MoreCores(_)
+        | Advice::FreeGpuMemory(_)
+        | Advice::FreeMemory(_) => panic!("{advice} is nothing to write"),
+    }
+}
+
 /// Takes back all that asks for a GPU.
 fn run_on_cpus(deployment: &mut InferenceDeploymentSpec, asked_by: AskedBy) {
     let AskedBy {
         gpus_per_worker,
         stream_loading,
+        peers,
         dual_batch,
     } = asked_by;
-    if gpus_per_worker || !(stream_loading || dual_batch) {
+    if gpus_per_worker || !(stream_loading || peers || dual_batch) {
         deployment.prefill.gpus_per_worker = Some(0);
     }
-    if stream_loading {
+    if stream_loading || peers {
         deployment.prefill.mode = PrefillMode::Auto;
     }
     if dual_batch {

@@ -160,6 +160,10 @@ fn weights(rank: &PlanRank, copy_exists: bool) -> String {
 }
 
 fn predicted(rank: &PlanRank) -> String {
+    // A follower takes no requests itself.
+    if let Some(peers) = rank.peers.as_ref().filter(|peers| peers.place > 0) {
+        return format!("reads with {}", peers.head);
+    }
     let Some(predicted) = &rank.predicted else {
         return "-".to_owned();
     };
@@ -216,6 +220,21 @@ mod tests {
         ] {
             let rank: PlanRank = serde_json::from_value(rank).expect("a rank");
             assert_eq!(weights(&rank, true), says);
+        }
+    }
+
+    #[test]
+    fn a_follower_of_peers_says_with_whom_it_reads() {
+        let peers = |place: u32| {
+            json!({"peers": {"head": "prefill-0", "place": place, "ranks": 2, "experts": "SmallEp"},
+                "predicted": {"ttftMs": 1.0, "promptTokens": 64, "tokensPerSecond": 1.0}})
+        };
+        for (rank, says) in [
+            (rank("Stage", &peers(1)), "reads with prefill-0"),
+            (rank("Prefill", &peers(0)), "TTFT 1.0 ms at 64 tokens"),
+        ] {
+            let rank: PlanRank = serde_json::from_value(rank).expect("a rank");
+            assert_eq!(predicted(&rank), says);
         }
     }
 

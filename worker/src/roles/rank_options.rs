@@ -30,7 +30,8 @@ pub(super) fn load_options<'a>(
         .residency
         .as_ref()
         .with_context(|| format!("the plan gives {} no residency", rank.name))?;
-    if !rank.mla_form.is_absorbed() && rank.role != PlanRole::Prefill {
+    let reads_prompts = rank.role == PlanRole::Prefill || rank.peers.is_some();
+    if !rank.mla_form.is_absorbed() && !reads_prompts {
         bail!(
             "the plan has {} expand latents (mlaForm), and it writes answers: each token would expand all before it\n  plan again with this version of hearth",
             rank.name

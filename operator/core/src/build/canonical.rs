@@ -97,9 +97,10 @@ impl Essence<'_> {
             put_rank(lines, second);
         }
         // A group is replaced as a whole: a member that two groups had would be taken from one by the other, again and again.
-        if let Some(group) = self.rank.group() {
+        let own = || [Some(self.rank), self.second].into_iter().flatten();
+        for group in own().filter_map(PlanRank::group) {
             let members = self.plan.group_of(group.head).into_iter();
-            let others = members.filter(|member| member.name != self.rank.name);
+            let others = members.filter(|member| own().all(|rank| rank.name != member.name));
             others.for_each(|member| put_rank(lines, member));
         }
         if self.rank.role == PlanRole::Gateway {

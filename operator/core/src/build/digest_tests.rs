@@ -298,6 +298,43 @@ fn peers_are_replaced_as_a_whole_and_their_head_gets_the_others() {
 }
 
 #[test]
+fn the_pod_of_a_decode_rank_is_replaced_with_the_peers_of_its_second_rank() {
+    let of = |ranks: u32| {
+        let mut plan = plan();
+        let prefill = plan.ranks[1].clone();
+        plan.ranks.push(PlanRank {
+            name: "stage-0".to_owned(),
+            role: PlanRole::Stage,
+            in_pod_of: Some("decode-0".to_owned()),
+            ..prefill
+        });
+        for (place, n) in [(0, 1), (1, 4)] {
+            plan.ranks[n].peers = Some(PlanPeers {
+                head: "prefill-0".to_owned(),
+                place,
+                ranks,
+                experts: PlanExpertParallel::SmallEp,
+            });
+        }
+        plan
+    };
+    let hashes = |plan: &InferencePlanSpec| hashes(&settings(), &deployment(), plan);
+    let before = hashes(&of(2));
+    assert_eq!(before.len(), 4, "the follower has no Pod of its own");
+    let mut moved = of(2);
+    moved.ranks[1].threads += 1;
+    for after in [hashes(&of(4)), hashes(&moved)] {
+        let differs: Vec<bool> = (0..4).map(|n| before[n] != after[n]).collect();
+        assert_eq!(differs, [false, true, true, false]);
+    }
+    let pods = pods_of(&settings(), &deployment(), &of(2));
+    assert_eq!(pods[1].group, ["prefill-0", "stage-0"]);
+    assert!(pods[2].group.is_empty(), "it leads none");
+    let pod = serde_json::to_string(&pods[2].pod).expect("JSON");
+    assert!(!pod.contains("\"--routes\""), "{pod}");
+}
+
+#[test]
 fn the_head_of_a_ring_alone_gets_the_others_and_their_addresses() {
     let (settings, deployment, mut plan) = (settings(), deployment(), plan());
     for (place, n) in [(0, 2), (1, 3)] {

@@ -1,6 +1,8 @@
 //! Pods that hold GPUs: through the device plugin, or by claims.
 
-use hearth_crds::{InferenceDeployment, InferencePlanSpec, PlanRole};
+use hearth_crds::{
+    InferenceDeployment, InferencePlanSpec, PlanExpertParallel, PlanPeers, PlanRole,
+};
 use serde_json::json;
 
 use super::rank_holding;
@@ -129,6 +131,41 @@ fn a_pod_of_two_ranks_holds_the_sum_and_one_gpu() {
     let decode = rank_holding(&on_virtual, &on_virtual.ranks[2]);
     assert_eq!(decode.virtual_bytes, 1 << 30);
     assert_eq!(decode.memory_bytes, memory_bytes + (1 << 30));
+}
+
+/// Followers on a node without their head have different experts; beside a rank that has all, they map the same.
+#[test]
+fn followers_hold_their_own_share_where_nobody_has_all_experts() {
+    let with_stages = |decode_bytes: u64| {
+        let mut plan = plan();
+        let follower = |n: u32| {
+            let mut rank = plan.ranks[1].clone();
+            (rank.name, rank.role) = (format!("stage-{n}"), PlanRole::Stage);
+            rank.node = "b".to_owned();
+            rank.gpu_uuids = vec![format!("GPU-{n}")];
+            rank.peers = Some(PlanPeers {
+                head: "prefill-0".to_owned(),
+                place: n + 1,
+                ranks: 4,
+                experts: PlanExpertParallel::SmallEp,
+            });
+            rank.residency.as_mut().expect("a residency").host_bytes = 100 << 20;
+            rank
+        };
+        let stages = [follower(0), follower(1)];
+        plan.ranks[3].gpu_uuids = vec!["GPU-9".to_owned()];
+        let decode = plan.ranks[3].residency.as_mut().expect("a residency");
+        decode.host_bytes = decode_bytes;
+        plan.ranks.extend(stages);
+        let held = |n: usize| rank_holding(&plan, &plan.ranks[n]).memory_bytes;
+        [3, 4, 5].map(held)
+    };
+    let [without, one, other] = with_stages(0);
+    assert_eq!(one, other);
+    let [decode, beside, _] = with_stages(400 << 20);
+    // Page tables are each process's own.
+    assert_eq!(decode - without, (400 << 20) + (400 << 20) / 512);
+    assert_eq!(one - beside, 100 << 20);
 }
 
 #[test]

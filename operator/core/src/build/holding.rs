@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hearth_crds::{GPU_RESOURCE, InferencePlanSpec, PlanRank};
+use hearth_crds::{GPU_RESOURCE, InferencePlanSpec, PlanRank, PlanRole};
 use k8s_openapi::api::core::v1::ResourceRequirements;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
@@ -57,8 +57,8 @@ impl Held {
         held
     }
 
-    /// The first of the workers that keep most of the weights in the node's memory accounts for them: all workers there
-    /// map one copy, the kernel charges its pages to the process that touches them first, and workers whose limit has no
+    /// The first of the workers that keep most of the weights in the node's memory accounts for them, and of peers that have
+    /// shares alone there each for its own: all workers there map one copy, the kernel charges its pages to the process that touches them first, and workers whose limit has no
     /// room for them wait for it. A worker that rereads them within a limit of its own accounts for its window, and one
     /// that has only some experts in memory for these. Weights
     /// on a GPU take none of the node's memory. Page tables are charged to each process.
@@ -68,8 +68,11 @@ impl Held {
         let most = sharing.clone().map(PlanRank::host_weight_bytes).max();
         let most = most.filter(|most| *most > 0);
         let first = sharing.find(|other| Some(other.host_weight_bytes()) == most);
+        let is_share = |rank: &PlanRank| rank.peers.is_some() && rank.role == PlanRole::Stage;
         let weights = match first {
-            Some(first) if first.name == rank.name => rank.host_weight_bytes(),
+            Some(first) if first.name == rank.name || is_share(first) && is_share(rank) => {
+                rank.host_weight_bytes()
+            }
             _ => 0,
         };
         Self {

@@ -32,7 +32,8 @@ pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<Dyna
     }
     if context.settings.network_policies {
         objects.push(gateway_policy(context));
-        objects.push(workers_policy(context));
+        let has_peers = plan.ranks.iter().any(|rank| rank.peers.is_some());
+        objects.push(workers_policy(context, has_peers));
     }
     objects
 }
@@ -121,15 +122,18 @@ fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
 }
 
 /// Workers are called by the gateway and by decode workers, and call prefill workers, which may be the second of a decode
-/// worker's Pod. Decode workers and stages of rings call each other. They are given addresses, so they need no DNS. The kubelet's probes come from the node itself, which is always allowed.
-fn workers_policy(context: &BuildContext<'_>) -> DynamicObject {
+/// worker's Pod. Decode workers and stages of rings call each other, and so do prefill workers and the stages that read prompts
+/// with them, which may be the second of a decode worker's Pod too. They are given addresses, so they need no DNS. The kubelet's probes come from the node itself, which is always allowed.
+fn workers_policy(context: &BuildContext<'_>, has_peers: bool) -> DynamicObject {
     let (gateway, prefill) = (PlanRole::Gateway.as_str(), PlanRole::Prefill.as_str());
     let (decode, stage) = (PlanRole::Decode.as_str(), PlanRole::Stage.as_str());
+    let mut callers = vec![gateway, decode, stage];
+    callers.extend(has_peers.then_some(prefill));
     let spec = json!({
         "podSelector": of_roles(context, &[prefill, decode, stage, ROLE_INSPECT]),
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [{
-            "from": [{"podSelector": of_roles(context, &[gateway, decode, stage])}],
+            "from": [{"podSelector": of_roles(context, &callers)}],
             "ports": [tcp(WORKER_PORT), tcp(SECOND_WORKER_PORT)],
         }],
         "egress": [

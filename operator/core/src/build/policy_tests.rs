@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::InferenceDeployment;
+use hearth_crds::{InferenceDeployment, InferencePlanSpec, PlanExpertParallel, PlanPeers};
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -21,10 +21,10 @@ enum End {
     Outside,
 }
 
-fn policies(deployment: &InferenceDeployment) -> Vec<NetworkPolicy> {
+fn policies(deployment: &InferenceDeployment, plan: &InferencePlanSpec) -> Vec<NetworkPolicy> {
     let settings = settings();
     let context = context_of(&settings, deployment);
-    objects(&context, &plan())
+    objects(&context, plan)
         .into_iter()
         .filter(|object| {
             object
@@ -144,6 +144,11 @@ struct Cluster {
 
 /// Two deployments in one namespace, with the objects around them.
 fn cluster() -> Cluster {
+    cluster_of(&plan())
+}
+
+/// The same with a plan for the first of them.
+fn cluster_of(planned: &InferencePlanSpec) -> Cluster {
     let settings = settings();
     let demo = deployment();
     let mut other = deployment();
@@ -195,8 +200,8 @@ fn cluster() -> Cluster {
         ("dns", pod("kube-system", &[("k8s-app", "kube-dns")])),
         ("internet", End::Outside),
     ]);
-    let mut policies = policies(&demo);
-    policies.extend(self::policies(&other));
+    let mut policies = policies(&demo, planned);
+    policies.extend(self::policies(&other, &plan()));
     Cluster { policies, ends }
 }
 
@@ -256,6 +261,41 @@ fn the_policies_let_pass_what_the_roles_need_and_nothing_else() {
     for (from, to, port, expected) in FLOWS {
         let passes = passes(&policies, &ends[from], &ends[to], *port);
         assert_eq!(passes, *expected, "{from} → {to}:{port}");
+    }
+}
+
+/// Peers call each other: the head, stages, and decode workers in whose Pods stages are.
+#[test]
+fn peers_reach_each_other_and_nothing_else_more() {
+    let mut planned = plan();
+    planned.ranks[1].peers = Some(PlanPeers {
+        head: "prefill-0".to_owned(),
+        place: 0,
+        ranks: 2,
+        experts: PlanExpertParallel::SmallEp,
+    });
+    let Cluster { policies, mut ends } = cluster_of(&planned);
+    let End::Pod(namespace, mut labels) = ends["decode"].clone() else {
+        panic!("no Pod");
+    };
+    labels.insert("hearth.dev/role".to_owned(), "stage".to_owned());
+    ends.insert("stage", End::Pod(namespace, labels));
+    for (from, to, port) in [
+        ("prefill", "stage", 9400),
+        ("stage", "prefill", 9400),
+        ("stage", "stage", 9400),
+        ("prefill", "decode", 9403),
+        ("decode", "prefill", 9400),
+        ("stage", "decode", 9403),
+        ("decode", "stage", 9400),
+    ] {
+        let passes = passes(&policies, &ends[from], &ends[to], port);
+        assert!(passes, "{from} → {to}:{port}");
+    }
+    for (from, to, port, expected) in FLOWS {
+        let is_of_peers = *from == "prefill" && *to == "decode";
+        let passes = passes(&policies, &ends[from], &ends[to], *port);
+        assert!(is_of_peers || passes == *expected, "{from} → {to}:{port}");
     }
 }
 

@@ -190,7 +190,7 @@ impl Refusal {
             PlanError::ContextTooLong { .. } => "ContextTooLong",
             PlanError::TooFewCores { .. } => "TooFewCores",
             PlanError::InsufficientCpu { .. } => "InsufficientCpu",
-            PlanError::TooFewGpus { .. } => "TooFewGpus",
+            PlanError::TooFewGpus { .. } | PlanError::TooFewPeers { .. } => "TooFewGpus",
             PlanError::NoUsableGpu { .. } => "NoUsableGpu",
             PlanError::InsufficientGpuMemory { .. } => "InsufficientGpuMemory",
         };
@@ -223,6 +223,7 @@ pub(super) fn lacks_nodes(error: &PlanError) -> bool {
             | PlanError::TooFewCores { .. }
             | PlanError::InsufficientCpu { .. }
             | PlanError::TooFewGpus { .. }
+            | PlanError::TooFewPeers { .. }
             | PlanError::NoUsableGpu { .. }
             | PlanError::InsufficientGpuMemory { .. }
     )

@@ -106,7 +106,9 @@ pub(crate) fn in_place(
     let count = |plan: &InferencePlanSpec, role| plan.ranks_of(role).count();
     let is_alike = old.model == new.model
         && old.strategy == new.strategy
-        && count(old, PlanRole::Gateway) == count(new, PlanRole::Gateway);
+        && count(old, PlanRole::Gateway) == count(new, PlanRole::Gateway)
+        // Followers of peers are the planner's, too.
+        && count(old, PlanRole::Stage) == count(new, PlanRole::Stage);
     let changed = POOLS.map(|role| (role, count(old, role), count(new, role)));
     let changed: Vec<_> = changed.into_iter().filter(|it| it.1 != it.2).collect();
     // Only the planner knows which GPU another worker would get, and whether a pool should exist at all.
@@ -129,6 +131,7 @@ pub(crate) fn in_place(
             role.as_str()
         ));
     }
+    ranks.sort_by_key(|rank| (rank.role, rank.index));
     let nodes: BTreeSet<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
     if !nodes.into_iter().all(|node| holds(node, &ranks, free)) {
         return None;

@@ -51,11 +51,13 @@ impl SecondRank {
         }
     }
 
-    /// The rank of that name; `None` if it begins with no role that this version knows, or is a stage: the head of a ring is
-    /// told of those, which are in Pods of their own.
-    pub fn named(rank: String) -> Option<Self> {
+    /// The rank of that name beside `first` in the plan of a Pod, which says that it is in the Pod of `in_pod_of`; `None` if its
+    /// name begins with no role that this version knows, or is that of a stage elsewhere: the head of a group is told of
+    /// those too.
+    pub fn named(rank: String, first: &str, in_pod_of: Option<&str>) -> Option<Self> {
         let role = PlanRole::named(rank.rsplit_once('-')?.0)?;
-        (role != PlanRole::Stage).then_some(Self { rank, role })
+        let is_here = role != PlanRole::Stage || in_pod_of == Some(first);
+        is_here.then_some(Self { rank, role })
     }
 }
 
@@ -78,7 +80,7 @@ pub struct PodView {
     pub plan_generation: u64,
     /// Digest of the model source, for inspect Pods.
     pub source: String,
-    /// The routes that it was last given, for gateways and heads of rings.
+    /// The routes that it was last given, for gateways and heads of groups.
     pub routes: String,
     /// The annotation that it reads its routes from, if that is not [`crate::names::ANNOTATION_ROUTES`].
     pub routes_annotation: Option<String>,

@@ -1,4 +1,4 @@
-//! The routes of gateways and of heads of rings during a rollout.
+//! The routes of gateways and of heads of groups during a rollout.
 
 use hearth_crds::{PlanRole, Route};
 
@@ -28,12 +28,15 @@ impl Sorted<'_> {
             .collect()
     }
 
-    /// The members of a group of the target that have an address, its head among them.
+    /// The members of a group of the target that have an address, its head among them. A member may be the second rank of its
+    /// Pod.
     pub(super) fn group_routes(&self, head: &Want) -> Vec<Route> {
+        let is_member = |rank: &str| head.group.iter().any(|member| member == rank);
         let members = self
             .wants()
-            .filter(|(_, want)| head.group.contains(&want.rank));
-        self.routes_of_made(members).collect()
+            .filter(|(_, want)| want.ranks().any(|(rank, _)| is_member(rank)));
+        let routes = self.routes_of_made(members);
+        routes.filter(|route| is_member(&route.name)).collect()
     }
 
     fn routes_of_made<'w>(
@@ -133,7 +136,7 @@ impl Sorted<'_> {
     }
 }
 
-/// Whether gateways send requests there: stages of rings compute for their heads alone.
+/// Whether gateways send requests there: stages compute for the heads of their groups alone.
 fn takes_requests(route: &Route) -> bool {
     route.role != PlanRole::Stage
 }

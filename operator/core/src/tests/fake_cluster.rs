@@ -162,9 +162,11 @@ impl FakeCluster {
         );
         let slice: serde_json::Value =
             serde_json::from_str(&annotation(ANNOTATION_PLAN)).unwrap_or_default();
-        let second = slice
-            .pointer("/ranks/1/name")
-            .and_then(|name| name.as_str());
+        let told = |at: &str| slice.pointer(at).and_then(|text| text.as_str());
+        let second = told("/ranks/1/name").and_then(|name| {
+            let first = told("/ranks/0/name").unwrap_or_default();
+            SecondRank::named(name.to_owned(), first, told("/ranks/1/inPodOf"))
+        });
         let memory = value.pointer("/spec/containers/0/resources/requests/memory");
         let memory = memory.and_then(|memory| memory.as_str());
         let gpus = value.pointer("/spec/containers/0/resources/limits/nvidia.com~1gpu");
@@ -174,7 +176,7 @@ impl FakeCluster {
             uid: self.made.to_string(),
             role: PodRole::of_label(&label(LABEL_ROLE)),
             rank: label(LABEL_RANK),
-            second: second.and_then(|name| SecondRank::named(name.to_owned())),
+            second,
             form: annotation(ANNOTATION_FORM),
             plan_generation: annotation(ANNOTATION_PLAN_GENERATION).parse().unwrap_or(0),
             source: annotation(ANNOTATION_SOURCE),

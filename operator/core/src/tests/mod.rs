@@ -8,6 +8,7 @@ mod handover;
 mod lost_gpus;
 mod models;
 mod nodes;
+mod peers;
 mod progress;
 mod refusals;
 mod rings;

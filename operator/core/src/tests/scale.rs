@@ -139,3 +139,22 @@ fn cores_of_ones_own_are_not_given_twice() {
     }
     assert_eq!(in_place(&old, &new, &free), None);
 }
+
+#[test]
+fn another_number_keeps_no_places_where_a_plan_has_followers_and_the_other_has_none() {
+    let free = profiles(4 * GIB);
+    let old = planned("", 1, &free);
+    let new = planned("decode: {replicas: 2}\n", 2, &free);
+    assert!(in_place(&old, &new, &free).is_some());
+    let mut with_follower = new.clone();
+    let mut follower = old.rank("prefill-0").unwrap().clone();
+    (follower.name, follower.role) = ("stage-0".to_owned(), PlanRole::Stage);
+    with_follower.ranks.push(follower.clone());
+    assert!(in_place(&old, &with_follower, &free).is_none());
+    // Where both have some, they stay behind the decode ranks.
+    let mut had_follower = old;
+    had_follower.ranks.push(follower);
+    let scaled = in_place(&had_follower, &with_follower, &free).unwrap();
+    let names: Vec<&str> = scaled.ranks.iter().map(|rank| &*rank.name).collect();
+    assert_eq!(names[2..], ["decode-0", "decode-1", "stage-0"]);
+}

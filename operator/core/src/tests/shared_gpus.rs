@@ -2,7 +2,9 @@
 
 use std::net::SocketAddr;
 
-use hearth_crds::{ComputeCapability, DEVICE_LOST_EXIT_CODE, GpuProfile, PlanRank, Routes};
+use hearth_crds::{
+    ComputeCapability, DEVICE_LOST_EXIT_CODE, GpuProfile, PlanRank, READER_VERSION, Routes,
+};
 
 use super::fake_cluster::FakeCluster;
 use crate::conditions::{DECODE_READY, DEGRADED, PLACED, PREFILL_READY, READY};
@@ -12,7 +14,12 @@ const SPEC: &str = "prefill: {mode: StreamLoading, chunkedBelowTokens: 0}\ndecod
 
 /// Nodes with one GPU each, which a device plugin gives to one container.
 fn with_gpus(nodes: &[&str]) -> FakeCluster {
-    let mut cluster = FakeCluster::new(SPEC);
+    of_spec(SPEC, nodes)
+}
+
+/// The same for a deployment of this spec.
+pub(super) fn of_spec(yaml: &str, nodes: &[&str]) -> FakeCluster {
+    let mut cluster = FakeCluster::new(yaml);
     for name in nodes {
         let gpu = GpuProfile {
             uuid: format!("GPU-{name}"),
@@ -27,7 +34,9 @@ fn with_gpus(nodes: &[&str]) -> FakeCluster {
         };
         cluster.node(name, |node| {
             node.gpus = 1;
-            node.profile.as_mut().expect("a profile").gpus = vec![gpu];
+            let profile = node.profile.as_mut().expect("a profile");
+            profile.gpus = vec![gpu];
+            profile.reader_version = Some(READER_VERSION);
         });
     }
     cluster.settle();
@@ -35,7 +44,7 @@ fn with_gpus(nodes: &[&str]) -> FakeCluster {
 }
 
 /// The plan's ranks on GPUs, with the Pod that each is in.
-fn on_gpus(cluster: &FakeCluster) -> Vec<(String, String, Option<String>)> {
+pub(super) fn on_gpus(cluster: &FakeCluster) -> Vec<(String, String, Option<String>)> {
     let plan = cluster.observed.plans.last().expect("a plan");
     let ranks = plan.spec.ranks.iter().filter(|rank| rank.is_on_gpu());
     let place = |rank: &PlanRank| (rank.name.clone(), rank.node.clone(), rank.in_pod_of.clone());

@@ -15,7 +15,7 @@ use super::{RingPlanning, too_old};
 use crate::error::PlanError;
 use crate::gpus::{GpuRoom, activations_on, gpu_rooms, unusable};
 use crate::halda::MAX_DEVICES;
-use crate::memory::{free_bytes, gpu_padding_bytes};
+use crate::memory::{GPU_PADDING_SHARE, free_bytes};
 use crate::node_ranks::{Device, Devices, NodeRanks};
 use crate::predict::Rates;
 
@@ -279,6 +279,7 @@ impl RingPlanning<'_> {
                 },
                 decode: Device::Cpus,
             },
+            ..NodeRanks::default()
         }
     }
 
@@ -297,6 +298,7 @@ impl RingPlanning<'_> {
     /// Bytes of weights as stored, and of KV, that fit on a GPU of which ranks may use so many.
     pub(super) fn gpu_layer_room_bytes(&self, usable_bytes: u64) -> u64 {
         let room_bytes = usable_bytes.saturating_sub(self.gpu_working_bytes());
-        room_bytes - gpu_padding_bytes(room_bytes)
+        // Weights that fill it, without their padding.
+        room_bytes - room_bytes.div_ceil(GPU_PADDING_SHARE + 1)
     }
 }

@@ -12,7 +12,7 @@ mod write;
 
 use hearth_crds::{
     DualBatch, ExpertCache, FieldError, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
-    PlanKvType, PrefillMode, RING_VERSION, Strategy,
+    PlanKvType, RING_VERSION, Strategy,
 };
 
 use crate::draft::DEFAULT_STALL_MS;
@@ -86,7 +86,7 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
     };
     let mode = spec.prefill.mode;
     refuse(
-        mode == PrefillMode::StreamLoading,
+        mode.streams(),
         "spec.prefill.mode",
         format!("is \"{mode:?}\""),
         "a ring reads prompts itself: write Auto or Chunked",

@@ -23,7 +23,9 @@ pub(super) fn used(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>)
         if has_policy(rank, ResidencyPolicy::StreamLoading) {
             why.extend(streamed(draft, rank));
             why.extend(turning_point(draft, rank));
-            why.extend(mla_form(draft, rank));
+            if rank.role == PlanRole::Prefill {
+                why.extend(mla_form(draft, rank));
+            }
             why.extend(far_from_gpu(draft, ranks, rank));
         }
         if has_policy(rank, ResidencyPolicy::HostExperts) {
@@ -61,8 +63,12 @@ fn streamed(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
             format_bytes(facts.streamed_dense_bytes())
         ),
     };
+    let alone = match rank.peers {
+        Some(_) => "read alone, ",
+        None => "",
+    };
     Some(format!(
-        "experts of {}: {}{with_dense} stream from the memory of {} to {} at {:.1} GB/s ({rate}; {:.1} beside decode); a prompt of {tokens} tokens takes {}, {} of copies beside {} of computation",
+        "experts of {}: {}{with_dense} stream from the memory of {} to {} at {:.1} GB/s ({rate}; {:.1} beside decode); {alone}a prompt of {tokens} tokens takes {}, {} of copies beside {} of computation",
         rank.name,
         format_bytes(facts.bytes.routed_experts),
         rank.node,
@@ -100,14 +106,19 @@ fn turning_point(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
     let demand = &draft.demand;
     let slot = draft.slot_of(rank)?;
     let ring = slot.ring?;
-    let experts = demand.facts.experts;
+    let (of_layer, experts) = match (rank.role, &rank.peers) {
+        (PlanRole::Stage, Some(peers)) => {
+            ("its share of a layer", demand.experts_of_share(peers.ranks))
+        }
+        _ => ("a layer", demand.facts.experts),
+    };
     let one = format_bytes(demand.slot_bytes());
     let context = demand.context_length;
     let room = format_bytes(slot.ring_room_bytes);
     let lengths = match ring.lengths() {
         [only] if only.slots >= experts => {
             return Some(format!(
-                "ring of {}: {} slots of {one}, shared by all layers: all {experts} experts of a layer, as the longest prompt of {context} tokens needs {} beside them",
+                "ring of {}: {} slots of {one}, shared by all layers: all {experts} experts of {of_layer}, as the longest prompt of {context} tokens needs {} beside them",
                 rank.name,
                 only.slots,
                 format_bytes(demand.flight_bytes(context))

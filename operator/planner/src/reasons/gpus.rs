@@ -10,8 +10,18 @@ use crate::gpus::{GpuLack, NodeOffer, unusable};
 use crate::node_ranks::{DenseModules, Device, Devices};
 use crate::place::{NoRoom, Objection, Refused};
 
+use super::peers;
+
 /// Devices of the ranks, in a few words.
-pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
+pub(super) fn devices(draft: &Draft<'_>, ranks: &[PlanRank]) -> String {
+    match draft.peers() {
+        0 => apart(draft, ranks).to_owned(),
+        _ => peers::devices(draft, ranks),
+    }
+}
+
+/// Devices of ranks that each read their prompts alone.
+fn apart(draft: &Draft<'_>, ranks: &[PlanRank]) -> &'static str {
     let placed = draft.placement.ranks.iter().find(|ranks| ranks.count() > 0);
     let has_host_experts = placed.filter(|ranks| ranks.devices.has_host_experts());
     if let Some(ranks) = has_host_experts {
@@ -286,6 +296,10 @@ fn refused(refused: &Refused) -> String {
         (Device::Gpu, Device::Gpu) => "prefill and decode on GPUs",
         (Device::Gpu, _) => "prefill on a GPU",
         (Device::Cpus | Device::GpuAndCpus, _) => "decode on a GPU",
+    };
+    let which = match refused.peers {
+        0 => which.to_owned(),
+        peers => format!("{which}, {peers} GPUs reading prompts together"),
     };
     let no_room = match &refused.why {
         Objection::NoRoom(no_room) => no_room,

@@ -2,6 +2,7 @@
 
 mod experts;
 mod gpus;
+mod peers;
 
 use hearth_crds::{
     NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode, format_bytes,
@@ -30,6 +31,7 @@ pub(crate) fn write(
     cpus(draft, ranks, &mut why);
     gpus::used(draft, ranks, &mut why);
     experts::used(draft, ranks, &mut why);
+    peers::used(draft, ranks, routing, &mut why);
     route(draft, ranks, routing, &mut why);
     objectives(&draft.input.spec.objectives, predicted, &mut why);
     let mut not_chosen = Vec::new();

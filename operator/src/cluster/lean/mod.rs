@@ -5,6 +5,7 @@ mod devices;
 mod node;
 mod object;
 mod own;
+mod plan_slice;
 mod pod;
 mod requests;
 

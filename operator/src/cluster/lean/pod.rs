@@ -8,13 +8,14 @@ use hearth_controller_core::names::{
     old_certificates_secret,
 };
 use hearth_controller_core::observed::{
-    AgentEndpoint, ContainerEnd, ContainerView, PodRole, PodView, SecondRank,
+    AgentEndpoint, ContainerEnd, ContainerView, PodRole, PodView,
 };
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::ObjectMeta;
 use serde::Deserialize;
 
+use super::plan_slice::read_slice;
 use super::requests::{Asking, Granted};
 use super::slim;
 
@@ -194,24 +195,6 @@ struct Terminated {
     exit_code: i32,
     reason: String,
     message: String,
-}
-
-/// The part of a Pod's copy of the plan that covers CPUs and GPUs not shown by any request.
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct Slice {
-    generation: u64,
-    ranks: Vec<SliceRank>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct SliceRank {
-    name: String,
-    cpus: Vec<u32>,
-    pinning: String,
-    claims_gpus: bool,
-    gpu_uuids: Vec<String>,
 }
 
 impl LeanPod {
@@ -421,15 +404,6 @@ fn text(texts: Option<&BTreeMap<String, String>>, name: &str) -> String {
     texts
         .and_then(|texts| texts.get(name).cloned())
         .unwrap_or_default()
-}
-
-/// Generation and ranks of a Pod's copy of the plan.
-fn read_slice(json: &str) -> (u64, SliceRank, Option<SecondRank>) {
-    let slice: Slice = serde_json::from_str(json).unwrap_or_default();
-    let mut ranks = slice.ranks.into_iter();
-    let first = ranks.next().unwrap_or_default();
-    let second = ranks.next().and_then(|rank| SecondRank::named(rank.name));
-    (slice.generation, first, second)
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! The planner's entry point: from its input to a plan.
 
+mod together;
+
 use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType, Strategy};
 
 use crate::advice;
@@ -8,7 +10,7 @@ use crate::checks::{check_strategy, checked_nodes, context_length, kv_types};
 use crate::draft::Draft;
 use crate::error::PlanError;
 use crate::estimator::Estimator;
-use crate::gpus::has_usable;
+use crate::gpus::usable_count;
 use crate::input::PlanInput;
 use crate::memory::Demand;
 use crate::node_ranks::{Device, Devices};
@@ -118,20 +120,30 @@ impl Planning<'_> {
     fn best(&self) -> Result<InferencePlanSpec, PlanError> {
         let (spec, demand, estimator) = (self.input.spec, &self.demand, self.estimator);
         let mut nodes = estimator.nodes().iter();
-        let has_gpus = nodes.any(|node| has_usable(node, estimator.gpus()));
+        let has_gpus = nodes.any(|node| usable_count(node, estimator.gpus()) > 0);
         let candidates = self.asked.candidates(has_gpus, self.demand.reader_version);
+        let mut last = self.wanted(Devices::CPUS, 0);
         let mut refused = Vec::new();
-        for devices in candidates.iter().copied() {
-            let why = match self.on(devices, refused.clone()) {
-                Err(no_room) => Objection::NoRoom(no_room),
-                Ok(plan) => match self.slower(devices, &plan, &candidates) {
-                    Some(why) => Objection::Slower(why),
-                    None => return Ok(plan),
-                },
-            };
-            refused.push(Refused { devices, why });
+        for peers in self.numbers_of_peers()? {
+            for devices in candidates.iter().copied() {
+                last = self.wanted(devices, peers);
+                let why = match self.draft(last, refused.clone()) {
+                    Err(no_room) => Objection::NoRoom(no_room),
+                    Ok(draft) => {
+                        let plan = draft.to_plan();
+                        match self.slower(last, &plan, &candidates) {
+                            Some(why) => Objection::Slower(why),
+                            None => return Ok(self.with_peers(last, draft, plan)),
+                        }
+                    }
+                };
+                refused.push(Refused {
+                    devices,
+                    peers,
+                    why,
+                });
+            }
         }
-        let wanted = self.wanted(refused.last().map_or(Devices::CPUS, |last| last.devices));
         let no_room = refused
             .into_iter()
             .rev()
@@ -144,27 +156,23 @@ impl Planning<'_> {
         };
         let asked_by = self.asked.asked_by();
         Err(advice::refusal(
-            estimator, demand, wanted, spec, asked_by, no_room,
+            estimator, demand, last, spec, asked_by, no_room,
         ))
     }
 
-    fn wanted(&self, devices: Devices) -> Wanted {
+    fn wanted(&self, devices: Devices, peers: u32) -> Wanted {
         let spec = self.input.spec;
         Wanted {
             gateways: spec.gateway.replicas,
             prefill: spec.prefill.planned_replicas(),
             decode: spec.decode.planned_replicas(),
+            peers,
             devices,
         }
     }
 
-    fn on(&self, devices: Devices, refused: Vec<Refused>) -> Result<InferencePlanSpec, NoRoom> {
-        Ok(self.draft(devices, refused)?.to_plan())
-    }
-
-    fn draft(&self, devices: Devices, refused: Vec<Refused>) -> Result<Draft<'_>, NoRoom> {
+    fn draft(&self, wanted: Wanted, refused: Vec<Refused>) -> Result<Draft<'_>, NoRoom> {
         let (demand, estimator) = (&self.demand, self.estimator);
-        let wanted = self.wanted(devices);
         let free = place(estimator.nodes(), demand, wanted, estimator)?;
         let placement = alike(estimator, demand, wanted, &free).unwrap_or(free);
         Ok(Draft {
@@ -183,13 +191,14 @@ impl Planning<'_> {
     /// is, or if nothing else may be chosen.
     fn slower(
         &self,
-        devices: Devices,
+        wanted: Wanted,
         plan: &InferencePlanSpec,
         candidates: &[Devices],
     ) -> Option<String> {
+        let devices = wanted.devices;
         if devices.prefill.is_streaming()
             && candidates.contains(&Devices::CPUS)
-            && let Some(why) = self.streams_in_vain(devices, plan)
+            && let Some(why) = self.streams_in_vain(wanted, plan)
         {
             return Some(why);
         }
@@ -200,7 +209,12 @@ impl Planning<'_> {
         if devices.decode != Device::GpuAndCpus || !candidates.contains(&on_cpus) {
             return None;
         }
-        let tpot_ms = self.on(on_cpus, Vec::new()).ok()?.predicted.tpot_ms;
+        let on_cpus = Wanted {
+            devices: on_cpus,
+            ..wanted
+        };
+        let on_cpus = self.draft(on_cpus, Vec::new()).ok()?.to_plan();
+        let tpot_ms = on_cpus.predicted.tpot_ms;
         (plan.predicted.tpot_ms >= tpot_ms).then(|| {
             format!(
                 "TPOT {:.1} ms, and {tpot_ms:.1} ms on the CPUs alone",
@@ -211,17 +225,20 @@ impl Planning<'_> {
 
     /// Why no prompt is worth streaming, whatever the spec says about which ones are: each would get its first token as
     /// soon from a decode rank of the plan, or from the prefill ranks on CPUs that there would be instead.
-    fn streams_in_vain(&self, devices: Devices, plan: &InferencePlanSpec) -> Option<String> {
+    fn streams_in_vain(&self, wanted: Wanted, plan: &InferencePlanSpec) -> Option<String> {
         let context = plan.model.context_length;
-        let draft = self.draft(devices, Vec::new()).ok()?;
+        let draft = self.draft(wanted, Vec::new()).ok()?;
         let Some(least) = draft.crossover_tokens(&plan.ranks) else {
             return Some(format!(
                 "no prompt of up to {context} tokens would get its first token sooner than from a decode rank that reads it in chunks"
             ));
         };
-        let on_cpus = Devices {
-            prefill: Device::Cpus,
-            ..devices
+        let on_cpus = Wanted {
+            devices: Devices {
+                prefill: Device::Cpus,
+                ..wanted.devices
+            },
+            ..wanted
         };
         let instead = self.draft(on_cpus, Vec::new()).ok()?;
         let ranks = instead.to_plan().ranks;

@@ -1,0 +1,220 @@
+//! The choice of GPUs that read prompts together: as many as the spec asks for, or as pay.
+
+use hearth_crds::{
+    FieldError, InferencePlanSpec, PEERS_VERSION, PlanRole, PrefillMode, ScalingMode,
+};
+
+use super::Planning;
+use crate::advice;
+use crate::draft::Draft;
+use crate::error::{Advice, PlanError};
+use crate::expert_parallel::PEERS;
+use crate::gpus::usable_count;
+use crate::numerics::peers_are_alike;
+use crate::place::{Objection, Refused, Wanted, no_peers};
+use crate::sentences::ms;
+
+/// How much faster a long prompt must be for peers to be chosen: they hold memory of each GPU, and disturb answers.
+const LEAST_GAIN: f64 = 1.2;
+
+/// GPUs that may read prompts together.
+struct Usable<'a> {
+    /// Their number.
+    count: u32,
+    /// Those of each node, in words.
+    accounts: String,
+    /// GPUs on nodes whose workers read no plans of peers.
+    too_old: u32,
+    /// These nodes.
+    old_nodes: Vec<&'a str>,
+}
+
+impl<'a> Usable<'a> {
+    fn of(planning: &Planning<'a>) -> Self {
+        let (mut count, mut too_old) = (0, 0);
+        let (mut accounts, mut old_nodes) = (Vec::new(), Vec::new());
+        for node in planning.estimator.nodes() {
+            let here = usable_count(node, planning.estimator.gpus());
+            accounts.push(format!("{} {here}", node.node));
+            if node.reads_up_to() < PEERS_VERSION {
+                too_old += here;
+                old_nodes.push(&*node.node);
+            } else {
+                count += here;
+            }
+        }
+        Self {
+            count,
+            accounts: accounts.join(", "),
+            too_old,
+            old_nodes,
+        }
+    }
+
+    /// Numbers of peers that there are GPUs for, best first.
+    fn numbers(&self) -> impl Iterator<Item = u32> {
+        PEERS.into_iter().filter(|peers| *peers <= self.count)
+    }
+}
+
+impl Planning<'_> {
+    /// The numbers of peers that are tried, best first; 0: each prefill rank reads prompts alone.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the spec asks for more peers than there are GPUs.
+    pub(super) fn numbers_of_peers(&self) -> Result<Vec<u32>, PlanError> {
+        let prefill = &self.input.spec.prefill;
+        if prefill.mode != PrefillMode::DistributedStreamLoading {
+            return Ok(vec![0]);
+        }
+        let usable = Usable::of(self);
+        let least = prefill.gpus_per_worker.unwrap_or(2);
+        if usable.count >= least {
+            let asked = prefill.gpus_per_worker.map(|asked| vec![asked]);
+            return Ok(asked.unwrap_or_else(|| usable.numbers().collect()));
+        }
+        if usable.count + usable.too_old >= least {
+            return Err(PlanError::Unsupported(vec![FieldError::new(
+                "spec.prefill.mode",
+                "is \"DistributedStreamLoading\"",
+                format!("{}, or write StreamLoading", no_peers(&usable.old_nodes)),
+            )]));
+        }
+        Err(PlanError::TooFewPeers {
+            peers: least,
+            asked_by: self.asked.asked_by(),
+            usable: usable.count,
+            accounts: usable.accounts,
+            advice: self.fewer_peers(least),
+        })
+    }
+
+    /// A change after which the spec asks for fewer GPUs than so many, if one fits.
+    fn fewer_peers(&self, peers: u32) -> Option<Advice> {
+        let candidates = self.asked.candidates(true, self.demand.reader_version);
+        let (spec, demand) = (self.input.spec, &self.demand);
+        candidates.into_iter().find_map(|devices| {
+            let wanted = self.wanted(devices, peers);
+            advice::fewer_peers(self.estimator, demand, wanted, spec)
+        })
+    }
+
+    /// A plan of mode Auto in which a prefill rank streams prompts, with as many peers as read a long one soonest; the plan as it
+    /// is where they do not pay, have no room or are not wanted.
+    pub(super) fn with_peers(
+        &self,
+        wanted: Wanted,
+        mut alone: Draft<'_>,
+        plan: InferencePlanSpec,
+    ) -> InferencePlanSpec {
+        let usable = Usable::of(self);
+        if !self.may_have_peers(wanted) || usable.count + usable.too_old < 2 {
+            return plan;
+        }
+        let tokens = alone.long_prompt_tokens();
+        let alone_ms = plan
+            .ranks_of(PlanRole::Prefill)
+            .next()
+            .and_then(|head| alone.alone_ttft_ms(head, tokens));
+        let Some(alone_ms) = alone_ms.filter(|_| plan.routing.chunked_below_tokens <= tokens)
+        else {
+            return plan;
+        };
+        let (why, peers) = match self.soonest(wanted, &alone, tokens, &usable) {
+            Ok(group) if alone_ms >= group.ttft_ms * LEAST_GAIN => return group.plan,
+            Ok(group) => (
+                Objection::Slower(format!(
+                    "a prompt of {tokens} tokens would take {}, and {} on one: not {LEAST_GAIN} times as fast",
+                    ms(group.ttft_ms),
+                    ms(alone_ms)
+                )),
+                group.peers,
+            ),
+            Err(why) => (why, 2),
+        };
+        alone.refused.push(Refused {
+            devices: wanted.devices,
+            peers,
+            why,
+        });
+        alone.to_plan()
+    }
+
+    /// Whether the spec leaves it to the planner how many GPUs read a prompt.
+    fn may_have_peers(&self, wanted: Wanted) -> bool {
+        let prefill = &self.input.spec.prefill;
+        let scaling = prefill.scaling.as_ref();
+        prefill.mode == PrefillMode::Auto
+            && prefill.gpus_per_worker.is_none()
+            && scaling.is_none_or(|scaling| scaling.mode != ScalingMode::External)
+            && wanted.prefill == 1
+            && wanted.devices.prefill.is_streaming()
+    }
+
+    /// The group that reads a prompt of `tokens` soonest, with decode ranks where they are in `alone`.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn soonest(
+        &self,
+        wanted: Wanted,
+        alone: &Draft<'_>,
+        tokens: u32,
+        usable: &Usable<'_>,
+    ) -> Result<Group, Objection> {
+        let mut why = Objection::Slower(no_peers(&usable.old_nodes));
+        let mut best: Option<Group> = None;
+        for peers in usable.numbers() {
+            match self.group(Wanted { peers, ..wanted }, alone, tokens) {
+                Ok(group)
+                    if best
+                        .as_ref()
+                        .is_none_or(|best| group.ttft_ms < best.ttft_ms) =>
+                {
+                    best = Some(group);
+                }
+                Ok(_) => {}
+                Err(objection) => why = objection,
+            }
+        }
+        best.ok_or(why)
+    }
+
+    fn group(&self, wanted: Wanted, alone: &Draft<'_>, tokens: u32) -> Result<Group, Objection> {
+        let draft = self.draft(wanted, alone.refused.clone());
+        let draft = draft.map_err(Objection::NoRoom)?;
+        let decode = |draft: &Draft<'_>| {
+            let placed = draft.placement.ranks.iter();
+            placed.map(|ranks| ranks.decode).collect::<Vec<_>>()
+        };
+        if decode(&draft) != decode(alone) {
+            return Err(Objection::Slower(
+                "decode would have to move to another node".to_owned(),
+            ));
+        }
+        let plan = draft.to_plan();
+        if !peers_are_alike(draft.nodes, &plan.ranks) {
+            return Err(Objection::Slower(
+                "they are of different kinds, and a prompt would have other bits than on one"
+                    .to_owned(),
+            ));
+        }
+        let ttft_ms = plan
+            .ranks_of(PlanRole::Prefill)
+            .next()
+            .and_then(|head| draft.together_ttft_ms(head, tokens));
+        Ok(Group {
+            peers: wanted.peers,
+            ttft_ms: ttft_ms.unwrap_or(f64::INFINITY),
+            plan,
+        })
+    }
+}
+
+/// A plan with peers.
+struct Group {
+    peers: u32,
+    /// Milliseconds to the first token of a long prompt that all read together.
+    ttft_ms: f64,
+    plan: InferencePlanSpec,
+}

@@ -1,0 +1,409 @@
+//! Plans whose GPUs read prompts together.
+#![allow(clippy::unwrap_used)] // a test that cannot plan has failed
+
+mod support;
+
+use std::collections::BTreeMap;
+
+use hearth_crds::{
+    ComputeCapability, GpuProfile, InferencePlanSpec, LinkProfile, NodeProfileStatus,
+    PEERS_VERSION, PlanExpertParallel, PlanRank, PlanRole, RING_VERSION, ResidencyPolicy,
+};
+use hearth_planner::{Advice, GpuOffer, PlanError, PlanInput, plan};
+use support::{GIB, dense_1_7b, gpu, laptop, plan_input_here, plugin, qwen3_30b, spec};
+
+/// A context beside which both a prefill and a decode rank have room on 8 GiB.
+const SHORT: &str = "model: {source: {builtin: {name: hearth-demo}}, contextLength: 2048}\n";
+const TOGETHER: &str = "prefill: {mode: DistributedStreamLoading}\n";
+
+/// A laptop of a name with so much memory and so many GPUs of 8 GiB.
+fn node(name: &str, memory_gib: u64, gpus: u32) -> NodeProfileStatus {
+    let number = name.len() as u32 * 10;
+    let links = ["attic", "cellar", "office"].into_iter();
+    NodeProfileStatus {
+        node: name.to_owned(),
+        gpus: (0..gpus)
+            .map(|n| gpu(&format!("RTX {n}"), number + n, 8))
+            .collect(),
+        links: links
+            .filter(|peer| *peer != name)
+            .map(|peer| LinkProfile {
+                peer: peer.to_owned(),
+                gbps: 1.1,
+                rtt_us: 100.0,
+            })
+            .collect(),
+        ..laptop(memory_gib * GIB)
+    }
+}
+
+fn planned(
+    yaml: &str,
+    nodes: &[NodeProfileStatus],
+    gpus: GpuOffer<'_>,
+) -> Result<InferencePlanSpec, PlanError> {
+    let (spec, facts) = (
+        serde_norway::from_str(&format!("{SHORT}{yaml}")).unwrap(),
+        qwen3_30b(),
+    );
+    plan(&PlanInput {
+        gpus,
+        ..plan_input_here(&spec, &facts, nodes)
+    })
+}
+
+fn here(yaml: &str, nodes: &[NodeProfileStatus]) -> InferencePlanSpec {
+    planned(yaml, nodes, GpuOffer::Machine).unwrap()
+}
+
+fn rank<'a>(plan: &'a InferencePlanSpec, name: &str) -> &'a PlanRank {
+    plan.rank(name).unwrap()
+}
+
+/// The members of the only group, checked for what workers need of a plan.
+fn members(plan: &InferencePlanSpec) -> Vec<&PlanRank> {
+    let members = plan.group_of("prefill-0");
+    let head = members[0];
+    assert_eq!(
+        (head.name.as_str(), head.role),
+        ("prefill-0", PlanRole::Prefill)
+    );
+    assert_eq!(plan.min_version, PEERS_VERSION);
+    for (place, member) in members.iter().enumerate() {
+        let peers = member.peers.as_ref().unwrap();
+        assert_eq!(
+            (peers.place as usize, peers.ranks as usize),
+            (place, members.len())
+        );
+        assert_eq!(place > 0, member.role == PlanRole::Stage, "{member:?}");
+        let residency = member.residency.as_ref().unwrap();
+        assert_eq!(residency.policy, ResidencyPolicy::StreamLoading);
+        assert_eq!(member.kv, head.kv, "caches have the same blocks");
+        assert_eq!(member.mla_form, head.mla_form);
+        assert_eq!(member.activations, head.activations);
+        let others = members.iter().filter(|other| other.name != member.name);
+        for other in others {
+            assert_ne!(member.device(), other.device(), "a GPU is one peer's");
+        }
+    }
+    members
+}
+
+#[track_caller]
+fn assert_line(lines: &[String], begin: &str, part: &str) {
+    let found = lines
+        .iter()
+        .any(|line| line.starts_with(begin) && line.contains(part));
+    assert!(found, "{begin} … {part} in {lines:#?}");
+}
+
+#[test]
+fn two_gpus_of_a_machine_read_prompts_together() {
+    let plan = here(TOGETHER, &[node("office", 40, 2)]);
+    let members = members(&plan);
+    assert_eq!(members.len(), 2);
+    let facts = qwen3_30b();
+    let host_bytes = |rank: &PlanRank| rank.residency.as_ref().unwrap().host_bytes;
+    // The head can read a prompt alone; a follower has its own experts.
+    assert_eq!(host_bytes(members[0]), facts.bytes.routed_experts);
+    assert_eq!(host_bytes(members[1]), facts.bytes.routed_experts / 2);
+    let ring = |rank: &PlanRank| rank.residency.as_ref().unwrap().ring_slots.unwrap();
+    assert!(ring(members[1]) <= facts.experts / 2, "{:?}", members[1]);
+    let experts = |rank: &PlanRank| rank.peers.as_ref().unwrap().experts;
+    assert_eq!(experts(members[0]), PlanExpertParallel::SmallEp);
+    assert_eq!(plan.routing.together_after_quiet_ms, Some(0));
+    // Decode is where it would be without peers, on a GPU that it shares with one of them.
+    let decode = rank(&plan, "decode-0");
+    assert_eq!(
+        decode.residency.as_ref().unwrap().policy,
+        ResidencyPolicy::HostExperts
+    );
+    assert!(members.iter().any(|rank| rank.device() == decode.device()));
+    for gpu in &node("office", 40, 2).gpus {
+        let on_it = plan
+            .ranks
+            .iter()
+            .filter(|rank| rank.device_name == gpu.uuid);
+        let used: u64 = on_it.map(|rank| rank.gpu_memory_bytes).sum();
+        assert!(used <= gpu.free_bytes, "{used}");
+    }
+    assert_line(
+        &plan.why,
+        "hybrid on office",
+        "2 GPUs that read prompts together",
+    );
+    assert_line(
+        &plan.why,
+        "2 GPUs read prompts together: prefill-0 on RTX",
+        "stage-0 on RTX",
+    );
+    assert_line(
+        &plan.why,
+        "a prompt of 2048 tokens takes",
+        "by prefill-0 alone",
+    );
+    assert_line(
+        &plan.why,
+        "prompts of prefill-0 are read together",
+        "as spec.prefill.mode says",
+    );
+}
+
+#[test]
+fn as_many_gpus_read_together_as_are_a_power_of_two() {
+    for (gpus, peers) in [(2, 2), (3, 2), (4, 4), (7, 4), (8, 8)] {
+        let plan = here(TOGETHER, &[node("office", 60, gpus)]);
+        assert_eq!(members(&plan).len(), peers, "{gpus}");
+    }
+    let two = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 2}\n";
+    assert_eq!(members(&here(two, &[node("office", 60, 4)])).len(), 2);
+}
+
+#[test]
+fn rows_go_to_the_experts_that_they_choose_where_these_are_fewer_than_the_gpus() {
+    let mut facts = qwen3_30b();
+    facts.experts_per_token = 4;
+    let spec = serde_norway::from_str(&format!("{SHORT}{TOGETHER}")).unwrap();
+    for (gpus, way) in [
+        (4, PlanExpertParallel::SmallEp),
+        (8, PlanExpertParallel::Ep),
+    ] {
+        let nodes = [node("office", 60, gpus)];
+        let plan = plan(&plan_input_here(&spec, &facts, &nodes)).unwrap();
+        let peers = rank(&plan, "stage-0").peers.clone().unwrap();
+        assert_eq!((peers.ranks, peers.experts), (gpus, way));
+    }
+}
+
+#[test]
+fn a_node_that_holds_a_share_of_the_experts_has_a_follower() {
+    let nodes = [node("attic", 18, 1), node("office", 40, 1)];
+    let plan = here(TOGETHER, &nodes);
+    let members = members(&plan);
+    let at: Vec<&str> = members.iter().map(|rank| rank.node.as_str()).collect();
+    assert_eq!(at, ["office", "attic"]);
+    // All experts do not fit there, and half of them do.
+    let facts = qwen3_30b();
+    assert_eq!(
+        members[1].host_weight_bytes(),
+        facts.bytes.routed_experts / 2
+    );
+    let too_small = [node("attic", 8, 1), node("office", 40, 1)];
+    let refused = planned(TOGETHER, &too_small, GpuOffer::Machine).unwrap_err();
+    let PlanError::InsufficientMemory {
+        what, node, advice, ..
+    } = &refused
+    else {
+        panic!("{refused}");
+    };
+    assert_eq!((what.as_str(), node.as_str()), ("stage-0", "attic"));
+    assert!(advice.contains(&Advice::ReadAlone(false)), "{refused}");
+}
+
+#[test]
+fn where_a_gpu_is_given_to_one_container_a_follower_is_in_the_pod_of_a_decode_rank() {
+    let nodes = [node("attic", 40, 1), node("office", 40, 1)];
+    let free = BTreeMap::from(["attic", "office"].map(|name| (name.to_owned(), 1)));
+    let plan = planned(TOGETHER, &nodes, plugin(&free)).unwrap();
+    let members = members(&plan);
+    let decode = rank(&plan, "decode-0");
+    assert_eq!(
+        (members[0].in_pod_of.as_deref(), members[0].gpus),
+        (None, 1)
+    );
+    assert_ne!(members[0].node, decode.node);
+    let pod = (members[1].in_pod_of.as_deref(), members[1].gpus);
+    assert_eq!(pod, (Some("decode-0"), 0));
+    assert_eq!(members[1].device(), decode.device());
+    assert_line(&plan.why, "stage-0 on RTX", "runs in the Pod of decode-0");
+    // With a GPU more, each has its own.
+    let nodes = [node("attic", 40, 1), node("office", 40, 2)];
+    let free = BTreeMap::from([("attic".to_owned(), 1), ("office".to_owned(), 2)]);
+    let plan = planned(TOGETHER, &nodes, plugin(&free)).unwrap();
+    assert!(plan.ranks.iter().all(|rank| rank.in_pod_of.is_none()));
+    assert_eq!(plan.ranks.iter().map(|rank| rank.gpus).sum::<u32>(), 3);
+    // Where Pods have CPUs of their own, two ranks share none: decode does without a GPU.
+    let nodes = [node("attic", 40, 1), node("office", 40, 1)];
+    let free = BTreeMap::from(["attic", "office"].map(|name| (name.to_owned(), 1)));
+    let yaml = format!("{TOGETHER}placement: {{pinning: Exclusive}}\n");
+    let plan = planned(&yaml, &nodes, plugin(&free)).unwrap();
+    assert!(!rank(&plan, "decode-0").is_on_gpu());
+    assert!(plan.ranks.iter().all(|rank| rank.in_pod_of.is_none()));
+}
+
+#[test]
+fn too_few_gpus_or_too_little_memory_are_said_with_numbers() {
+    let refusal = |yaml: &str, nodes: &[NodeProfileStatus]| {
+        planned(yaml, nodes, GpuOffer::Machine).unwrap_err()
+    };
+    let one = refusal(TOGETHER, &[node("office", 40, 1)]);
+    assert_eq!(
+        one.to_string(),
+        "2 GPUs are to read a prompt together (spec.prefill.mode is DistributedStreamLoading), and workers may use 1 (office 1)\n  \
+         add GPUs, or write spec.prefill.mode: StreamLoading"
+    );
+    let eight = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 8}\n";
+    let few = refusal(eight, &[node("attic", 40, 1), node("office", 40, 3)]);
+    assert_eq!(
+        few.to_string(),
+        "8 GPUs are to read a prompt together (spec.prefill.gpusPerWorker and spec.prefill.mode is DistributedStreamLoading), and workers may use 4 (attic 1, office 3)\n  \
+         add GPUs, or lower spec.prefill.gpusPerWorker to 4"
+    );
+    let mut small = node("office", 40, 2);
+    small.gpus[1] = gpu("GTX", 7, 3);
+    let refused = refusal(TOGETHER, &[small]);
+    let PlanError::InsufficientGpuMemory {
+        what, gpu, advice, ..
+    } = &refused
+    else {
+        panic!("{refused}");
+    };
+    assert_eq!(
+        (what.as_str(), gpu.as_str()),
+        ("stage-0", "GTX of node office")
+    );
+    assert!(advice.contains(&Advice::ReadAlone(false)), "{refused}");
+}
+
+#[test]
+fn what_peers_cannot_do_is_refused() {
+    let nodes = [node("office", 40, 2)];
+    let dense = spec(TOGETHER);
+    let refused = plan(&plan_input_here(&dense, &dense_1_7b(), &nodes)).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "spec.prefill.mode is \"DistributedStreamLoading\"\n  qwen3 has no routed experts to stream: write Auto or Chunked"
+    );
+    for (more, field) in [
+        ("gpusPerWorker: 3", "spec.prefill.gpusPerWorker"),
+        ("replicas: 2", "spec.prefill.replicas"),
+        ("scaling: {mode: External}", "spec.prefill.scaling.mode"),
+        ("quietWindow: 1m", "spec.prefill.quietWindow"),
+    ] {
+        let yaml = format!("prefill: {{mode: DistributedStreamLoading, {more}}}\n");
+        let refused = planned(&yaml, &nodes, GpuOffer::Machine).unwrap_err();
+        assert!(refused.to_string().starts_with(field), "{refused}");
+    }
+    let ring = format!("strategy: PipedRing\n{TOGETHER}");
+    let refused = planned(&ring, &nodes, GpuOffer::Machine).unwrap_err();
+    assert!(
+        refused.to_string().contains("a ring reads prompts itself"),
+        "{refused}"
+    );
+}
+
+#[test]
+fn old_workers_read_no_plans_of_peers() {
+    let old = |mut node: NodeProfileStatus| {
+        node.reader_version = Some(RING_VERSION);
+        node
+    };
+    let refused = planned(TOGETHER, &[old(node("office", 40, 2))], GpuOffer::Machine);
+    let refused = refused.unwrap_err().to_string();
+    assert_eq!(
+        refused,
+        format!(
+            "spec.prefill.mode is \"DistributedStreamLoading\"\n  the workers' image of office reads no plans of peers (version {PEERS_VERSION}): renew it, or write StreamLoading"
+        )
+    );
+    // Those that would be too few are no advice either.
+    let eight = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 8}\n";
+    let refused = planned(eight, &[old(node("office", 40, 4))], GpuOffer::Machine);
+    let PlanError::TooFewPeers { usable, advice, .. } = refused.unwrap_err() else {
+        panic!("not too few");
+    };
+    assert_eq!((usable, advice), (0, Some(Advice::ReadAlone(true))));
+    // No rank of the plan is where it is not read.
+    let nodes = [old(node("attic", 200, 4)), node("office", 40, 2)];
+    let plan = here(TOGETHER, &nodes);
+    assert_eq!(members(&plan).len(), 2);
+    assert!(plan.ranks.iter().all(|rank| rank.node == "office"));
+    let auto = here("", &[old(slowly_linked())]);
+    assert!(auto.ranks.iter().all(|rank| rank.peers.is_none()));
+    assert_line(&auto.not_chosen, "experts of prefill", "renew it");
+}
+
+/// Two GPUs whose experts come slowly, so that half of them are there much sooner.
+fn slowly_linked() -> NodeProfileStatus {
+    let mut node = node("office", 40, 2);
+    for gpu in &mut node.gpus {
+        gpu.pcie_gbps = 4.0;
+    }
+    node
+}
+
+#[test]
+fn auto_lets_gpus_read_together_where_that_is_much_faster() {
+    let alone = here("", &[node("office", 40, 2)]);
+    assert!(alone.ranks.iter().all(|rank| rank.peers.is_none()));
+    assert_eq!(alone.routing.together_after_quiet_ms, None);
+    assert!(alone.min_version < PEERS_VERSION);
+    assert_line(
+        &alone.not_chosen,
+        "experts of prefill streamed to a GPU",
+        "2 GPUs reading prompts together: a prompt of 2048 tokens would take",
+    );
+    let together = here("", &[slowly_linked()]);
+    assert_eq!(members(&together).len(), 2);
+    assert_eq!(together.routing.together_after_quiet_ms, Some(300_000));
+    assert_line(
+        &together.why,
+        "prompts of prefill-0 are read together once no answer was written for 5m",
+        "otherwise by prefill-0 alone",
+    );
+    let window = here("prefill: {quietWindow: 30s}\n", &[slowly_linked()]);
+    assert_eq!(window.routing.together_after_quiet_ms, Some(30_000));
+    // Decode keeps the GPU that it has without peers.
+    assert!(rank(&together, "decode-0").is_on_gpu());
+    for yaml in [
+        "prefill: {replicas: 2}\n",
+        "prefill: {gpusPerWorker: 1}\n",
+        "prefill: {mode: StreamLoading}\n",
+        "prefill: {scaling: {mode: External}}\n",
+    ] {
+        let plan = here(yaml, &[slowly_linked()]);
+        assert!(plan.ranks.iter().all(|rank| rank.peers.is_none()), "{yaml}");
+    }
+}
+
+#[test]
+fn gpus_of_different_kinds_read_together_only_where_the_spec_says_so() {
+    let mut mixed = slowly_linked();
+    mixed.gpus[1].compute_capability = Some(ComputeCapability { major: 9, minor: 0 });
+    let auto = here("", std::slice::from_ref(&mixed));
+    assert!(auto.ranks.iter().all(|rank| rank.peers.is_none()));
+    assert_line(&auto.not_chosen, "experts of prefill", "of different kinds");
+    let asked = here(TOGETHER, &[mixed]);
+    assert_eq!(members(&asked).len(), 2);
+    assert_eq!(asked.mixed_numerics.len(), 1, "{:?}", asked.mixed_numerics);
+}
+
+#[test]
+fn the_prediction_is_that_of_all_gpus_where_they_read_every_prompt() {
+    let ttft = |yaml: &str| {
+        let yaml = format!("prefill: {{chunkedBelowTokens: 0, mode: {yaml}}}\n");
+        here(&yaml, &[slowly_linked()]).predicted.ttft_ms
+    };
+    let (together_ms, alone_ms) = (ttft("DistributedStreamLoading"), ttft("StreamLoading"));
+    assert!(together_ms < 0.8 * alone_ms, "{together_ms} {alone_ms}");
+    // Copies alone are halved; what is exchanged comes on top.
+    assert!(together_ms > 0.5 * alone_ms, "{together_ms} {alone_ms}");
+}
+
+#[test]
+fn a_virtual_device_is_one_gpu() {
+    let device = GpuProfile {
+        uuid: hearth_crds::VIRTUAL_UUID.to_owned(),
+        virtual_device: Some("virtual:memory=8Gi".to_owned()),
+        compute_capability: None,
+        copy_gbps: 20.0,
+        ..gpu("virtual", 0, 8)
+    };
+    let mut machine = node("office", 40, 0);
+    machine.gpus = vec![device];
+    let refused = planned(TOGETHER, &[machine], GpuOffer::Machine).unwrap_err();
+    assert!(
+        matches!(refused, PlanError::TooFewPeers { usable: 1, .. }),
+        "{refused}"
+    );
+}

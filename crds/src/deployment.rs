@@ -165,9 +165,9 @@ pub struct PrefillSpec {
     /// streams its share of the experts and computes its share of the tokens.
     #[serde(default)]
     pub mode: PrefillMode,
-    /// With mode Auto, where several GPUs can read a prompt together: time in which no answer may have been written for them to
-    /// do so. Within it a prompt is read by one GPU, so that the others and the links stay free for answers. With 0s they read
-    /// every long prompt together. At most 24h. By default 5m.
+    /// Where several GPUs can read a prompt together: time in which no answer may have been written for them to do so. Within it a
+    /// prompt is read by one GPU, so that the others and the links stay free for answers. With 0s they read every long prompt
+    /// together. At most 24h. By default 5m with mode Auto, and 0s with DistributedStreamLoading.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::QUIET_WINDOW).message(rules::QUIET_WINDOW_SAYS)))]
     pub quiet_window: Option<DurationText>,

@@ -73,12 +73,12 @@ pub(crate) const PEERS_ONE_GROUP_SAYS: &str = "with mode DistributedStreamLoadin
 pub(crate) const PEERS_NOT_SCALED: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External'";
 pub(crate) const PEERS_NOT_SCALED_SAYS: &str = "with mode DistributedStreamLoading all prefill workers read one prompt together, and none can be added by itself: remove scaling, or write mode: StreamLoading";
 /// Rule for a time that only the planner's own choice of peers waits for.
-pub(crate) const QUIET_WINDOW_HAS_EFFECT: &str =
-    "!has(self.quietWindow) || !has(self.mode) || self.mode == 'Auto'";
-pub(crate) const QUIET_WINDOW_HAS_EFFECT_SAYS: &str = "quietWindow is for mode Auto: with DistributedStreamLoading the GPUs read every long prompt together, with other modes none; remove quietWindow, or write mode: Auto";
+pub(crate) const QUIET_WINDOW_HAS_EFFECT: &str = "!has(self.quietWindow) || !has(self.mode) || self.mode in ['Auto', 'DistributedStreamLoading']";
+pub(crate) const QUIET_WINDOW_HAS_EFFECT_SAYS: &str = "quietWindow says when several GPUs read a prompt together, and with this mode they never do: remove quietWindow, or write mode: Auto or DistributedStreamLoading";
 /// Rule for a duration of up to a day. What is none has a rule of its own, and CEL can add up no number of any length.
 pub(crate) const QUIET_WINDOW: &str = "!self.matches('^([0-9.]+(ms|s|m|h))+$') || (self.matches('^([0-9]{1,8}([.][0-9]{1,9})?(ms|s)|[0-9]{1,5}([.][0-9]{1,9})?(m|h))+$') && duration(self) <= duration('24h'))";
-pub(crate) const QUIET_WINDOW_SAYS: &str = "write 0s to 24h; the default is 5m";
+pub(crate) const QUIET_WINDOW_SAYS: &str =
+    "write 0s to 24h; the default is 5m with mode Auto and 0s with DistributedStreamLoading";
 /// Rule against streaming onto a GPU that no worker may use.
 pub(crate) const STREAMING_HAS_GPU: &str = "!has(self.mode) || self.mode != 'StreamLoading' || !has(self.gpusPerWorker) || self.gpusPerWorker > 0";
 pub(crate) const STREAMING_HAS_GPU_SAYS: &str = "StreamLoading loads experts onto a GPU and gpusPerWorker is 0: remove gpusPerWorker, or write mode: Auto";

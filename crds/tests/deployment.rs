@@ -392,6 +392,7 @@ fn peers_are_one_group_of_2_4_or_8_gpus() {
         format!("{mode}, scaling: {{mode: Static}}"),
         "quietWindow: 0s".to_owned(),
         "mode: Auto, quietWindow: 24h".to_owned(),
+        "mode: DistributedStreamLoading, quietWindow: 1m".to_owned(),
     ] {
         let text = deployment(&format!("{MODEL}\n  prefill: {{{accepted}}}"));
         for target in [Target::Machine, Target::Cluster] {
@@ -414,17 +415,17 @@ fn peers_are_one_group_of_2_4_or_8_gpus() {
         &format!("  prefill: {{{mode}, scaling: {{mode: External}}}}"),
         "spec.prefill.scaling sets mode\n  with mode DistributedStreamLoading all prefill workers read one prompt together, and none can be added by itself: remove scaling, or write mode: StreamLoading",
     );
-    for other in ["StreamLoading", "DistributedStreamLoading", "Chunked"] {
+    for other in ["StreamLoading", "Chunked"] {
         refused(
             &format!("  prefill: {{mode: {other}, quietWindow: 1m}}"),
-            "spec.prefill.quietWindow is \"1m\"\n  quietWindow is for mode Auto: with DistributedStreamLoading the GPUs read every long prompt together, with other modes none; remove quietWindow, or write mode: Auto",
+            "spec.prefill.quietWindow is \"1m\"\n  quietWindow says when several GPUs read a prompt together, and with this mode they never do: remove quietWindow, or write mode: Auto or DistributedStreamLoading",
         );
     }
     for long in ["25h", "23h61m", "999999999h"] {
         refused(
             &format!("  prefill: {{quietWindow: {long}}}"),
             &format!(
-                "spec.prefill.quietWindow is \"{long}\"\n  write 0s to 24h; the default is 5m"
+                "spec.prefill.quietWindow is \"{long}\"\n  write 0s to 24h; the default is 5m with mode Auto and 0s with DistributedStreamLoading"
             ),
         );
     }

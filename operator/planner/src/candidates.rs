@@ -198,7 +198,7 @@ fn errors_of_peers(prefill: &PrefillSpec) -> Vec<(&'static str, &'static str, St
             prefill.mode != PrefillMode::Auto && prefill.quiet_window.is_some(),
             "spec.prefill.quietWindow",
             "has no effect",
-            "with this mode each prefill worker reads prompts alone: remove it, or write mode: Auto",
+            "with this mode each prefill worker reads prompts alone: remove it, or write mode: Auto or DistributedStreamLoading",
         );
         return errors;
     }
@@ -222,12 +222,6 @@ fn errors_of_peers(prefill: &PrefillSpec) -> Vec<(&'static str, &'static str, St
         "spec.prefill.scaling.mode",
         "is \"External\"",
         "with mode DistributedStreamLoading no prefill worker can be added by itself: remove scaling",
-    );
-    refuse(
-        prefill.quiet_window.is_some(),
-        "spec.prefill.quietWindow",
-        "has no effect",
-        "with mode DistributedStreamLoading every long prompt is read together: remove it, or write mode: Auto",
     );
     errors
 }

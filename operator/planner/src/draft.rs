@@ -88,12 +88,13 @@ impl<'a> Draft<'a> {
     /// Time for which nothing may have been decoded for a prompt to be read by all peers, in milliseconds; `None` without peers.
     pub(crate) fn together_after_quiet_ms(&self) -> Option<u64> {
         let prefill = &self.input.spec.prefill;
-        let window = match prefill.mode {
+        let default = match prefill.mode {
             PrefillMode::DistributedStreamLoading => Duration::ZERO,
-            PrefillMode::Auto | PrefillMode::Chunked | PrefillMode::StreamLoading => prefill
-                .quiet_window
-                .map_or(DEFAULT_QUIET_WINDOW, DurationText::get),
+            PrefillMode::Auto | PrefillMode::Chunked | PrefillMode::StreamLoading => {
+                DEFAULT_QUIET_WINDOW
+            }
         };
+        let window = prefill.quiet_window.map_or(default, DurationText::get);
         let window_ms = u64::try_from(window.as_millis()).unwrap_or(u64::MAX);
         (self.peers() > 0).then_some(window_ms)
     }

@@ -112,6 +112,9 @@ fn two_gpus_of_a_machine_read_prompts_together() {
     let experts = |rank: &PlanRank| rank.peers.as_ref().unwrap().experts;
     assert_eq!(experts(members[0]), PlanExpertParallel::SmallEp);
     assert_eq!(plan.routing.together_after_quiet_ms, Some(0));
+    let quiet = "prefill: {mode: DistributedStreamLoading, quietWindow: 1m}\n";
+    let quiet = here(quiet, &[node("office", 40, 2)]);
+    assert_eq!(quiet.routing.together_after_quiet_ms, Some(60_000));
     // Decode is where it would be without peers, on a GPU that it shares with one of them.
     let decode = rank(&plan, "decode-0");
     assert_eq!(
@@ -278,7 +281,6 @@ fn what_peers_cannot_do_is_refused() {
         ("gpusPerWorker: 3", "spec.prefill.gpusPerWorker"),
         ("replicas: 2", "spec.prefill.replicas"),
         ("scaling: {mode: External}", "spec.prefill.scaling.mode"),
-        ("quietWindow: 1m", "spec.prefill.quietWindow"),
     ] {
         let yaml = format!("prefill: {{mode: DistributedStreamLoading, {more}}}\n");
         let refused = planned(&yaml, &nodes, GpuOffer::Machine).unwrap_err();

@@ -119,16 +119,11 @@ fn two_devices_read_prompts_together_with_the_bits_of_one() {
 #[test]
 fn peers_are_left_to_decoding_until_it_has_been_quiet() {
     let directory = tempfile::tempdir().expect("a directory");
-    // A link that is slow enough for two to be predicted to be worth it.
-    let devices = format!("{DEVICES},copy=20MB/s");
-    let mut options = streaming(directory.path(), json!({"quietWindow": "1h"}));
-    options.arguments[1].clone_from(&devices);
-    let file = options.file.clone().expect("a file");
-    let plan = planned(&file, &devices).expect("a plan");
-    assert_eq!(
-        plan["routing"]["togetherAfterQuietMs"], 3_600_000,
-        "{plan:#}"
-    );
+    let prefill = json!({"mode": "DistributedStreamLoading", "quietWindow": "1h"});
+    let options = streaming(directory.path(), prefill);
+    let plan = planned(&options.file.clone().expect("a file"), DEVICES).expect("a plan");
+    let window = &plan["routing"]["togetherAfterQuietMs"];
+    assert_eq!(window, 3_600_000, "{plan:#}");
     let up = Up::start(&options);
     let mut read = Copied::after(&up, 0);
     let first = read.of_one_more(1);

@@ -1,7 +1,7 @@
 //! Sentences about GPUs that read prompts together.
 
 use hearth_crds::{
-    DurationText, PlanExpertParallel, PlanRank, PlanRole, PlanRouting, PrefillMode, format_bytes,
+    DurationText, PlanExpertParallel, PlanRank, PlanRole, PlanRouting, format_bytes,
 };
 
 use crate::draft::{Draft, ranks_of};
@@ -68,11 +68,11 @@ fn when(draft: &Draft<'_>, routing: &PlanRouting, head: &PlanRank) -> Option<Str
     let prefill = &draft.input.spec.prefill;
     let name = &head.name;
     let without = format!("without all of them {name} reads prompts alone");
-    Some(match (quiet.is_zero(), prefill.mode) {
-        (true, PrefillMode::DistributedStreamLoading) => {
+    Some(match (quiet.is_zero(), prefill.quiet_window) {
+        (true, None) => {
             format!("prompts of {name} are read together, as spec.prefill.mode says; {without}")
         }
-        (true, _) => {
+        (true, Some(_)) => {
             format!(
                 "prompts of {name} are read together, as spec.prefill.quietWindow says; {without}"
             )

@@ -32,7 +32,7 @@ use crate::{
     work::StepWork,
 };
 use flights::FlyingStep;
-use group::Apart;
+use group::GroupLosses;
 
 /// Number of forward passes that fail in a row before the engine reports itself unhealthy.
 const FAILURES_UNTIL_UNHEALTHY: u32 = 3;
@@ -72,14 +72,8 @@ pub(crate) struct StepLoop<F> {
     failures_in_a_row: u32,
     /// See [`EngineOptions::whole_prompts`].
     whole_prompts: bool,
-    /// Set while the group of ranks that run the model is not complete.
-    apart: Option<Apart>,
-    /// Set while peers are lost without which this rank computes alone.
-    peers_lost: Option<Apart>,
-    /// How often the group has lost a member and was complete again.
-    group_losses: u32,
-    /// How often the group has lost a member in a step of a sequence since its last token.
-    losses: HashMap<SequenceId, u32>,
+    /// What became of the group of ranks that run the model.
+    group: GroupLosses,
     /// Set if the last schedule had nothing to compute and nothing has happened since.
     idle: bool,
     stopping: bool,
@@ -132,10 +126,7 @@ impl<F: Forward> StepLoop<F> {
             counters: Counters::default(),
             failures_in_a_row: 0,
             whole_prompts: options.whole_prompts,
-            apart: None,
-            peers_lost: None,
-            losses: HashMap::new(),
-            group_losses: 0,
+            group: GroupLosses::default(),
             idle: true,
             stopping: false,
         })
@@ -195,7 +186,7 @@ impl<F: Forward> StepLoop<F> {
     fn take_commands(&mut self) -> bool {
         while !self.stopping {
             let nothing_to_do = self.idle && self.imports.is_empty() && self.in_flight.is_empty();
-            let command = match nothing_to_do && self.apart.is_none() {
+            let command = match nothing_to_do && self.group.apart.is_none() {
                 false => self.inbox.try_recv(),
                 true => self.wait_for_command(),
             };
@@ -287,7 +278,7 @@ impl<F: Forward> StepLoop<F> {
     fn remove(&mut self, sequence: SequenceId) -> Option<EngineRequest> {
         let request = self.requests.remove(&sequence)?;
         self.sequences.remove(&request.id());
-        self.losses.remove(&sequence);
+        self.group.of_sequences.remove(&sequence);
         self.imports.forget(request.id());
         self.scheduler.cancel(sequence);
         self.idle = false;
@@ -419,7 +410,7 @@ impl<F: Forward> StepLoop<F> {
             }
         };
         self.counters.generated_tokens += 1;
-        self.losses.remove(&sequence);
+        self.group.of_sequences.remove(&sequence);
         self.send(sequence, chosen.event).then_some(Sampled {
             sequence,
             token: chosen.token,

@@ -3,8 +3,11 @@
 //! The group forms anew, with the member that has returned or its successor, and every sequence is computed again from its
 //! tokens: whoever waits for an answer notices nothing but the time. A rank that computes alone, too, does so meanwhile.
 
+use std::collections::HashMap;
 use std::sync::mpsc::{RecvError, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
+
+use hearth_schedule::SequenceId;
 
 use super::{Command, StepLoop, StepWork};
 use crate::{EngineError, Health, forward::Forward, request::EngineRequest};
@@ -22,6 +25,19 @@ const GROUP_PATIENCE: Duration = Duration::from_secs(120);
 /// ends the members.
 const MOST_LOSSES: u32 = 3;
 
+/// Members that the group has lost.
+#[derive(Default)]
+pub(super) struct GroupLosses {
+    /// Set while the group is not complete, and nothing is computed.
+    pub(super) apart: Option<Apart>,
+    /// Set while it is not complete, and this rank computes alone.
+    peers_lost: Option<Apart>,
+    /// How often it was complete again.
+    times: u32,
+    /// How often a member was lost in a step of a sequence since its last token.
+    pub(super) of_sequences: HashMap<SequenceId, u32>,
+}
+
 /// A group that is not complete.
 pub(super) struct Apart {
     since: Instant,
@@ -36,19 +52,19 @@ impl<F: Forward> StepLoop<F> {
             self.look_after_peers();
             return true;
         }
-        if self.apart.is_none()
+        if self.group.apart.is_none()
             && let Some(why) = self.forward.group_lost()
         {
             self.part(why);
         }
-        let Some(apart) = &self.apart else {
+        let Some(apart) = &self.group.apart else {
             return true;
         };
         let (since, why) = (apart.since, apart.why.clone());
         match self.forward.rejoin(JOIN_PERIOD) {
             Ok(true) => {
                 self.complete_again(since.elapsed().as_secs_f64(), &why);
-                self.apart = None;
+                self.group.apart = None;
                 self.idle = false;
                 self.shared.set_health(Health::Healthy);
                 return true;
@@ -68,7 +84,7 @@ impl<F: Forward> StepLoop<F> {
         let Some(why) = self.forward.group_lost() else {
             return;
         };
-        let (since, why) = match &self.peers_lost {
+        let (since, why) = match &self.group.peers_lost {
             Some(lost) => (lost.since, lost.why.clone()),
             None => {
                 tracing::warn!(
@@ -79,7 +95,7 @@ impl<F: Forward> StepLoop<F> {
                     "not complete, prompts are read by this rank alone: {why}"
                 ));
                 let since = Instant::now();
-                self.peers_lost = Some(Apart {
+                self.group.peers_lost = Some(Apart {
                     since,
                     why: why.clone(),
                 });
@@ -92,7 +108,7 @@ impl<F: Forward> StepLoop<F> {
         match self.forward.rejoin(PEERS_PATIENCE) {
             Ok(true) => {
                 let seconds = since.elapsed().as_secs_f64();
-                self.peers_lost = None;
+                self.group.peers_lost = None;
                 self.complete_again(seconds, &why);
             }
             Ok(false) => {}
@@ -122,8 +138,8 @@ impl<F: Forward> StepLoop<F> {
     /// Records that the group was complete again, `seconds` after the loss of a member.
     fn complete_again(&mut self, seconds: f64, why: &str) {
         tracing::info!(seconds, "the group is complete again");
-        self.group_losses += 1;
-        let times = match self.group_losses {
+        self.group.times += 1;
+        let times = match self.group.times {
             1 => "once".to_owned(),
             losses => format!("{losses} times"),
         };
@@ -148,7 +164,7 @@ impl<F: Forward> StepLoop<F> {
     /// Counts a member's loss for the sequences that were computed meanwhile, and ends those that have seen too many.
     pub(super) fn count_loss(&mut self, work: &StepWork, why: &str) {
         for sequence in &work.sequences {
-            let losses = self.losses.entry(*sequence).or_insert(0);
+            let losses = self.group.of_sequences.entry(*sequence).or_insert(0);
             *losses += 1;
             if *losses >= MOST_LOSSES {
                 let reason = format!(
@@ -172,7 +188,7 @@ impl<F: Forward> StepLoop<F> {
             "not complete, its requests are computed again when it is: {why}"
         ));
         self.shared.set_health(Health::Apart(why.clone()));
-        self.apart = Some(Apart {
+        self.group.apart = Some(Apart {
             since: Instant::now(),
             why,
         });

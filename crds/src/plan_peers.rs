@@ -2,6 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+/// Most bytes of messages that may wait at a member of a group: what peers exchange in the longest prompt's pass must be within it.
+pub const MOST_WAITING_BYTES: u64 = 8 << 30;
+
 /// A rank's place among peers, which read prompts together: each computes a share of a prompt's rows, and has a share of each
 /// layer's experts (OSDI '26, section 3.2).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

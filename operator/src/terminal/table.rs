@@ -226,7 +226,8 @@ mod tests {
     #[test]
     fn a_follower_of_peers_says_with_whom_it_reads() {
         let peers = |place: u32| {
-            json!({"peers": {"head": "prefill-0", "place": place, "ranks": 2, "experts": "SmallEp"},
+            json!({"device": "cpu",
+                "peers": {"head": "prefill-0", "place": place, "ranks": 2, "experts": "SmallEp"},
                 "predicted": {"ttftMs": 1.0, "promptTokens": 64, "tokensPerSecond": 1.0}})
         };
         for (rank, says) in [

@@ -1,6 +1,7 @@
 //! The engine's handle: checks requests on the caller's thread and passes them to the engine's thread.
 
 use std::{
+    collections::HashSet,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -244,6 +245,7 @@ impl Engine {
             tokens,
             sent_to: first_token,
             alone,
+            handed: HashSet::new(),
             cached_tokens: 0,
             unread: self.inner.unread.clone(),
             owed: None,

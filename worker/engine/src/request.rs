@@ -1,6 +1,7 @@
 //! A request inside the engine: its callback, and the choice of its next token.
 
 use std::{
+    collections::HashSet,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
@@ -95,6 +96,8 @@ pub(crate) struct Export {
     pub(crate) sent_to: usize,
     /// See [`PrefillInput::alone`](crate::PrefillInput::alone).
     pub(crate) alone: bool,
+    /// Pieces that were handed over, by layer, first token and length: a pass that is computed again gives the same.
+    pub(crate) handed: HashSet<(usize, usize, usize)>,
     pub(crate) cached_tokens: usize,
     pub(crate) unread: Unread,
     /// What its receiver will get; `None` until it may begin.
@@ -111,6 +114,9 @@ impl Export {
         tokens: usize,
         data: Vec<u8>,
     ) -> bool {
+        if !self.handed.insert((layer, first_token, tokens)) {
+            return true;
+        }
         let data = match &mut self.owed {
             Some(owed) => owed.hand_over(data),
             None => data.into(),

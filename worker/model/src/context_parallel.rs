@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use hearth_kernels::Backend;
+use hearth_kernels::{Backend, Span};
 
 use crate::batch::{self, Rows};
 use crate::decoder::FeedForward;
@@ -17,7 +17,7 @@ impl<B: Backend> Model<B> {
     pub(crate) fn lead_group_pass(
         &self,
         peers: &Arc<dyn Peers>,
-        (rows, pass): (Rows<'_, B>, PassSpec<'_>),
+        (rows, pass, before): (Rows<'_, B>, PassSpec<'_>, Vec<Span>),
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
@@ -28,6 +28,7 @@ impl<B: Backend> Model<B> {
             tokens: tokens.to_vec(),
             spans: pass.spans.to_vec(),
             logit_rows: pass.logit_rows.to_vec(),
+            before,
         };
         let pass = peers.begin_pass(&rows)?;
         let unfinished = Unfinished::new(&**peers, pass);
@@ -69,6 +70,12 @@ impl<B: Backend> Model<B> {
         // Experts are given the rows of all ranks.
         let share = ExpertShare::of(group.rank(), group.ranks());
         self.begin_pass(rows.tokens.len(), &rows.spans, share)?;
+        let layers = self.config().layers;
+        let check = &mut || match observer.goes_on(0, 2 * layers) {
+            true => Ok(()),
+            false => Err(ModelError::GivenUp),
+        };
+        group.hand_on(&**self.backend(), (&mut *kv, layers), &rows.before, check)?;
         let last = match group.own().rows.is_empty() {
             true => {
                 for layer in 0..self.config().layers {

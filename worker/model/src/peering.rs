@@ -1,16 +1,21 @@
 //! A model's peers, and which of its passes they compute with it.
 //!
 //! Followers compute nothing but shares of passes. A head may have what it needs to compute a pass alone: it does so where it
-//! is asked to, where the group is not complete, and where its peers lack keys and values that the pass needs.
+//! is asked to, and where the group is not complete. Keys and values that it has and its peers lack are handed on before a pass
+//! that needs them; if that is too much, it computes the pass alone, too.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hearth_kernels::expert_sum::LEAVES;
-use hearth_kernels::{Backend, BlockId, Span};
+use hearth_kernels::{Backend, BlockId, KvLayout, Span};
 
 use crate::experts::{Ep, Experts, SmallEp};
 use crate::{ModelError, Peers, Residency};
+
+/// Most bytes of keys and values that a head hands on before a pass, over all layers: those of a system prompt, and far less than
+/// the messages that may wait at a member. A pass that needs more is the head's alone.
+const MOST_BEFORE_BYTES: usize = 32 << 20;
 
 /// How experts that are on several ranks run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -90,26 +95,30 @@ impl<B: Backend> Peering<B> {
         self.shared.is_some()
     }
 
-    /// Whether a pass over `spans`, in a cache with blocks of `block_tokens`, is computed by all. One that is not makes its blocks
-    /// this rank's own.
-    pub(crate) fn is_together(&self, alone: bool, spans: &[Span], block_tokens: usize) -> bool {
+    /// Whether a pass over `spans`, in a cache of this layout, is computed by all, and what of the cache they are handed before:
+    /// `None` if it is this rank's alone, as are its blocks from then on.
+    pub(crate) fn together(
+        &self,
+        alone: bool,
+        spans: &[Span],
+        layout: &KvLayout,
+    ) -> Option<Vec<Span>> {
         let Some(mut shared) = self.shared() else {
-            return true;
+            return Some(Vec::new());
         };
-        let is_there = |span: &Span| {
-            let before = span.start.div_ceil(block_tokens.max(1));
-            span.blocks
-                .iter()
-                .take(before)
-                .all(|block| shared.contains(block))
-        };
-        let is_together = !alone && self.peers.lost().is_none() && spans.iter().all(is_there);
-        if !is_together {
-            for block in written(spans, block_tokens) {
-                shared.remove(block);
-            }
+        let missing: Vec<Span> = spans
+            .iter()
+            .filter_map(|span| missing(span, &shared, layout.block_tokens))
+            .collect();
+        let tokens: usize = missing.iter().map(|span| span.rows).sum();
+        let bytes = tokens * layout.token_layer_bytes() * layout.layers;
+        if !alone && self.peers.lost().is_none() && bytes <= MOST_BEFORE_BYTES {
+            return Some(missing);
         }
-        is_together
+        for block in written(spans, layout.block_tokens) {
+            shared.remove(block);
+        }
+        None
     }
 
     /// Notes what became of a pass that all compute.
@@ -123,7 +132,12 @@ impl<B: Backend> Peering<B> {
             return;
         };
         match outcome {
-            Ok(_) => shared.extend(written(spans, block_tokens)),
+            Ok(_) => {
+                for span in spans {
+                    let end = (span.start + span.rows).div_ceil(block_tokens.max(1));
+                    shared.extend(span.blocks.iter().take(end));
+                }
+            }
             // Of one that was not computed to its end, they have some positions and not others.
             Err(_) => {
                 for block in written(spans, block_tokens) {
@@ -145,6 +159,20 @@ impl<B: Backend> Peering<B> {
         // Each change is complete before anything can panic.
         Some(shared.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+/// The positions before a span's rows from the first block on that is not shared; `None` if all are.
+fn missing(span: &Span, shared: &HashSet<BlockId>, block_tokens: usize) -> Option<Span> {
+    let block_tokens = block_tokens.max(1);
+    let before = span.start.div_ceil(block_tokens);
+    let mut blocks = span.blocks.iter().take(before);
+    let start = blocks.position(|block| !shared.contains(block))? * block_tokens;
+    Some(Span {
+        first_row: 0,
+        rows: span.start - start,
+        start,
+        blocks: span.blocks.clone(),
+    })
 }
 
 /// Blocks that the rows of `spans` are written to.

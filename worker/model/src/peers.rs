@@ -35,6 +35,8 @@ pub struct GroupRows {
     pub spans: Vec<Span>,
     /// Rows whose logits the head wants.
     pub logit_rows: Vec<u32>,
+    /// Positions before those of the pass whose keys and values the head has and hands on first; nothing is computed of them.
+    pub before: Vec<Span>,
 }
 
 /// A message among those of a pass that two ranks exchange.
@@ -51,6 +53,8 @@ pub struct Exchange {
 /// What ranks exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Exchanged {
+    /// Keys and values of a layer that the head had before the pass, as they are stored.
+    Before,
     /// Keys and values of the sender's rows in a layer, as they are stored.
     Kv,
     /// The experts that the sender's rows chose, with their weights.
@@ -229,6 +233,32 @@ impl GroupPass {
         }
     }
 
+    /// Hands the head's keys and values of `spans` on to all others, in all layers.
+    pub(crate) fn hand_on<B: Backend>(
+        &self,
+        backend: &B,
+        (kv, layers): (&mut B::Kv, usize),
+        spans: &[Span],
+        check: Check<'_>,
+    ) -> Result<(), ModelError> {
+        if spans.is_empty() {
+            return Ok(());
+        }
+        for layer in 0..layers {
+            check()?;
+            if self.rank() == 0 {
+                let bytes = stored(backend, (kv, layer), spans)?;
+                self.send_all(layer, Exchanged::Before, &bytes)?;
+                continue;
+            }
+            let token_bytes = backend.kv_layout(kv).token_layer_bytes();
+            let want = spans.iter().map(|span| span.rows * token_bytes).sum();
+            let bytes = self.receive((layer, Exchanged::Before), 0, Some(want), check)?;
+            store(backend, (kv, layer), spans, &bytes)?;
+        }
+        Ok(())
+    }
+
     /// Sends the keys and values of this rank's rows in a layer to all others; they must be in the cache.
     pub(crate) fn send_kv<B: Backend>(
         &self,
@@ -239,16 +269,7 @@ impl GroupPass {
         if self.ranks() == 1 {
             return Ok(());
         }
-        let mut bytes = Vec::new();
-        for span in &self.own().spans {
-            let Span {
-                start,
-                rows,
-                blocks,
-                ..
-            } = span;
-            bytes.extend(backend.kv_read(kv, cache_layer, blocks, *start, *rows)?);
-        }
+        let bytes = stored(backend, (kv, cache_layer), &self.own().spans)?;
         self.send_all(layer, Exchanged::Kv, &bytes)
     }
 
@@ -265,13 +286,38 @@ impl GroupPass {
             let share = &self.shares[from];
             let want = share.rows.len() * token_bytes;
             let bytes = self.receive((layer, Exchanged::Kv), from, Some(want), check)?;
-            let mut rest = &bytes[..];
-            for span in &share.spans {
-                let (part, behind) = rest.split_at(span.rows * token_bytes);
-                backend.kv_write(kv, cache_layer, &span.blocks, span.start, part)?;
-                rest = behind;
-            }
+            store(backend, (kv, cache_layer), &share.spans, &bytes)?;
         }
         Ok(())
     }
+}
+
+/// Keys and values of some positions in a layer of a cache, as they are stored.
+fn stored<B: Backend>(
+    backend: &B,
+    (kv, layer): (&B::Kv, usize),
+    spans: &[Span],
+) -> Result<Vec<u8>, ModelError> {
+    let mut bytes = Vec::new();
+    for span in spans {
+        bytes.extend(backend.kv_read(kv, layer, &span.blocks, span.start, span.rows)?);
+    }
+    Ok(bytes)
+}
+
+/// Stores what [`stored`] returned on another rank, of which there must be as much as `spans` have.
+fn store<B: Backend>(
+    backend: &B,
+    (kv, layer): (&mut B::Kv, usize),
+    spans: &[Span],
+    bytes: &[u8],
+) -> Result<(), ModelError> {
+    let token_bytes = backend.kv_layout(kv).token_layer_bytes();
+    let mut rest = bytes;
+    for span in spans {
+        let (part, behind) = rest.split_at(span.rows * token_bytes);
+        backend.kv_write(kv, layer, &span.blocks, span.start, part)?;
+        rest = behind;
+    }
+    Ok(())
 }

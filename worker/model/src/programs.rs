@@ -46,10 +46,11 @@ impl<B: Backend> Model<B> {
         batch::check_logit_rows(logit_rows, rows.count())?;
         let input = Input { rows, spans };
         if let Some(peering) = self.peering() {
-            let block_tokens = self.backend().kv_layout(kv).block_tokens;
-            if peering.is_together(pass.alone, spans, block_tokens) {
-                let logits = self.lead_group_pass(&peering.peers, (rows, pass), kv, observer);
-                peering.computed(&logits, spans, block_tokens);
+            let layout = self.backend().kv_layout(kv);
+            if let Some(before) = peering.together(pass.alone, spans, &layout) {
+                let of_pass = (rows, pass, before);
+                let logits = self.lead_group_pass(&peering.peers, of_pass, kv, observer);
+                peering.computed(&logits, spans, layout.block_tokens);
                 return logits;
             }
         }

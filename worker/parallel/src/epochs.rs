@@ -13,6 +13,8 @@ const NOT_FORMED: &str = "the group has not formed yet";
 pub(crate) struct Epochs {
     former: Box<dyn Former>,
     formed: Mutex<Option<Formed>>,
+    /// Numerics that the members of the first group must have; `None`: any.
+    expected: Mutex<Option<Vec<String>>>,
 }
 
 impl Epochs {
@@ -21,7 +23,14 @@ impl Epochs {
         Self {
             former,
             formed: Mutex::default(),
+            expected: Mutex::default(),
         }
+    }
+
+    /// Forms no first group of members with other numerics than these.
+    pub(crate) fn expect(&self, numerics: Vec<String>) {
+        let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        *expected = Some(numerics);
     }
 
     /// The group that was formed last.
@@ -62,12 +71,18 @@ impl Epochs {
             return Ok(false);
         };
         let mut formed = self.lock();
+        let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let before = formed.as_ref().map(|before| &before.numerics);
+        let before = before.or(expected.as_ref());
         if let Some(before) = before.filter(|before| **before != now.numerics) {
+            let differs = |(now, before): (&String, &String)| now != before;
+            let rank = now.numerics.iter().zip(before).position(differs);
             let why = format!(
-                "the members compute with {:?} now, and did with {before:?}: answers would go on with other tokens",
+                "the members compute with {:?}, and {before:?} is needed: answers would go on with other tokens",
                 now.numerics
             );
+            // Its members are free for the next one.
+            now.group.lose(rank.unwrap_or(0) + 1, &why);
             return Err(ModelError::Group { why });
         }
         *formed = Some(now);

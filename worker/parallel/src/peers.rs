@@ -40,6 +40,13 @@ impl GroupPeers {
         })
     }
 
+    /// Forms no first group, at the head, of members with other numerics than these.
+    pub fn expect(&self, numerics: Vec<String>) {
+        if let Side::Head { epochs, .. } = &self.0 {
+            epochs.expect(numerics);
+        }
+    }
+
     /// A follower's, which belongs to no group yet.
     fn of_follower() -> Self {
         Self(Side::Follower(Mutex::default()))

@@ -12,6 +12,8 @@ struct Pass {
     spans: Vec<SpanOf>,
     #[prost(uint32, repeated, tag = "3")]
     logit_rows: Vec<u32>,
+    #[prost(message, repeated, tag = "4")]
+    before: Vec<SpanOf>,
 }
 
 /// The rows of one sequence; those of sequences follow each other.
@@ -58,6 +60,7 @@ pub(crate) fn encode(rows: &GroupRows) -> Vec<u8> {
         tokens: rows.tokens.clone(),
         spans: told(&rows.spans),
         logit_rows: rows.logit_rows.clone(),
+        before: told(&rows.before),
     };
     pass.encode_to_vec()
 }
@@ -69,11 +72,12 @@ pub(crate) fn encode(rows: &GroupRows) -> Vec<u8> {
 pub(crate) fn decode(bytes: &[u8]) -> Result<GroupRows, String> {
     let pass = Pass::decode(bytes)
         .map_err(|error| format!("the rows of a pass cannot be read: {error}"))?;
-    let (spans, _) = spans(pass.spans);
+    let ((spans, _), (before, _)) = (spans(pass.spans), spans(pass.before));
     Ok(GroupRows {
         tokens: pass.tokens,
         spans,
         logit_rows: pass.logit_rows,
+        before,
     })
 }
 
@@ -95,6 +99,7 @@ mod tests {
             tokens: vec![7, 0, 9],
             spans: vec![span(0, 2, 30, &[5, 1, 9]), span(2, 1, 0, &[7])],
             logit_rows: vec![2, 1],
+            before: vec![span(0, 30, 0, &[5, 1])],
         };
         assert_eq!(decode(&encode(&rows)).unwrap(), rows);
         assert!(decode(&[9]).is_err());

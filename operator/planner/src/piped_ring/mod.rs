@@ -116,6 +116,12 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
         "a ring reads every prompt in chunks: remove it",
     );
     refuse(
+        spec.prefill.quiet_window.is_some(),
+        "spec.prefill.quietWindow",
+        "has no effect".to_owned(),
+        "a ring has no GPUs that read prompts together: remove it",
+    );
+    refuse(
         spec.decode.expert_cache == Some(ExpertCache::On),
         "spec.decode.expertCache",
         "is \"On\"".to_owned(),

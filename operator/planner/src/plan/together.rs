@@ -1,7 +1,8 @@
 //! The choice of GPUs that read prompts together: as many as the spec asks for, or as pay.
 
 use hearth_crds::{
-    FieldError, InferencePlanSpec, PEERS_VERSION, PlanRole, PrefillMode, ScalingMode,
+    FieldError, InferencePlanSpec, MOST_WAITING_BYTES, PEERS_VERSION, PlanRole, PrefillMode,
+    ScalingMode, format_bytes,
 };
 
 use super::Planning;
@@ -71,7 +72,12 @@ impl Planning<'_> {
         let least = prefill.gpus_per_worker.unwrap_or(2);
         if usable.count >= least {
             let asked = prefill.gpus_per_worker.map(|asked| vec![asked]);
-            return Ok(asked.unwrap_or_else(|| usable.numbers().collect()));
+            let mut numbers = asked.unwrap_or_else(|| usable.numbers().collect());
+            numbers.retain(|peers| self.messages_fit(*peers));
+            return match numbers.is_empty() {
+                true => Err(self.too_long(least)),
+                false => Ok(numbers),
+            };
         }
         if usable.count + usable.too_old >= least {
             return Err(PlanError::Unsupported(vec![FieldError::new(
@@ -87,6 +93,25 @@ impl Planning<'_> {
             accounts: usable.accounts,
             advice: self.fewer_peers(least),
         })
+    }
+
+    /// Whether what so many peers exchange for the longest prompt may wait at one of them.
+    fn messages_fit(&self, peers: u32) -> bool {
+        self.demand.exchange_bytes(peers) <= MOST_WAITING_BYTES
+    }
+
+    /// What is said of a context whose rows are too many to be exchanged.
+    fn too_long(&self, peers: u32) -> PlanError {
+        let tokens = self.demand.context_length;
+        PlanError::Unsupported(vec![FieldError::new(
+            "spec.model.contextLength",
+            format!("is {tokens}"),
+            format!(
+                "{peers} GPUs would exchange up to {} of rows for a prompt of that length, and a worker takes {}: write a shorter contextLength, or prefill.mode: StreamLoading",
+                format_bytes(self.demand.exchange_bytes(peers)),
+                format_bytes(MOST_WAITING_BYTES)
+            ),
+        )])
     }
 
     /// A change after which the spec asks for fewer GPUs than so many, if one fits.
@@ -165,6 +190,13 @@ impl Planning<'_> {
         let mut why = Objection::Slower(no_peers(&usable.old_nodes));
         let mut best: Option<Group> = None;
         for peers in usable.numbers() {
+            if !self.messages_fit(peers) {
+                let bytes = format_bytes(self.demand.exchange_bytes(peers));
+                why = Objection::Slower(format!(
+                    "they would exchange up to {bytes} of rows for a prompt of the whole context, more than a worker takes"
+                ));
+                continue;
+            }
             match self.group(Wanted { peers, ..wanted }, alone, tokens) {
                 Ok(group)
                     if best

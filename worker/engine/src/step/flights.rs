@@ -34,7 +34,9 @@ pub(super) struct FlyingStep {
 impl<F: Forward> StepLoop<F> {
     /// Starts a step that knows all its tokens.
     pub(super) fn start(&mut self, step: &Step) {
-        let (work, refused) = StepWork::new(step, &mut self.requests, self.forward.can_sample());
+        let (mut work, refused) =
+            StepWork::new(step, &mut self.requests, self.forward.can_sample());
+        work.alone |= self.shuns_peers();
         refused
             .into_iter()
             .for_each(|(s, error)| self.fail(s, error));
@@ -138,6 +140,9 @@ impl<F: Forward> StepLoop<F> {
         match checked {
             Ok(output) => {
                 self.succeeded();
+                if !work.alone {
+                    self.group.faults = 0;
+                }
                 if has_lost {
                     self.note_lost_device();
                 }

@@ -16,6 +16,12 @@ use crate::{EngineError, Health, forward::Forward, request::EngineRequest};
 const JOIN_PERIOD: Duration = Duration::from_secs(1);
 /// Time that lost peers have to join, while a request that comes waits for it.
 const PEERS_PATIENCE: Duration = Duration::from_millis(300);
+/// Time between two such attempts while there are passes to compute, or after members came that do not fit.
+const BUSY_PAUSE: Duration = Duration::from_secs(10);
+/// Passes in a row that fail with the peers before they are left out.
+const MOST_FAULTS: u32 = 3;
+/// Time for which they are.
+const SHUN_PERIOD: Duration = Duration::from_secs(60);
 /// Time between two looks at the group while there is nothing to compute.
 const LOOK_PERIOD: Duration = Duration::from_millis(500);
 /// Time after which requests are told that the group does not form: another worker may answer them.
@@ -32,6 +38,12 @@ pub(super) struct GroupLosses {
     pub(super) apart: Option<Apart>,
     /// Set while it is not complete, and this rank computes alone.
     peers_lost: Option<Apart>,
+    /// When lost peers were asked to join, or failed in a pass, the last time.
+    tried_at: Option<Instant>,
+    /// Least time until they are asked again.
+    join_pause: Duration,
+    /// Passes in a row that failed with the peers.
+    pub(super) faults: u32,
     /// How often it was complete again.
     times: u32,
     /// How often a member was lost in a step of a sequence since its last token.
@@ -79,42 +91,61 @@ impl<F: Forward> StepLoop<F> {
         false
     }
 
-    /// Asks lost peers to join again, while nothing is to be computed: passes succeed without them.
+    /// Asks lost peers to join again now and then: passes succeed without them.
     fn look_after_peers(&mut self) {
         let Some(why) = self.forward.group_lost() else {
             return;
         };
-        let (since, why) = match &self.group.peers_lost {
-            Some(lost) => (lost.since, lost.why.clone()),
-            None => {
-                tracing::warn!(
-                    why,
-                    "a peer is lost: prompts are read alone until all are back"
-                );
-                self.shared.set_group(format!(
-                    "not complete, prompts are read by this rank alone: {why}"
-                ));
-                let since = Instant::now();
-                self.group.peers_lost = Some(Apart {
-                    since,
-                    why: why.clone(),
-                });
-                (since, why)
-            }
+        if self.group.peers_lost.is_none() {
+            tracing::warn!(
+                why,
+                "a peer is lost: prompts are read alone until all are back"
+            );
+            self.tell_alone(&why);
+            self.group.peers_lost = Some(Apart {
+                since: Instant::now(),
+                why,
+            });
+        }
+        // A request that has come waits for it.
+        let pause = match self.idle {
+            true => Duration::ZERO,
+            false => BUSY_PAUSE,
         };
-        if !self.idle {
+        let pause = self.group.join_pause.max(pause);
+        if self.group.tried_at.is_some_and(|at| at.elapsed() < pause) {
             return;
         }
-        match self.forward.rejoin(PEERS_PATIENCE) {
+        let joined = self.forward.rejoin(PEERS_PATIENCE);
+        self.group.tried_at = Some(Instant::now());
+        self.group.join_pause = Duration::ZERO;
+        match joined {
             Ok(true) => {
-                let seconds = since.elapsed().as_secs_f64();
-                self.group.peers_lost = None;
-                self.complete_again(seconds, &why);
+                self.group.faults = 0;
+                if let Some(Apart { since, why }) = self.group.peers_lost.take() {
+                    self.complete_again(since.elapsed().as_secs_f64(), &why);
+                }
             }
             Ok(false) => {}
-            // What cannot be now may be later: a member may be of another plan as long as a rollout lasts.
-            Err(error) => tracing::debug!(error, "the peers do not join"),
+            // It may fit later: a member may be of another plan as long as a rollout lasts.
+            Err(error) => {
+                self.tell_alone(&error);
+                self.group.join_pause = BUSY_PAUSE;
+            }
         }
+    }
+
+    /// Says in the status that this rank reads prompts alone.
+    fn tell_alone(&self, why: &str) {
+        self.shared.set_group(format!(
+            "not complete, prompts are read by this rank alone: {why}"
+        ));
+    }
+
+    /// Whether peers that failed in one pass after the other are left out for a while.
+    pub(super) fn shuns_peers(&self) -> bool {
+        let since = self.group.tried_at.map(|at| at.elapsed());
+        self.group.faults >= MOST_FAULTS && since.is_some_and(|since| since < SHUN_PERIOD)
     }
 
     /// Whether a pass that failed with its peers is computed again without them: its requests lose nothing but time.
@@ -126,6 +157,11 @@ impl<F: Forward> StepLoop<F> {
             reason,
             "a pass failed with the peers, and is computed alone"
         );
+        self.group.faults += 1;
+        self.group.tried_at = Some(Instant::now());
+        if self.group.faults >= MOST_FAULTS {
+            self.tell_alone(reason);
+        }
         for sequence in &work.sequences {
             if let Some(EngineRequest::Export(export)) = self.requests.get_mut(sequence) {
                 export.alone = true;

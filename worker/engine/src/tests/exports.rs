@@ -1,7 +1,7 @@
 //! KV on its way to the host: how much at a time, in which order, and what becomes of it.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering::Relaxed},
@@ -104,6 +104,7 @@ fn request(id: u64, most: usize) -> (SequenceId, EngineRequest, Sent) {
         tokens: Vec::new(),
         sent_to: 0,
         alone: false,
+        handed: HashSet::new(),
         cached_tokens: 0,
         unread: Unread::new(0, channel().0),
         owed: None,

@@ -1,6 +1,8 @@
 //! A head that has all experts, and computes passes with its peers or without them.
 
-use hearth_kernels::{BlockId, Span};
+use std::time::Duration;
+
+use hearth_kernels::{BlockId, KvDType, Span};
 use hearth_model::ExpertParallel::{Ep, SmallEp};
 use hearth_model::{ExpertParallel, Sharing};
 
@@ -74,26 +76,71 @@ fn alone_and_together_give_the_same_bits_and_alone_sends_nothing() {
     }
 }
 
+/// Bytes that the head handed to rank 1 of what it had before.
+fn before(sent: &Sent) -> usize {
+    sent.get(&(0, 1, "Before".to_owned())).copied().unwrap_or(0)
+}
+
+/// Bytes of a block in all layers.
+fn block_bytes(files: &Files) -> usize {
+    let model = files.with(hearth_model::modules(&files.config).unwrap());
+    let layout = model.kv_layout(BLOCK, KvDType::Bf16);
+    BLOCK * layout.token_layer_bytes() * layout.layers
+}
+
 #[test]
-fn what_was_read_alone_is_continued_alone_since_the_others_lack_it() {
+fn what_the_others_lack_is_handed_on_before_a_pass_and_once() {
+    for (case, ranks) in [("deepseek_v3", 2), ("qwen3_moe", 4)] {
+        let files = Files::of(case, LAYERS);
+        let [want, want_next] = of_one(&files);
+        let ((), sent) = share(&files, sharing(SmallEp, ranks), |head, _| {
+            let got = head.chunk_alone(&tokens(24), &span(0, 24, 0)).unwrap();
+            assert_eq!(got, want, "{case}");
+            let got = head.chunk(&tokens(9), span(24, 9, 0)).unwrap();
+            assert_eq!(got, want_next, "{case}");
+            // Now they have it.
+            head.chunk(&tokens(9), span(24, 9, 0)).unwrap();
+        });
+        // One block and a half.
+        assert_eq!(2 * before(&sent), 3 * block_bytes(&files), "{case}");
+        // Blocks that are used again for what is read together are the others', too.
+        let ((), sent) = share(&files, sharing(SmallEp, ranks), |head, _| {
+            head.chunk_alone(&tokens(24), &span(0, 24, 0)).unwrap();
+            assert_eq!(head.chunk(&tokens(24), span(0, 24, 0)).unwrap(), want);
+            assert_eq!(head.chunk(&tokens(9), span(24, 9, 0)).unwrap(), want_next);
+        });
+        assert!(passes(&sent) && before(&sent) == 0, "{case}: {sent:?}");
+    }
+}
+
+#[test]
+fn two_sequences_of_a_pass_are_handed_on_as_far_as_each_is_missing() {
+    let files = Files::of("qwen3_moe", LAYERS);
+    let ((), sent) = share(&files, sharing(SmallEp, 2), |head, _| {
+        head.chunk(&tokens(16), span(0, 16, 0)).unwrap();
+        head.chunk_alone(&tokens(16), &span(0, 16, 6)).unwrap();
+        let mut both = span(16, 5, 0);
+        both.push(Span {
+            first_row: 5,
+            ..span(16, 4, 6).remove(0)
+        });
+        let got = head.chunk(&tokens(9), both.clone()).unwrap();
+        assert_eq!(head.chunk_alone(&tokens(9), &both).unwrap(), got);
+    });
+    assert_eq!(before(&sent), block_bytes(&files));
+}
+
+/// A member that has come back has nothing of what was read before.
+#[test]
+fn a_group_that_was_formed_anew_is_handed_what_was_read_together() {
     let files = Files::of("deepseek_v3", LAYERS);
     let [want, want_next] = of_one(&files);
     let ((), sent) = share(&files, sharing(SmallEp, 2), |head, _| {
-        let got = head.chunk_alone(&tokens(24), &span(0, 24, 0)).unwrap();
-        assert_eq!(got, want);
-        // Asked together, and not possible: the second block begins with what the head has alone.
-        let got = head.chunk(&tokens(9), span(24, 9, 0)).unwrap();
-        assert_eq!(got, want_next);
-    });
-    assert!(!passes(&sent), "{sent:?}");
-    // Blocks that are used again for what is read together are the others', too.
-    let ((), sent) = share(&files, sharing(SmallEp, 2), |head, _| {
-        head.chunk_alone(&tokens(24), &span(0, 24, 0)).unwrap();
         assert_eq!(head.chunk(&tokens(24), span(0, 24, 0)).unwrap(), want);
+        assert!(head.model.rejoin(Duration::ZERO).unwrap());
         assert_eq!(head.chunk(&tokens(9), span(24, 9, 0)).unwrap(), want_next);
     });
-    let rows = sent[&(0, 1, "Pass".to_owned())];
-    assert!(rows > 0 && passes(&sent), "{sent:?}");
+    assert!(before(&sent) > 0, "{sent:?}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use hearth_crds::{InferencePlanSpec, PlanRank, ResidencyPolicy};
@@ -24,6 +24,8 @@ use crate::load::{self, LoadedOn};
 const FLIGHT_ROWS: usize = 64;
 /// Time for members to join before they are asked again.
 const JOIN_PERIOD: Duration = Duration::from_secs(1);
+/// Time that a head which reads prompts alone, too, waits for its peers before it serves: they load as long as it does.
+const PEERS_PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of the choice of one expert.
 const CHOICE_BYTES: usize = 8;
 /// Most bytes of messages that may wait at a member, beside those of the longest pass.
@@ -151,6 +153,7 @@ impl Head {
             clients,
             membership.clone(),
         ));
+        let is_self_sufficient = self.place.is_self_sufficient;
         match (self.route, self.place.task) {
             (Some(route), _) => {
                 let others = Arc::new(RingHead::new(former, route, FLIGHT_ROWS));
@@ -165,18 +168,9 @@ impl Head {
                 },
             ) => {
                 let peers = Arc::new(GroupPeers::of_head(former));
-                form(&*peers, waits)?;
                 let own = load::numerics(&loaded.model, layout.dtype);
-                let are_equal = peers.numerics().iter().all(|other| *other == own);
-                if self.place.is_self_sufficient && !are_equal {
-                    tracing::warn!(
-                        own,
-                        others = ?peers.numerics(),
-                        "the peers give other bits than one rank: every prompt is read with them"
-                    );
-                }
                 let sharing = Sharing {
-                    is_self_sufficient: self.place.is_self_sufficient && are_equal,
+                    is_self_sufficient: gather(&peers, (&own, ranks), is_self_sufficient, waits)?,
                     ..Sharing::new(experts, ranks)
                 };
                 loaded.model.share(peers, sharing);
@@ -185,6 +179,47 @@ impl Head {
         }
         Ok(membership)
     }
+}
+
+/// Lets peers join, and returns whether the head reads prompts without them, too: if it can, and they give the bits of its `own`
+/// numerics. It does not wait for one that is missing then.
+///
+/// # Errors
+/// An error if a member does not fit.
+fn gather(
+    peers: &GroupPeers,
+    (own, ranks): (&str, usize),
+    is_self_sufficient: bool,
+    waits: &dyn Fn(),
+) -> anyhow::Result<bool> {
+    if !is_self_sufficient {
+        return form(peers, waits).map(|()| false);
+    }
+    let deadline = Instant::now() + PEERS_PATIENCE;
+    while Instant::now() < deadline {
+        waits();
+        match peers.rejoin(JOIN_PERIOD) {
+            Ok(true) => {
+                let others = peers.numerics();
+                let are_equal = others.iter().all(|other| other == own);
+                if !are_equal {
+                    tracing::warn!(
+                        own,
+                        ?others,
+                        "the peers give other bits than one rank: every prompt is read with them"
+                    );
+                }
+                return Ok(are_equal);
+            }
+            Ok(false) => {}
+            Err(error) => {
+                tracing::warn!(%error, "the peers do not fit: prompts are read without them");
+                break;
+            }
+        }
+    }
+    peers.expect(vec![own.to_owned(); ranks.saturating_sub(1)]);
+    Ok(true)
 }
 
 /// Waits until all members have joined; `waits` is called meanwhile.

@@ -52,6 +52,7 @@ fn told(op: Op) -> v1::Op {
         Op::Fault => v1::Op::Fault,
         Op::Pass => v1::Op::Pass,
         Op::Exchange(what) => match what {
+            Exchanged::Before => v1::Op::Before,
             Exchanged::Kv => v1::Op::Kv,
             Exchanged::Choices => v1::Op::Choices,
             Exchanged::Tokens => v1::Op::Tokens,
@@ -69,6 +70,7 @@ fn op(told: v1::Op) -> Option<Op> {
         v1::Op::Stream => Op::Stream,
         v1::Op::Fault => Op::Fault,
         v1::Op::Pass => Op::Pass,
+        v1::Op::Before => Op::Exchange(Exchanged::Before),
         v1::Op::Kv => Op::Exchange(Exchanged::Kv),
         v1::Op::Choices => Op::Exchange(Exchanged::Choices),
         v1::Op::Tokens => Op::Exchange(Exchanged::Tokens),

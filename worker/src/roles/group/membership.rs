@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures::Stream;
+use hearth_crds::MOST_WAITING_BYTES;
 use hearth_parallel::{Group, Tag};
 use hearth_transport::{Clients, v1};
 use tokio::sync::{oneshot, watch};
@@ -20,9 +21,6 @@ use super::terms::{Agreed, Terms, Work};
 
 /// Metadata of a refusal: the epoch that the member knows, which is not older than the one that it refuses.
 pub(super) const EPOCH: &str = "hearth-epoch";
-
-/// Most bytes of messages that may wait here, whatever the head asks.
-const MOST_WAITING_BYTES: u64 = 8 << 30;
 
 /// Implements `hearth.v1.Group`; clones are the same member.
 #[derive(Clone)]

@@ -131,7 +131,6 @@ pub(crate) fn in_place(
             role.as_str()
         ));
     }
-    ranks.sort_by_key(|rank| (rank.role, rank.index));
     let nodes: BTreeSet<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
     if !nodes.into_iter().all(|node| holds(node, &ranks, free)) {
         return None;

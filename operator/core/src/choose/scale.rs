@@ -131,6 +131,8 @@ pub(crate) fn in_place(
             role.as_str()
         ));
     }
+    // The others keep their order: the first worker of a node holds its weights.
+    ranks.sort_by_key(|rank| rank.role == PlanRole::Stage);
     let nodes: BTreeSet<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
     if !nodes.into_iter().all(|node| holds(node, &ranks, free)) {
         return None;

@@ -263,26 +263,30 @@ fn a_ring_is_replaced_as_a_whole() {
     }
 }
 
+/// The plan with a follower of its prefill rank, among so many peers, in the Pod of `in_pod_of` if that is a rank.
+fn with_peers(ranks: u32, in_pod_of: Option<&str>) -> InferencePlanSpec {
+    let mut plan = plan();
+    let prefill = plan.ranks[1].clone();
+    plan.ranks.push(PlanRank {
+        name: "stage-0".to_owned(),
+        role: PlanRole::Stage,
+        in_pod_of: in_pod_of.map(str::to_owned),
+        ..prefill
+    });
+    for (place, n) in [(0, 1), (1, 4)] {
+        plan.ranks[n].peers = Some(PlanPeers {
+            head: "prefill-0".to_owned(),
+            place,
+            ranks,
+            experts: PlanExpertParallel::SmallEp,
+        });
+    }
+    plan
+}
+
 #[test]
 fn peers_are_replaced_as_a_whole_and_their_head_gets_the_others() {
-    let of = |ranks: u32| {
-        let mut plan = plan();
-        let prefill = plan.ranks[1].clone();
-        plan.ranks.push(PlanRank {
-            name: "stage-0".to_owned(),
-            role: PlanRole::Stage,
-            ..prefill
-        });
-        for (place, n) in [(0, 1), (1, 4)] {
-            plan.ranks[n].peers = Some(PlanPeers {
-                head: "prefill-0".to_owned(),
-                place,
-                ranks,
-                experts: PlanExpertParallel::SmallEp,
-            });
-        }
-        plan
-    };
+    let of = |ranks: u32| with_peers(ranks, None);
     let hashes = |plan: &InferencePlanSpec| hashes(&settings(), &deployment(), plan);
     let mut moved = of(2);
     moved.ranks[4].threads += 1;
@@ -299,25 +303,7 @@ fn peers_are_replaced_as_a_whole_and_their_head_gets_the_others() {
 
 #[test]
 fn the_pod_of_a_decode_rank_is_replaced_with_the_peers_of_its_second_rank() {
-    let of = |ranks: u32| {
-        let mut plan = plan();
-        let prefill = plan.ranks[1].clone();
-        plan.ranks.push(PlanRank {
-            name: "stage-0".to_owned(),
-            role: PlanRole::Stage,
-            in_pod_of: Some("decode-0".to_owned()),
-            ..prefill
-        });
-        for (place, n) in [(0, 1), (1, 4)] {
-            plan.ranks[n].peers = Some(PlanPeers {
-                head: "prefill-0".to_owned(),
-                place,
-                ranks,
-                experts: PlanExpertParallel::SmallEp,
-            });
-        }
-        plan
-    };
+    let of = |ranks: u32| with_peers(ranks, Some("decode-0"));
     let hashes = |plan: &InferencePlanSpec| hashes(&settings(), &deployment(), plan);
     let before = hashes(&of(2));
     assert_eq!(before.len(), 4, "the follower has no Pod of its own");

@@ -99,27 +99,8 @@ fn a_gateway_gets_the_room_of_a_stage_whose_head_is_elsewhere() {
 /// The KV that is asked for takes room of all CPUs and GPUs together.
 #[test]
 fn members_on_gpus_request_them_and_the_head_has_routes_to_all() {
-    let mut cluster = FakeCluster::new("strategy: PipedRing\ndecode: {kvCache: {memory: 12Gi}}\n");
-    for name in ["attic", "office"] {
-        let gpu = GpuProfile {
-            uuid: format!("GPU-{name}"),
-            name: "RTX".to_owned(),
-            memory_bytes: 7 << 30,
-            free_bytes: 7 << 30,
-            compute_capability: Some(ComputeCapability { major: 8, minor: 9 }),
-            pcie_gbps: 31.5,
-            read_gbps: 300.0,
-            bf16_gflops: 100_000.0,
-            ..GpuProfile::default()
-        };
-        cluster.node(name, |node| {
-            node.gpus = 1;
-            let profile = node.profile.as_mut().expect("a profile");
-            profile.gpus = vec![gpu];
-            profile.reader_version = Some(READER_VERSION);
-        });
-    }
-    cluster.settle();
+    let ring = "strategy: PipedRing\ndecode: {kvCache: {memory: 12Gi}}\n";
+    let mut cluster = of_spec_with(ring, &["attic", "office"], 7 << 30);
     let ready = cluster.condition(READY);
     assert_eq!(ready.reason, "Serving", "{}", ready.message);
     assert_eq!(cluster.observed.plans.len(), 1);

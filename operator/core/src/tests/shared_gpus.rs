@@ -19,13 +19,18 @@ fn with_gpus(nodes: &[&str]) -> FakeCluster {
 
 /// The same for a deployment of this spec.
 pub(super) fn of_spec(yaml: &str, nodes: &[&str]) -> FakeCluster {
+    of_spec_with(yaml, nodes, 8 << 30)
+}
+
+/// The same with so many bytes of memory on each GPU.
+pub(super) fn of_spec_with(yaml: &str, nodes: &[&str], gpu_bytes: u64) -> FakeCluster {
     let mut cluster = FakeCluster::new(yaml);
     for name in nodes {
         let gpu = GpuProfile {
             uuid: format!("GPU-{name}"),
             name: "RTX".to_owned(),
-            memory_bytes: 8 << 30,
-            free_bytes: 8 << 30,
+            memory_bytes: gpu_bytes,
+            free_bytes: gpu_bytes,
             compute_capability: Some(ComputeCapability { major: 8, minor: 9 }),
             pcie_gbps: 31.5,
             read_gbps: 300.0,

@@ -141,7 +141,7 @@ impl<F: Forward> StepLoop<F> {
             Ok(output) => {
                 self.succeeded();
                 if !work.alone {
-                    self.group.faults = 0;
+                    self.computed_together();
                 }
                 if has_lost {
                     self.note_lost_device();
@@ -153,8 +153,11 @@ impl<F: Forward> StepLoop<F> {
             Err(reason) => {
                 // Everyone in a step on top of this one is in this one, too.
                 self.wait_for_all();
-                match self.forward.group_lost() {
-                    _ if self.retries_alone(&work, &reason) => {}
+                if self.retries_alone(&work, &reason) {
+                    return;
+                }
+                let lost = self.forward.group_lost();
+                match lost.filter(|_| !self.forward.computes_alone()) {
                     // It computes all of it again.
                     Some(why) => self.count_loss(&work, &why),
                     None => self.failed(&work, reason),

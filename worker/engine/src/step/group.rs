@@ -43,7 +43,7 @@ pub(super) struct GroupLosses {
     /// Least time until they are asked again.
     join_pause: Duration,
     /// Passes in a row that failed with the peers.
-    pub(super) faults: u32,
+    faults: u32,
     /// How often it was complete again.
     times: u32,
     /// How often a member was lost in a step of a sequence since its last token.
@@ -148,9 +148,20 @@ impl<F: Forward> StepLoop<F> {
         self.group.faults >= MOST_FAULTS && since.is_some_and(|since| since < SHUN_PERIOD)
     }
 
+    /// Notes that a pass with the peers has succeeded: those that were left out are no longer.
+    pub(super) fn computed_together(&mut self) {
+        if self.group.peers_lost.is_none() && self.group.faults >= MOST_FAULTS {
+            self.shared
+                .set_group("complete; passes failed, and no longer do".to_owned());
+        }
+        self.group.faults = 0;
+    }
+
     /// Whether a pass that failed with its peers is computed again without them: its requests lose nothing but time.
     pub(super) fn retries_alone(&mut self, work: &StepWork, reason: &str) -> bool {
-        if work.alone || !self.forward.computes_alone() || self.forward.device_lost().is_some() {
+        // While peers are lost, passes are this rank's alone.
+        let was_alone = work.alone || self.group.peers_lost.is_some();
+        if was_alone || !self.forward.computes_alone() || self.forward.device_lost().is_some() {
             return false;
         }
         tracing::warn!(

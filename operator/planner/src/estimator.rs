@@ -326,6 +326,16 @@ impl<'a> Estimator<'a> {
             .max(f64::MIN_POSITIVE)
     }
 
+    /// What ranks get of a node; `None` if it has no room for all of them.
+    fn parts(&self, node: usize, ranks: NodeRanks) -> Option<(NodeCpus, GpuSlots<'a>, NodeBudget)> {
+        let budget = self.demand.fit(self.nodes[node], ranks).ok()?;
+        Some((
+            self.cpus(node, ranks).ok()?,
+            self.slots(node, ranks).ok()?,
+            budget,
+        ))
+    }
+
     pub(crate) fn gpus(&self) -> GpuOffer<'a> {
         self.gpus
     }
@@ -374,11 +384,7 @@ impl Cost for Estimator<'_> {
     }
 
     fn decode_ms(&self, node: usize, ranks: NodeRanks) -> f64 {
-        let (Ok(cpus), Ok(slots), Ok(budget)) = (
-            self.cpus(node, ranks),
-            self.slots(node, ranks),
-            self.demand.fit(self.nodes[node], ranks),
-        ) else {
+        let Some((cpus, slots, budget)) = self.parts(node, ranks) else {
             return f64::INFINITY;
         };
         let Some(set) = cpus.decode.last() else {
@@ -396,11 +402,7 @@ impl Cost for Estimator<'_> {
 
     /// A decode rank on the same CPUs or the same GPU halves what a prefill rank gets while streams run.
     fn prefill_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64 {
-        let (Ok(cpus), Ok(slots), Ok(budget)) = (
-            self.cpus(node, ranks),
-            self.slots(node, ranks),
-            self.demand.fit(self.nodes[node], ranks),
-        ) else {
+        let Some((cpus, slots, budget)) = self.parts(node, ranks) else {
             return f64::INFINITY;
         };
         let Some(set) = cpus.prefill.last() else {
@@ -427,11 +429,7 @@ impl Cost for Estimator<'_> {
 
     /// As if no other peers came: a link that is slow for one is slow for all.
     fn follower_ms(&self, node: usize, ranks: NodeRanks, placed: &[NodeRanks]) -> f64 {
-        let (Ok(cpus), Ok(slots), Ok(budget)) = (
-            self.cpus(node, ranks),
-            self.slots(node, ranks),
-            self.demand.fit(self.nodes[node], ranks),
-        ) else {
+        let Some((cpus, slots, budget)) = self.parts(node, ranks) else {
             return f64::INFINITY;
         };
         let (Some(set), Some(slot)) = (cpus.stages.last(), slots.stages.last()) else {

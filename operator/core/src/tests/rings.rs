@@ -1,9 +1,9 @@
 //! Rings: the head is told where the others are, and a ring is replaced as a whole.
 
-use hearth_crds::{ComputeCapability, GpuProfile, PlanRank, READER_VERSION, Routes};
+use hearth_crds::{PlanRank, Routes};
 
-use super::fake_cluster::FakeCluster;
 use super::rollout::watch;
+use super::shared_gpus::of_spec_with;
 use super::sim::{PACE, Sim, is_quiet, rooms, want};
 use crate::conditions::READY;
 use crate::rollout::{Mode, Want};

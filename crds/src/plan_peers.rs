@@ -5,6 +5,19 @@ use serde::{Deserialize, Serialize};
 /// Most bytes of messages that may wait at a member of a group: what peers exchange in the longest prompt's pass must be within it.
 pub const MOST_WAITING_BYTES: u64 = 8 << 30;
 
+/// Bytes of messages that may wait at a member of a group beside those of its longest pass.
+pub const SPARE_WAITING_BYTES: u64 = 64 << 20;
+
+/// Bytes of messages that may wait at one of peers in a pass of `rows` rows: each has `hidden` numbers in float32, stores
+/// `kv_layer_bytes` in a layer, and goes to other peers in so many `copies`. Those are rows that come and sums that come, of two
+/// layers, with the keys and choices of the next.
+pub const fn waiting_bytes(rows: u64, hidden: u64, kv_layer_bytes: u64, copies: u64) -> u64 {
+    const CHOICE_BYTES: u64 = 8;
+    let activations = 4 * 4 * hidden * copies;
+    let rest = 2 * kv_layer_bytes + CHOICE_BYTES * copies;
+    (activations + rest) * rows + SPARE_WAITING_BYTES
+}
+
 /// A rank's place among peers, which read prompts together: each computes a share of a prompt's rows, and has a share of each
 /// layer's experts (OSDI '26, section 3.2).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -2,7 +2,7 @@
 
 use hearth_crds::{
     DENSE_SLOTS, LEAST_RING_SLOTS, ModelFacts, NodeProfileStatus, PlanExpertParallel, PlanRole,
-    ResidencyPolicy, STREAMED_DENSE_VERSION, STREAMED_TILE_ROWS,
+    ResidencyPolicy, STREAMED_DENSE_VERSION, STREAMED_TILE_ROWS, waiting_bytes,
 };
 
 use crate::expert_parallel::expert_parallel;
@@ -40,10 +40,6 @@ const DENSE_PARTS: u64 = 16;
 const VECTOR_WIDTHS: u64 = 5;
 /// Bytes to which each of the six parts of an expert in a slot is aligned.
 const SLOT_ALIGNMENT_BYTES: u64 = 256;
-/// Bytes of the choice of one expert, as peers exchange it.
-const CHOICE_BYTES: u64 = 8;
-/// Bytes of peers' messages that may wait at a member beside those of the longest pass.
-const EXCHANGE_SPARE_BYTES: u64 = 64 << 20;
 /// Minimum of a node's memory that is left to other programs.
 const LEAST_RESERVE_BYTES: u64 = 128 << 20;
 
@@ -259,17 +255,17 @@ impl Demand<'_> {
     }
 
     /// Bytes of the node's memory for what one of peers exchanges with the others: as much of the longest prompt as may wait
-    /// at a member. That is rows that come and sums that come, of two layers, with the keys and choices of the next, and as
-    /// much of each as experts are chosen where rows go to these (`worker/src/roles/group/head.rs`).
+    /// at a member.
     pub(crate) fn exchange_bytes(&self, peers: u32) -> u64 {
         let copies = match expert_parallel(self.facts, peers) {
             PlanExpertParallel::SmallEp => 1,
             PlanExpertParallel::Ep => u64::from(self.facts.experts_per_token),
         };
-        let layers = u64::from(self.facts.layers.max(1));
-        let activations = 4 * 4 * u64::from(self.facts.hidden) * copies;
-        let rest = 2 * self.kv_bytes_per_token.div_ceil(layers) + CHOICE_BYTES * copies;
-        (activations + rest) * u64::from(self.context_length) + EXCHANGE_SPARE_BYTES
+        let kv_layer_bytes = self
+            .kv_bytes_per_token
+            .div_ceil(u64::from(self.facts.layers.max(1)));
+        let (rows, hidden) = (u64::from(self.context_length), u64::from(self.facts.hidden));
+        waiting_bytes(rows, hidden, kv_layer_bytes, copies)
     }
 
     /// Bytes that the ring of a rank that streams and its working room share: as many slots as a layer has experts for it

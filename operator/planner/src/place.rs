@@ -96,8 +96,8 @@ pub(crate) trait Cost {
 }
 
 /// Places decode ranks first, each on the node where a token takes the least time given the ranks already there; then
-/// prefill ranks likewise, and the other peers of a prefill rank. The first gateway runs on the node of the first decode rank, each additional one on a node
-/// with the fewest of them. Ties are broken by node order.
+/// prefill ranks likewise, and the other peers of a prefill rank. The first gateway runs on the node of the first decode
+/// rank, each additional one on a node with the fewest of them. Ties are broken by node order.
 pub(crate) fn place(
     nodes: &[&NodeProfileStatus],
     demand: &Demand<'_>,

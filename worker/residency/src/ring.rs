@@ -286,8 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_with_a_share_of_the_experts_loads_no_others_ahead_and_a_layer_that_chose_none_is_passed_over()
-     {
+    fn a_share_of_the_experts_is_loaded_ahead_and_a_layer_that_chose_none_is_passed_over() {
         let mut ring = ring(2);
         ring.begin(Some(2..4));
         assert_eq!(fill(&mut ring), [id(1, 2), id(1, 3)]);

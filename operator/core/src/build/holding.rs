@@ -58,10 +58,10 @@ impl Held {
     }
 
     /// The first of the workers that keep most of the weights in the node's memory accounts for them, and of peers that have
-    /// shares alone there each for its own: all workers there map one copy, the kernel charges its pages to the process that touches them first, and workers whose limit has no
-    /// room for them wait for it. A worker that rereads them within a limit of its own accounts for its window, and one
-    /// that has only some experts in memory for these. Weights
-    /// on a GPU take none of the node's memory. Page tables are charged to each process.
+    /// shares alone there each for its own: all workers there map one copy, the kernel charges its pages to the process that
+    /// touches them first, and workers whose limit has no room for them wait for it. A worker that rereads them within a limit
+    /// of its own accounts for its window, and one that has only some experts in memory for these. Weights on a GPU take none of
+    /// the node's memory. Page tables are charged to each process.
     fn of_one(plan: &InferencePlanSpec, rank: &PlanRank) -> Self {
         let here = || plan.ranks.iter().filter(|other| other.node == rank.node);
         let mut sharing = here().filter(|other| !other.has_expert_budget());

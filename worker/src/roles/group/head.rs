@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use hearth_crds::{InferencePlanSpec, PlanRank, ResidencyPolicy};
+use hearth_crds::{
+    InferencePlanSpec, PlanRank, ResidencyPolicy, SPARE_WAITING_BYTES, waiting_bytes,
+};
 use hearth_formats::ModelConfig;
 use hearth_kernels::{Backend, KvLayout};
 use hearth_model::{ExpertParallel, Membership as _, Sharing};
@@ -26,10 +28,6 @@ const FLIGHT_ROWS: usize = 64;
 const JOIN_PERIOD: Duration = Duration::from_secs(1);
 /// Time that a head which reads prompts alone, too, waits for its peers before it serves: they load as long as it does.
 const PEERS_PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes of the choice of one expert.
-const CHOICE_BYTES: usize = 8;
-/// Most bytes of messages that may wait at a member, beside those of the longest pass.
-const SPARE_BYTES: u64 = 64 << 20;
 
 /// A group as its plan has it, for its head.
 pub(in crate::roles) struct Head {
@@ -103,18 +101,18 @@ impl Head {
             end_layer: leg.layers.end as u32,
         };
         let legs = self.route.iter().flat_map(Route::legs);
-        let (experts, row_bytes) = match self.place.task {
+        let (rows, hidden) = (self.rows as u64, config.hidden_size as u64);
+        let (experts, bytes) = match self.place.task {
             // A pass on its way here, and one on its way back.
-            Task::Windows { .. } => (None, 2 * 4 * config.hidden_size),
+            Task::Windows { .. } => (None, 2 * 4 * hidden * rows + SPARE_WAITING_BYTES),
             Task::Share { experts, .. } => {
                 let copies = match (experts, &config.moe) {
                     (ExpertParallel::Ep, Some(moe)) => moe.experts_per_token.max(1),
                     _ => 1,
                 };
-                // Rows that come and sums that come, of two layers, with the keys and choices of the next.
-                let activations = 4 * 4 * config.hidden_size * copies;
-                let rest = 2 * layout.token_layer_bytes() + CHOICE_BYTES * copies;
-                (Some(experts), activations + rest)
+                let kv_layer_bytes = layout.token_layer_bytes() as u64;
+                let bytes = waiting_bytes(rows, hidden, kv_layer_bytes, copies as u64);
+                (Some(experts), bytes)
             }
         };
         v1::Join {
@@ -124,7 +122,7 @@ impl Head {
             legs: legs.map(leg).collect(),
             kv_layout: of_one_layer(layout),
             kv_blocks: self.kv_blocks(layout, config.layers) as u32,
-            waiting_bytes: (row_bytes * self.rows) as u64 + SPARE_BYTES,
+            waiting_bytes: bytes,
             experts: told(experts).into(),
         }
     }

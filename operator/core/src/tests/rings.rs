@@ -100,7 +100,7 @@ fn a_gateway_gets_the_room_of_a_stage_whose_head_is_elsewhere() {
 #[test]
 fn members_on_gpus_request_them_and_the_head_has_routes_to_all() {
     let ring = "strategy: PipedRing\ndecode: {kvCache: {memory: 12Gi}}\n";
-    let mut cluster = of_spec_with(ring, &["attic", "office"], 7 << 30);
+    let cluster = of_spec_with(ring, &["attic", "office"], 7 << 30);
     let ready = cluster.condition(READY);
     assert_eq!(ready.reason, "Serving", "{}", ready.message);
     assert_eq!(cluster.observed.plans.len(), 1);

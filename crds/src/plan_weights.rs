@@ -15,6 +15,11 @@ pub struct PlanResidency {
     pub weight_bytes: u64,
     /// Bytes of them that may be in memory at a time (in the GPU's for a rank on one): all with Resident.
     pub budget_bytes: u64,
+    /// Bytes of `budgetBytes` that weights pass through as they are read ahead, in the order of their use; what else the
+    /// budget has room for stays. Of use with MmapPrefetch of a model without experts; unset, as much as two modules need.
+    /// With 0 nothing is read ahead, to measure what that costs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_ahead_bytes: Option<u64>,
     /// Bytes of them that a rank on a GPU reads from the node's memory in every pass: the routed experts with
     /// StreamLoading and HostExperts, and with `streamsDense` the modules that it names; of a follower of peers, its share
     /// of the experts alone. Ranks of one node share one copy, unless `hostBudgetBytes` is set.

@@ -7,7 +7,7 @@ use hearth_crds::{EXPANSION_BYTES, PlanMlaForm};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{Backend, CpuBackend, KvDType};
 use hearth_model::{ExpansionRoom, ExpertShare, Membership, Model, Part, modules, modules_of};
-use hearth_residency::{LoadProgress, Placing, ResidentOptions, RingSlots, note_unused};
+use hearth_residency::{LoadProgress, Placing, ReadAhead, ResidentOptions, RingSlots, note_unused};
 use hearth_virtual::VirtualBackend;
 
 use crate::cli::{ExpertReadsArg, ModelArgs, ResidencyArg};
@@ -58,6 +58,8 @@ pub(crate) enum ResidencyPolicy {
     MmapPrefetch {
         /// Bytes of weights in memory at a time; `None` means half of them.
         budget_bytes: Option<u64>,
+        /// Room within them for weights that are read ahead.
+        read_ahead: ReadAhead,
     },
     /// Routed experts pass through a ring of slots in the device's memory.
     StreamLoading(Rings),
@@ -77,6 +79,7 @@ impl ResidencyPolicy {
             ResidencyArg::Resident => Self::Resident,
             ResidencyArg::MmapPrefetch => Self::MmapPrefetch {
                 budget_bytes: args.residency_budget,
+                read_ahead: ReadAhead::default(),
             },
             ResidencyArg::StreamLoading => Self::StreamLoading(Rings {
                 slots: args

@@ -41,6 +41,8 @@ pub struct Device {
     pub buffer_bytes: u64,
     /// Read bandwidth of the disk with the weights, through mapped pages, in GB/s.
     pub disk_read_gbps: f64,
+    /// Milliseconds to map a GB of weights that were read, and to unmap others for them.
+    pub map_ms_per_gb: f64,
     /// Whether no weights may be read at each token, because the disk is too slow or the memory is a GPU's: then all of the
     /// device's layers must fit (the paper's set `M4`).
     pub must_fit: bool,
@@ -92,6 +94,13 @@ pub struct Layer {
     pub routed_bytes: u64,
     /// Of its KV for the whole context.
     pub kv_bytes: u64,
+}
+
+impl Layer {
+    /// Bytes that each token reads, whatever it chooses.
+    pub(crate) fn dense_bytes(&self) -> u64 {
+        self.read_bytes - self.routed_bytes
+    }
 }
 
 /// Embedding and output head.
@@ -161,6 +170,11 @@ impl Problem {
     pub(crate) fn gpu_room_bytes(&self, device: usize) -> u64 {
         let gpu = self.devices[device].gpu.as_ref();
         gpu.map_or(0, |gpu| gpu.memory_bytes.saturating_sub(gpu.buffer_bytes))
+    }
+
+    /// Whether tokens choose experts.
+    pub(crate) fn has_experts(&self) -> bool {
+        self.layers.iter().any(|layer| layer.routed_bytes > 0)
     }
 
     /// The share of stored weights that one token reads, of all layers together.
@@ -233,6 +247,7 @@ impl Problem {
             });
         }
         Value(name, "disk read rate", device.disk_read_gbps, "GB/s").positive()?;
+        Value(name, "time to map a GB", device.map_ms_per_gb, "ms").not_negative()?;
         self.check_times(name, "its CPUs", &device.cpus)?;
         let Some(gpu) = &device.gpu else {
             return Ok(());
@@ -342,6 +357,7 @@ mod tests {
             memory_bytes: 1000,
             buffer_bytes: 10,
             disk_read_gbps: 1.0,
+            map_ms_per_gb: 20.0,
             must_fit: false,
             cpus: times.clone(),
             gpu: None,

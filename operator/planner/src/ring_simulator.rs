@@ -1,12 +1,13 @@
 //! How long a ring takes for a token and for a prompt, by simulation (prima.cpp, sections 3.1, A.1 and A.2).
 //!
-//! One token is in the ring at a time, so compute lanes never compete; each device's disk lane runs beside them. Weights
-//! that have no room are read from disk once a token, spread evenly over the device's layers on its CPUs (equation 15
-//! counts the same bytes). When a window has been computed, the disk lane reads what the device's next window lacks, while
-//! other devices compute and hidden states travel; the window then waits only for what has not arrived. A window that does
-//! not fit in memory is not read ahead, as its first pages would be gone before they are used (prefetch-release): each of
-//! its layers waits for its own bytes. Chosen experts are known only when their layer runs, so they are never read ahead. A
-//! device whose layers all fit reads nothing after the first token.
+//! One token is in the ring at a time, so compute lanes never compete; each device's disk lane runs beside them. Where the
+//! layers of a device do not fit, some modules stay in its memory, and the others, spread evenly over its layers, pass
+//! through the rest of it, which is the room to read ahead: they are read from disk once a token, in the order of their use,
+//! as soon as there is room, while the device and others compute and hidden states travel. A layer waits for what has not
+//! arrived. What is read is what has no room (equation 15 counts as much) and the room itself, since what passes through
+//! cannot stay. A window may be larger than that room: nothing is read so early that it would have to be read again
+//! (prefetch-release). Of a model with experts, these alone are read, and never ahead, as they are known only when their
+//! layer runs. A device whose layers all fit reads nothing after the first token.
 //!
 //! Architecture invariant: no clock; the same windows give the same times.
 
@@ -14,9 +15,12 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-use crate::ring_problem::{LayerTimes, Problem};
+use crate::ring_problem::{Layer, LayerTimes, Problem};
 
-/// Most tokens until the time of a token repeats; each device's only memory is when its last window ended.
+/// Layers for which there is room to read ahead, at least: one is computed while another is read.
+const LEAST_LAYERS_AHEAD: u64 = 2;
+/// Most tokens until the time of a token repeats; each device's only memory is when its last window ended, and what it had
+/// read ahead by then.
 const MAX_TOKENS: usize = 12;
 /// Relative difference of two tokens' times that counts as none.
 const SAME: f64 = 1e-9;
@@ -61,6 +65,8 @@ pub struct Share {
     pub gpu_bytes: u64,
     /// Bytes of weights that have no room in memory.
     pub overflow_bytes: u64,
+    /// Bytes of memory that weights pass through as they are read ahead; 0 where none are.
+    pub read_ahead_bytes: u64,
 }
 
 /// A problem prepared for many simulations.
@@ -68,7 +74,10 @@ pub struct Share {
 pub(crate) struct Simulator<'a> {
     problem: &'a Problem,
     stored: Vec<u64>,
+    /// Sums over the first layers of the bytes that each token reads.
+    dense: Vec<u64>,
     kv: Vec<u64>,
+    largest_layer_bytes: u64,
     cpus: Vec<Sums>,
     gpus: Vec<Option<Sums>>,
 }
@@ -116,13 +125,32 @@ pub(crate) fn sums<T: Copy + Default + std::ops::Add<Output = T>>(
 #[derive(Clone, Copy)]
 struct Lane {
     share: Share,
-    /// The part of its weights on CPUs that is not in memory.
+    /// The part of the modules that each token reads that passes through memory.
+    passing: f64,
+    /// The part of the experts that is not in memory.
     missing: f64,
     ms_per_byte: f64,
-    /// Bytes of memory for weights.
-    weight_room_bytes: u64,
+    /// Milliseconds to map a byte that was read and to unmap another one.
+    map_ms_per_byte: f64,
+    /// Bytes that have been read ahead.
+    ahead_bytes: f64,
     /// When its last window ended: the disk has been free since.
     last_end_ms: f64,
+}
+
+impl Lane {
+    /// The disk reads ahead for so long.
+    fn read_ahead(&mut self, ms: f64) {
+        let most = self.share.read_ahead_bytes as f64;
+        self.ahead_bytes = (self.ahead_bytes + ms / self.ms_per_byte).min(most);
+    }
+
+    /// Milliseconds until so many bytes have been read ahead.
+    fn wait_ms(&mut self, bytes: f64) -> f64 {
+        let lacks = (bytes - self.ahead_bytes).max(0.0);
+        self.ahead_bytes += lacks;
+        lacks * self.ms_per_byte
+    }
 }
 
 impl<'a> Simulator<'a> {
@@ -132,6 +160,13 @@ impl<'a> Simulator<'a> {
         Self {
             problem,
             stored: sums(problem.layers.iter().map(|layer| layer.stored_bytes)),
+            dense: sums(problem.layers.iter().map(Layer::dense_bytes)),
+            largest_layer_bytes: problem
+                .layers
+                .iter()
+                .map(|layer| layer.stored_bytes)
+                .max()
+                .unwrap_or(0),
             kv: sums(problem.layers.iter().map(|layer| layer.kv_bytes)),
             cpus: devices.clone().map(|d| Sums::of(&d.cpus)).collect(),
             gpus: devices
@@ -156,7 +191,47 @@ impl<'a> Simulator<'a> {
             let taken = share.stored_bytes + share.kv_bytes;
             share.overflow_bytes = taken.saturating_sub(self.problem.room_bytes(device));
         }
+        if !self.problem.has_experts() {
+            for device in 0..shares.len() {
+                if shares[device].overflow_bytes > 0 {
+                    shares[device].read_ahead_bytes =
+                        self.read_ahead_bytes(windows, device, &shares[device]);
+                }
+            }
+        }
         shares
+    }
+
+    /// Room to read ahead: as much as the disk reads between two of the device's windows, if the next one needs so much. More
+    /// would only take room from what stays.
+    fn read_ahead_bytes(&self, windows: &[Window], device: usize, share: &Share) -> u64 {
+        let own = windows.iter().filter(|window| window.device == device);
+        let count = own.count() as u64;
+        let least = LEAST_LAYERS_AHEAD * self.largest_layer_bytes;
+        let room = self.problem.room_bytes(device);
+        let most = room.saturating_sub(share.kv_bytes).min(share.stored_bytes);
+        let needed = match count {
+            0 | 1 => 0,
+            _ => share.overflow_bytes / (count - 1),
+        };
+        let between_ms = self.others_ms(windows, device) / count.max(1) as f64;
+        let read = between_ms * self.problem.devices[device].disk_read_gbps * 1e6;
+        needed.min(read as u64).max(least).min(most)
+    }
+
+    /// Milliseconds of a token that a device does not compute, if nothing waits for a disk.
+    fn others_ms(&self, windows: &[Window], device: usize) -> f64 {
+        let mut total_ms = self.problem.head.token_ms;
+        let mut at = 0;
+        for window in windows {
+            total_ms += self.problem.hop_ms(at, window.device, 1);
+            at = window.device;
+            if at != device {
+                total_ms += self.gpu_ms(window, 1, Sums::token_ms)
+                    + self.cpus[at].token_ms(&window.on_cpus());
+            }
+        }
+        total_ms + self.problem.hop_ms(at, 0, 1)
     }
 
     /// Whether KV and GPU layers fit, and all layers of devices where these must fit.
@@ -169,18 +244,34 @@ impl<'a> Simulator<'a> {
     }
 
     fn lanes(&self, windows: &[Window]) -> Vec<Lane> {
-        let lane = |(device, share): (usize, Share)| Lane {
-            share,
-            missing: match share.stored_bytes {
-                0 => 0.0,
-                stored => share.overflow_bytes as f64 / stored as f64,
-            },
-            ms_per_byte: 1.0 / self.problem.devices[device].disk_read_gbps / 1e6,
-            weight_room_bytes: self
-                .problem
-                .room_bytes(device)
-                .saturating_sub(share.kv_bytes),
-            last_end_ms: 0.0,
+        let part = |bytes: u64, of: u64| match of {
+            0 => 0.0,
+            _ => (bytes as f64 / of as f64).min(1.0),
+        };
+        let has_experts = self.problem.has_experts();
+        let lane = |(device, share): (usize, Share)| {
+            let rates = &self.problem.devices[device];
+            let own = windows.iter().filter(|window| window.device == device);
+            let dense: u64 = own
+                .map(|window| range(&self.dense, &window.on_cpus()))
+                .sum();
+            let experts = share.stored_bytes.saturating_sub(dense);
+            let (passing, missing) = match has_experts {
+                true => (0.0, part(share.overflow_bytes, experts)),
+                false => (
+                    part(share.overflow_bytes + share.read_ahead_bytes, dense),
+                    0.0,
+                ),
+            };
+            Lane {
+                share,
+                passing,
+                missing,
+                ms_per_byte: 1.0 / rates.disk_read_gbps / 1e6,
+                map_ms_per_byte: rates.map_ms_per_gb / 1e9,
+                ahead_bytes: 0.0,
+                last_end_ms: 0.0,
+            }
         };
         let shares = self.shares(windows).into_iter().enumerate();
         shares.map(lane).collect()
@@ -214,32 +305,30 @@ impl<'a> Simulator<'a> {
         for window in windows {
             now_ms += self.problem.hop_ms(at, window.device, 1);
             at = window.device;
-            now_ms = self.window(window, &lanes[at], now_ms);
-            lanes[at].last_end_ms = now_ms;
+            now_ms = self.window(window, &mut lanes[at], now_ms);
         }
         now_ms + self.problem.hop_ms(at, 0, 1) + self.problem.head.token_ms
     }
 
     /// When a window that begins at `begin_ms` is computed.
-    fn window(&self, window: &Window, lane: &Lane, begin_ms: f64) -> f64 {
-        let mut now_ms = begin_ms + self.gpu_ms(window, 1, |sums, gpu| sums.token_ms(gpu));
+    fn window(&self, window: &Window, lane: &mut Lane, begin_ms: f64) -> f64 {
+        let mut now_ms = begin_ms + self.gpu_ms(window, 1, Sums::token_ms);
         let cpus = window.on_cpus();
-        if lane.missing == 0.0 {
+        if lane.share.overflow_bytes == 0 {
             return now_ms + self.cpus[window.device].token_ms(&cpus);
         }
-        let is_read_ahead = range(&self.stored, &cpus) <= lane.weight_room_bytes;
-        let mut disk_ms = lane.last_end_ms;
+        lane.read_ahead(now_ms - lane.last_end_ms);
         for index in cpus {
             let layer = &self.problem.layers[index];
-            let ms = |bytes: u64| bytes as f64 * lane.missing * lane.ms_per_byte;
-            if !is_read_ahead {
-                disk_ms = now_ms;
-            }
-            disk_ms += ms(layer.read_bytes - layer.routed_bytes);
-            now_ms = now_ms.max(disk_ms) + ms(layer.routed_bytes);
-            disk_ms += ms(layer.routed_bytes);
-            now_ms += self.problem.devices[window.device].cpus.token_ms[index];
+            let passing = layer.dense_bytes() as f64 * lane.passing;
+            let chosen = layer.routed_bytes as f64 * lane.missing;
+            let compute_ms = self.problem.devices[window.device].cpus.token_ms[index]
+                + (passing + chosen) * lane.map_ms_per_byte;
+            now_ms += lane.wait_ms(passing) + chosen * lane.ms_per_byte + compute_ms;
+            lane.read_ahead(compute_ms);
+            lane.ahead_bytes -= passing;
         }
+        lane.last_end_ms = now_ms;
         now_ms
     }
 
@@ -260,8 +349,8 @@ impl<'a> Simulator<'a> {
     }
 
     /// Milliseconds until the first token after a prompt, chunk after chunk. Chunks follow each other through the ring;
-    /// a device takes what has waited longest. What has no room is read once a chunk, beside the arithmetic of a window
-    /// that fits, before that of one that does not.
+    /// a device takes what has waited longest. What passes through memory is read once a chunk, beside its arithmetic; missing
+    /// experts before theirs.
     pub(crate) fn ttft_ms(&self, windows: &[Window]) -> f64 {
         let lanes = self.lanes(windows);
         let prompt = self.problem.prompt;
@@ -295,21 +384,22 @@ impl<'a> Simulator<'a> {
         let gpu_ms = self.gpu_ms(window, tokens, |sums, gpu| sums.chunk_ms(gpu, tokens));
         let cpus = window.on_cpus();
         let compute_ms = self.cpus[window.device].chunk_ms(&cpus, tokens);
-        if lane.missing == 0.0 {
+        if lane.share.overflow_bytes == 0 {
             return gpu_ms + compute_ms;
         }
         // A chunk of many tokens chooses nearly all experts.
         let bytes = |index: usize| {
             let layer = &self.problem.layers[index];
-            let shared = layer.read_bytes - layer.routed_bytes;
+            let experts = layer.stored_bytes - layer.dense_bytes();
             let chosen = layer.routed_bytes.saturating_mul(u64::from(tokens));
-            shared.saturating_add(chosen).min(layer.stored_bytes) as f64
+            layer.dense_bytes() as f64 * lane.passing + chosen.min(experts) as f64 * lane.missing
         };
         let read: f64 = cpus.clone().map(bytes).sum();
-        let disk_ms = read * lane.missing * lane.ms_per_byte;
-        match range(&self.stored, &cpus) <= lane.weight_room_bytes {
-            true => gpu_ms + compute_ms.max(disk_ms),
-            false => gpu_ms + compute_ms + disk_ms,
+        let disk_ms = read * lane.ms_per_byte;
+        let compute_ms = compute_ms + read * lane.map_ms_per_byte;
+        match lane.missing > 0.0 {
+            false => gpu_ms + compute_ms.max(disk_ms),
+            true => gpu_ms + compute_ms + disk_ms,
         }
     }
 }
@@ -357,138 +447,4 @@ impl PartialEq for Arrival {
 impl Eq for Arrival {}
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ring_problem::{Device, Gpu, Head, Layer, Link, Prompt};
-
-    const MB: u64 = 1_000_000;
-
-    /// Two devices with four layers of 10 MB, which take 2 ms each; a byte takes 1 ms a MB from disk, a hop 1 ms.
-    fn problem(memory_bytes: u64) -> Problem {
-        let layer = Layer {
-            stored_bytes: 10 * MB,
-            read_bytes: 10 * MB,
-            routed_bytes: 0,
-            kv_bytes: 0,
-        };
-        let times = LayerTimes {
-            token_ms: vec![2.0; 4],
-            prompt_token_ms: vec![1.0; 4],
-        };
-        let device = Device {
-            name: "device".to_owned(),
-            memory_bytes,
-            buffer_bytes: 0,
-            disk_read_gbps: 1.0,
-            must_fit: false,
-            cpus: times,
-            gpu: None,
-        };
-        let link = Link {
-            latency_ms: 1.0,
-            gbps: 1e9,
-        };
-        Problem {
-            devices: vec![device; 2],
-            layers: vec![layer; 4],
-            head: Head {
-                stored_bytes: 0,
-                token_ms: 3.0,
-            },
-            links: vec![vec![link; 2]; 2],
-            hidden_bytes: 1,
-            prompt: Prompt {
-                tokens: 8,
-                chunk_tokens: 4,
-            },
-        }
-    }
-
-    /// The layers in windows of `width`, the devices in turn.
-    fn windows(width: usize) -> Vec<Window> {
-        let windows = (0..4 / width).map(|index| Window {
-            device: index % 2,
-            round: index / 2,
-            layers: index * width..(index + 1) * width,
-            gpu_layers: 0,
-        });
-        windows.collect()
-    }
-
-    fn tpot_ms(problem: &Problem, width: usize) -> f64 {
-        let ms = Simulator::new(problem).tpot_ms(&windows(width)).unwrap();
-        (ms * 1e3).round() / 1e3
-    }
-
-    #[test]
-    fn layers_that_fit_are_read_once() {
-        let problem = problem(20 * MB);
-        // Layers, hops there and back, the head; two rounds have two hops more.
-        assert_eq!(tpot_ms(&problem, 2), 8.0 + 2.0 + 3.0);
-        assert_eq!(tpot_ms(&problem, 1), 8.0 + 4.0 + 3.0);
-    }
-
-    #[test]
-    fn a_window_that_does_not_fit_waits_for_what_is_missing() {
-        // 4 MB of 20 MB are missing on each device, half of it in each layer.
-        assert_eq!(tpot_ms(&problem(16 * MB), 2), 13.0 + 2.0 * 4.0);
-    }
-
-    #[test]
-    fn what_fits_by_rounds_is_read_while_others_compute() {
-        // 2 MB for each window, and 4 ms between two windows of a device: all of it is hidden.
-        assert_eq!(tpot_ms(&problem(16 * MB), 1), 15.0);
-        // 5 MB for each window. The head's second one comes 4 ms after its first and waits 1 ms; that is also what the
-        // other device's second one, 5 ms after its first, would have lacked. Between two tokens there is more time.
-        assert_eq!(tpot_ms(&problem(10 * MB), 1), 16.0);
-    }
-
-    #[test]
-    fn chosen_experts_are_never_read_ahead() {
-        let mut problem = problem(16 * MB);
-        for layer in &mut problem.layers {
-            layer.read_bytes = 6 * MB;
-            layer.routed_bytes = 5 * MB;
-        }
-        // A fifth of each layer is missing: of 5 MB each waits, of 1 MB none does.
-        assert_eq!(tpot_ms(&problem, 1), 15.0 + 4.0);
-    }
-
-    #[test]
-    fn a_gpu_has_its_layers_in_its_own_memory() {
-        let mut problem = problem(10 * MB);
-        problem.devices[0].gpu = Some(Gpu {
-            memory_bytes: 10 * MB,
-            buffer_bytes: 0,
-            times: LayerTimes {
-                token_ms: vec![0.5; 4],
-                prompt_token_ms: vec![0.1; 4],
-            },
-            copy: Link {
-                latency_ms: 0.25,
-                gbps: 1e9,
-            },
-        });
-        problem.devices[1].memory_bytes = 20 * MB;
-        let mut windows = windows(2);
-        windows[0].gpu_layers = 1;
-        let simulator = Simulator::new(&problem);
-        let ms = simulator.tpot_ms(&windows).unwrap();
-        // A layer on the GPU with two copies, three on CPUs, hops, the head.
-        assert!((ms - (0.5 + 0.5 + 6.0 + 2.0 + 3.0)).abs() < 1e-3, "{ms}");
-        windows[0].gpu_layers = 2;
-        assert_eq!(simulator.tpot_ms(&windows), None);
-    }
-
-    #[test]
-    fn chunks_of_a_prompt_follow_each_other() {
-        let problem = problem(20 * MB);
-        let simulator = Simulator::new(&problem);
-        // A chunk of 4 tokens takes 8 ms on each device; the second follows 8 ms behind the first.
-        let ms = simulator.ttft_ms(&windows(2));
-        assert!(
-            (ms - (8.0 + 1.0 + 8.0 + 8.0 + 1.0 + 3.0)).abs() < 1e-3,
-            "{ms}"
-        );
-    }
-}
+mod tests;

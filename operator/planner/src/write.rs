@@ -257,6 +257,7 @@ impl Draft<'_> {
             policy: ResidencyPolicy::Resident,
             weight_bytes,
             budget_bytes: weight_bytes,
+            read_ahead_bytes: None,
             host_bytes: 0,
             host_budget_bytes: None,
             ring_slots: None,

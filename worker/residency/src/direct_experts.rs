@@ -22,6 +22,7 @@ use hearth_model::{
 
 use self::buffers::{ALIGN_BYTES, Buffer, Buffers};
 use crate::host_module::vector;
+use crate::kept::ReadAhead;
 use crate::loader::{Loader, Loading, Shared};
 use crate::mmap_prefetch::{check_budget, kind};
 use crate::window::{Action, Index, Kind, Window};
@@ -141,7 +142,7 @@ impl<B: Backend> DirectExperts<B> {
         let total_bytes = experts.iter().map(|expert| expert.bytes).sum();
         let index: HashMap<ModuleId, Index> = modules.iter().map(|spec| spec.id).zip(0..).collect();
         let state = State {
-            window: Window::new(&sizes, budget_bytes, 0),
+            window: Window::new(&sizes, budget_bytes, 0, ReadAhead::Least),
             wanted: VecDeque::new(),
             places: modules.iter().map(|_| Place::Absent).collect(),
         };

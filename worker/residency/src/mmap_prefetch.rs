@@ -16,6 +16,7 @@ use hearth_model::{
     Guard, ModuleId, ModuleSpec, Release, Residency, ResidencyError, ResidencyStats,
 };
 
+use crate::kept::ReadAhead;
 use crate::pages::{self, Releasable};
 use crate::store::Store;
 use crate::window::{Action, Index, Kind, Window};
@@ -41,8 +42,12 @@ pub type Listener = Box<dyn Fn(PrefetchEvent) + Send + Sync>;
 pub struct MmapPrefetchOptions {
     /// Largest size of resident weights, in bytes.
     pub budget_bytes: u64,
-    /// Number of upcoming modules, among those that run for every token, to request while a module runs.
+    /// Number of upcoming modules, among those that run for every token, to request while a module runs; of a model without
+    /// experts that exceeds the budget, all that have room are.
     pub lookahead: usize,
+    /// Room within the budget that modules pass through where they do not fit and the model has no experts: the others stay
+    /// for good. A stage of a ring can read as much while other members compute.
+    pub read_ahead: ReadAhead,
     /// Size of one piece of advice in bytes; `None` uses the size that the kernel honours for the files' device.
     pub advice_bytes: Option<usize>,
     /// Callback for events.
@@ -97,6 +102,7 @@ impl<B: Backend> MmapPrefetch<B> {
         let MmapPrefetchOptions {
             budget_bytes,
             lookahead,
+            read_ahead,
             advice_bytes,
             listener,
         } = options;
@@ -122,7 +128,7 @@ impl<B: Backend> MmapPrefetch<B> {
             index: index.clone(),
             pages,
             state: Mutex::new(State {
-                window: Window::new(&sizes, budget_bytes, lookahead),
+                window: Window::new(&sizes, budget_bytes, lookahead, read_ahead),
                 requests: Some(requests),
             }),
             listener,
@@ -292,8 +298,8 @@ pub(crate) fn kind(id: ModuleId) -> Kind {
         ModuleId::Attention(_)
         | ModuleId::DenseFfn(_)
         | ModuleId::Router(_)
-        | ModuleId::SharedExpert(_)
-        | ModuleId::Head => Kind::Always,
+        | ModuleId::SharedExpert(_) => Kind::Always,
+        ModuleId::Head => Kind::Head,
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use hearth_kernels::CpuBackend;
 use hearth_model::{ModuleSpec, ResidencyError};
-use hearth_residency::{DirectExperts, ReadRates, read_rates, reads_directly};
+use hearth_residency::{DirectExperts, ReadAhead, ReadRates, read_rates, reads_directly};
 
 use super::files::{Files, Policy};
 use crate::cli::ExpertReadsArg;
@@ -70,7 +70,7 @@ impl Files<'_> {
             "experts are read from their files once they are chosen"
         );
         if !is_direct {
-            return self.prefetched(host, experts, Some(bytes));
+            return self.prefetched(host, experts, (Some(bytes), ReadAhead::default()));
         }
         let policy = DirectExperts::open(&self.checkpoint, &experts, Arc::clone(host), bytes)?;
         Ok(Arc::new(policy))

@@ -11,8 +11,8 @@ use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuBackend, KernelError};
 use hearth_model::{ExpertCache, Model, ModuleId, ModuleSpec, Residency};
 use hearth_residency::{
-    HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, Resident, ResidentOptions,
-    StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
+    HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, ReadAhead, Resident,
+    ResidentOptions, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
 };
 use hearth_virtual::VirtualBackend;
 
@@ -59,9 +59,10 @@ impl Files<'_> {
     ) -> anyhow::Result<LoadedOn<CpuBackend>> {
         let residency = match policy {
             ResidencyPolicy::Resident => self.resident(&backend, resident, progress)?,
-            ResidencyPolicy::MmapPrefetch { budget_bytes } => {
-                self.prefetched(&backend, self.modules.clone(), budget_bytes)?
-            }
+            ResidencyPolicy::MmapPrefetch {
+                budget_bytes,
+                read_ahead,
+            } => self.prefetched(&backend, self.modules.clone(), (budget_bytes, read_ahead))?,
             ResidencyPolicy::StreamLoading(_) => anyhow::bail!(
                 "--residency stream-loading has no effect on the CPU, which computes where the weights are\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
             ),
@@ -140,11 +141,12 @@ impl Files<'_> {
         &self,
         backend: &Arc<B>,
         modules: Vec<ModuleSpec>,
-        budget_bytes: Option<u64>,
+        (budget_bytes, read_ahead): (Option<u64>, ReadAhead),
     ) -> anyhow::Result<Arc<dyn Residency<B>>> {
         let options = MmapPrefetchOptions {
             budget_bytes: budget_bytes.unwrap_or_else(|| self.checkpoint.total_bytes() / 2),
             lookahead: PREFETCH_MODULES,
+            read_ahead,
             ..MmapPrefetchOptions::default()
         };
         let backend = Arc::clone(backend);

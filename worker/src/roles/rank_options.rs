@@ -6,7 +6,7 @@ use hearth_crds::{
 };
 use hearth_kernels::CpuOptions;
 use hearth_model::ExpertShare;
-use hearth_residency::{Placing, RingLength, RingSlots};
+use hearth_residency::{Placing, ReadAhead, RingLength, RingSlots};
 use hearth_virtual::VirtualOptions;
 
 use super::binding::Binding;
@@ -48,6 +48,11 @@ pub(super) fn load_options<'a>(
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {
                 budget_bytes: Some(residency.budget_bytes),
+                read_ahead: match residency.read_ahead_bytes {
+                    None => ReadAhead::Least,
+                    Some(0) => ReadAhead::Never,
+                    Some(bytes) => ReadAhead::Bytes(bytes),
+                },
             },
             PlanPolicy::StreamLoading => ResidencyPolicy::StreamLoading(Rings {
                 slots: ring_slots(residency)?,

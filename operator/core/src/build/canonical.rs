@@ -323,6 +323,7 @@ fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
         policy,
         weight_bytes,
         budget_bytes,
+        read_ahead_bytes,
         host_bytes,
         host_budget_bytes,
         ring_slots,
@@ -339,6 +340,7 @@ fn put_residency(lines: &mut Lines, residency: &PlanResidency) {
     lines.put("residency", policy);
     lines.put("residency-weights", weight_bytes);
     lines.put("residency-budget", budget_bytes);
+    lines.put_some("residency-read-ahead", read_ahead_bytes.as_ref());
     lines.put_if(*host_bytes > 0, "residency-host", host_bytes);
     lines.put_some("residency-host-budget", host_budget_bytes.as_ref());
     lines.put_some("ring-slots", ring_slots.as_ref());

@@ -144,6 +144,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
             policy: ResidencyPolicy::Resident,
             weight_bytes: 7_733_248,
             budget_bytes: 7_733_248,
+            read_ahead_bytes: None,
             host_bytes: 0,
             host_budget_bytes: None,
             ring_slots: None,

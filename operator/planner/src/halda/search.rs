@@ -231,9 +231,13 @@ impl Search<'_> {
         }
     }
 
-    /// Spends what is left of the simulations on two changes at once, of one candidate after the other.
+    /// Spends what is left of the simulations on two changes at once, of one candidate after the other: first those that
+    /// have the best one's devices in the same order.
     fn escape(&mut self) {
-        for mut candidate in self.by_speed() {
+        let best_order = self.best().map(|best| best.order);
+        let mut candidates = self.by_speed();
+        candidates.sort_by_key(|candidate| Some(&candidate.order) != best_order.as_ref());
+        for mut candidate in candidates {
             let limit = self.judge.limit;
             while self.judge.count < limit && self.judge.resize_twice(&mut candidate, limit) {
                 candidate = self.judge.improve(candidate, limit);

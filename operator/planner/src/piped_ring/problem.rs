@@ -39,6 +39,7 @@ impl Members<'_> {
                 gbps if gbps > 0.0 => gbps,
                 _ => UNMEASURED_DISK_GBPS,
             },
+            map_ms_per_gb: member.rates.map_ms_per_gb,
             must_fit: member.gpu.is_some() || member.rates.disk_gbps < SLOW_DISK_GBPS,
             cpus: self.times(planning, member, chunk_tokens),
             gpu: None,

@@ -99,8 +99,15 @@ fn members((chosen, kept): (&Chosen<'_>, &[Kept]), ranks: &[PlanRank], why: &mut
             ),
             0 => format!("all {weights} of their weights in memory"),
             _ => format!(
-                "{} of their {weights} in memory, the rest read from disk for each token, ahead where it can be",
-                format_bytes(kept.budget_bytes)
+                "{} of their {weights} in memory{}",
+                format_bytes(kept.budget_bytes),
+                match kept.read_ahead_bytes {
+                    Some(bytes) => format!(
+                        ", {} of it for what is read from disk for each token, ahead of its use",
+                        format_bytes(bytes)
+                    ),
+                    None => ", other experts read from disk as they are chosen".to_owned(),
+                }
             ),
         };
         let ends = match place {

@@ -23,6 +23,8 @@ pub(super) struct Kept {
     pub(super) weight_bytes: u64,
     /// Bytes of them that are in memory at a time.
     pub(super) budget_bytes: u64,
+    /// Bytes of these that weights pass through as they are read ahead.
+    pub(super) read_ahead_bytes: Option<u64>,
     /// Bytes of the KV of its layers.
     pub(super) kv_bytes: u64,
 }
@@ -106,6 +108,7 @@ impl RingPlanning<'_> {
                 Kept {
                     weight_bytes,
                     budget_bytes,
+                    read_ahead_bytes: Some(share.read_ahead_bytes).filter(|bytes| *bytes > 0),
                     kv_bytes,
                 }
             })
@@ -236,6 +239,7 @@ impl RingPlanning<'_> {
         if let Some(residency) = &mut rank.residency {
             residency.weight_bytes = kept.weight_bytes;
             residency.budget_bytes = kept.budget_bytes;
+            residency.read_ahead_bytes = kept.read_ahead_bytes;
         }
         match place {
             0 => rank.chunk_tokens = chosen.chunk_tokens,

@@ -191,45 +191,56 @@ impl<'a> Simulator<'a> {
             let taken = share.stored_bytes + share.kv_bytes;
             share.overflow_bytes = taken.saturating_sub(self.problem.room_bytes(device));
         }
-        if !self.problem.has_experts() {
-            for device in 0..shares.len() {
-                if shares[device].overflow_bytes > 0 {
-                    shares[device].read_ahead_bytes =
-                        self.read_ahead_bytes(windows, device, &shares[device]);
-                }
-            }
+        let has_overflow = shares.iter().any(|share| share.overflow_bytes > 0);
+        if has_overflow && !self.problem.has_experts() {
+            self.make_room_to_read_ahead(windows, &mut shares);
         }
         shares
     }
 
-    /// Room to read ahead: as much as the disk reads between two of the device's windows, if the next one needs so much. More
+    /// Room to read ahead: as much as the disk reads between two of a device's windows, if the next one needs so much. More
     /// would only take room from what stays.
-    fn read_ahead_bytes(&self, windows: &[Window], device: usize, share: &Share) -> u64 {
-        let own = windows.iter().filter(|window| window.device == device);
-        let count = own.count() as u64;
-        let least = LEAST_LAYERS_AHEAD * self.largest_layer_bytes;
-        let room = self.problem.room_bytes(device);
-        let most = room.saturating_sub(share.kv_bytes).min(share.stored_bytes);
-        let needed = match count {
-            0 | 1 => 0,
-            _ => share.overflow_bytes / (count - 1),
+    fn make_room_to_read_ahead(&self, windows: &[Window], shares: &mut [Share]) {
+        let own_ms = self.own_ms(windows);
+        let read_ms = |(device, share): (usize, &Share)| {
+            share.overflow_bytes as f64 / self.problem.devices[device].disk_read_gbps / 1e6
         };
-        let between_ms = self.others_ms(windows, device) / count.max(1) as f64;
-        let read = between_ms * self.problem.devices[device].disk_read_gbps * 1e6;
-        needed.min(read as u64).max(least).min(most)
+        let reads_ms = shares.iter().enumerate().map(read_ms).fold(0.0, f64::max);
+        // A token takes as long as its longest way, be that computation or a disk.
+        let token_ms = (own_ms.iter().sum::<f64>() + self.between_ms(windows)).max(reads_ms);
+        for (device, share) in shares.iter_mut().enumerate() {
+            if share.overflow_bytes == 0 {
+                continue;
+            }
+            let own = windows.iter().filter(|window| window.device == device);
+            let count = own.count().max(1) as u64;
+            let room = self.problem.room_bytes(device);
+            let most = room.saturating_sub(share.kv_bytes).min(share.stored_bytes);
+            let needed = share.overflow_bytes.checked_div(count - 1).unwrap_or(0);
+            let idle_ms = (token_ms - own_ms[device]) / count as f64;
+            let read = idle_ms * self.problem.devices[device].disk_read_gbps * 1e6;
+            let least = LEAST_LAYERS_AHEAD * self.largest_layer_bytes;
+            share.read_ahead_bytes = needed.min(read as u64).max(least).min(most);
+        }
     }
 
-    /// Milliseconds of a token that a device does not compute, if nothing waits for a disk.
-    fn others_ms(&self, windows: &[Window], device: usize) -> f64 {
+    /// Milliseconds that each device computes for a token.
+    fn own_ms(&self, windows: &[Window]) -> Vec<f64> {
+        let mut own_ms = vec![0.0; self.problem.devices.len()];
+        for window in windows {
+            own_ms[window.device] += self.gpu_ms(window, 1, Sums::token_ms)
+                + self.cpus[window.device].token_ms(&window.on_cpus());
+        }
+        own_ms
+    }
+
+    /// Milliseconds of a token's hops and of the output head.
+    fn between_ms(&self, windows: &[Window]) -> f64 {
         let mut total_ms = self.problem.head.token_ms;
         let mut at = 0;
         for window in windows {
             total_ms += self.problem.hop_ms(at, window.device, 1);
             at = window.device;
-            if at != device {
-                total_ms += self.gpu_ms(window, 1, Sums::token_ms)
-                    + self.cpus[at].token_ms(&window.on_cpus());
-            }
         }
         total_ms + self.problem.hop_ms(at, 0, 1)
     }

@@ -12,8 +12,8 @@ use crate::up::state::StateArgs;
 use crate::up::state::StateDir;
 use crate::up::{self, MachineArgs};
 
-const EXAMPLES: &str =
-    "Examples:\n  hearth plan -f manifests/examples/demo.yaml\n  hearth plan -f demo.yaml -o json";
+const EXAMPLES: &str = "Examples:\n  hearth plan -f manifests/examples/demo.yaml\n  hearth plan -f demo.yaml -o json\n  \
+     kubectl get nodeprofiles -o yaml | hearth plan -f demo.yaml --profiles -";
 
 /// Arguments of `hearth plan`.
 #[derive(Args)]
@@ -25,6 +25,10 @@ pub(crate) struct PlanArgs {
     /// table, json or yaml
     #[arg(short, long, value_enum, default_value_t)]
     output: OutputFormat,
+    /// Plan for the nodes of this file instead of this machine, as if nothing else ran there: NodeProfiles as kubectl prints
+    /// them, or what hearth-worker profile --json prints; - reads standard input
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["measure", "virtual_device", "nodes"])]
+    profiles: Option<PathBuf>,
     #[command(flatten)]
     machine: MachineArgs,
     #[command(flatten)]
@@ -34,13 +38,11 @@ pub(crate) struct PlanArgs {
 /// Plans and prints the result.
 pub(crate) fn run(args: &PlanArgs, environment: &Environment) -> anyhow::Result<()> {
     let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
-    let planned = up::plan(
-        &args.file,
-        &state,
-        &args.machine,
-        environment,
-        &Steps::new(environment),
-    )?;
+    let steps = Steps::new(environment);
+    let planned = match &args.profiles {
+        Some(profiles) => up::plan_for_nodes(&args.file, profiles, environment, &steps)?,
+        None => up::plan(&args.file, &state, &args.machine, environment, &steps)?,
+    };
     match args.output {
         OutputFormat::Table => ui::print_data(&table::plan(&planned.plan)),
         OutputFormat::Json => ui::print_data(&format!(

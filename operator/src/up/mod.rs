@@ -8,12 +8,13 @@ mod hint;
 mod ports;
 mod prepare;
 mod process;
+mod profiles;
 mod source;
 pub(crate) mod state;
 mod supervise;
 pub(crate) mod worker;
 
-pub(crate) use prepare::plan;
+pub(crate) use prepare::{plan, plan_for_nodes};
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;

@@ -15,7 +15,7 @@ use hearth_crds::{
 use hearth_planner::{CpuOffer, GpuOffer, PlanInput};
 use serde::Deserialize;
 
-use super::{MachineArgs, UpArgs, boxes, files};
+use super::{MachineArgs, UpArgs, boxes, files, profiles};
 use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::terminal::{table, ui};
@@ -77,7 +77,33 @@ pub(crate) fn plan(
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
-    plan_of(&deployment(file)?, state, machine, environment, steps)
+    let deployment = deployment(file, Target::Machine)?;
+    plan_of(&deployment, state, machine, environment, steps)
+}
+
+/// The same for nodes of a cluster, whose profiles are in a file. The model's files are read here.
+///
+/// # Errors
+/// Those of [`plan`], and of the profiles.
+pub(crate) fn plan_for_nodes(
+    file: &Path,
+    profiles: &Path,
+    environment: &Environment,
+    steps: &Steps,
+) -> anyhow::Result<Planned> {
+    let deployment = deployment(file, Target::Cluster)?;
+    say_valid(&deployment, steps);
+    let nodes = profiles::read(profiles)?;
+    let gpus = nodes
+        .iter()
+        .map(|node| (node.node.clone(), node.gpus.len() as u32));
+    let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
+    let inspected = inspect(&deployment, &directory, environment, steps)?;
+    let offer = GpuOffer::Cluster {
+        plugin: &gpus.collect(),
+        claimable: &BTreeMap::new(),
+    };
+    planned(&deployment, &directory, &inspected, (&nodes, offer), 1)
 }
 
 /// Plans what runs again, without the GPUs that are lost. The plan has no addresses.
@@ -102,10 +128,10 @@ pub(crate) fn plan_again(
 }
 
 /// Reads and validates the deployment in a file.
-fn deployment(file: &Path) -> anyhow::Result<InferenceDeployment> {
-    let text = read(file)?;
+fn deployment(file: &Path, target: Target) -> anyhow::Result<InferenceDeployment> {
+    let text = read(file, "name an InferenceDeployment's file with -f")?;
     let text = text.trim_start_matches('\u{feff}');
-    Ok(hearth_crds::parse_deployment_for(text, Target::Machine)?)
+    Ok(hearth_crds::parse_deployment_for(text, target)?)
 }
 
 fn plan_of(
@@ -128,12 +154,7 @@ fn plan_without(
     steps: &Steps,
     lost_gpus: &BTreeMap<String, String>,
 ) -> anyhow::Result<Planned> {
-    let name = deployment.metadata.name.clone().unwrap_or_default();
-    steps.done_with(
-        &format!("{name} is valid"),
-        "hearth.dev/v1alpha1 InferenceDeployment",
-    );
-
+    say_valid(deployment, steps);
     let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
     let mut profile = measure(&directory, state, machine, environment, steps)?;
     for gpu in &mut profile.gpus {
@@ -142,40 +163,72 @@ fn plan_without(
             .map(|why| format!("it is lost: {why}"));
         gpu.obstacle = lost.or(gpu.obstacle.take());
     }
+    let inspected = inspect(deployment, &directory, environment, steps)?;
+    let name = deployment.metadata.name.as_deref().unwrap_or_default();
+    let generation = state.deployment(name).next_generation();
+    let nodes = boxes::split(profile, &machine.nodes)?;
+    planned(
+        deployment,
+        &directory,
+        &inspected,
+        (&nodes, GpuOffer::Machine),
+        generation,
+    )
+}
+
+fn say_valid(deployment: &InferenceDeployment, steps: &Steps) {
+    let name = deployment.metadata.name.as_deref().unwrap_or_default();
+    steps.done_with(
+        &format!("{name} is valid"),
+        "hearth.dev/v1alpha1 InferenceDeployment",
+    );
+}
+
+/// Reads what a plan needs to know of the model.
+fn inspect(
+    deployment: &InferenceDeployment,
+    directory: &Path,
+    environment: &Environment,
+    steps: &Steps,
+) -> anyhow::Result<Inspected> {
     let mut busy = steps.busy("reading the model's headers and its tokenizer");
     let facts = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
-    let Inspected {
-        facts,
-        chat_template,
-    } = worker::ask(
+    let inspected: Inspected = worker::ask(
         environment,
         &[&facts[..], &[directory.as_os_str()]].concat(),
         |_| {},
     )?;
     busy.finish();
     let model_name = deployment.spec.model.source.default_name();
-    steps.done(&format!("model {}", model(&facts, &model_name)));
+    steps.done(&format!("model {}", model(&inspected.facts, &model_name)));
+    Ok(inspected)
+}
 
-    let generation = state.deployment(&name).next_generation();
+/// The plan of a deployment over nodes.
+fn planned(
+    deployment: &InferenceDeployment,
+    directory: &Path,
+    inspected: &Inspected,
+    (profiles, gpus): (&[NodeProfileStatus], GpuOffer<'_>),
+    generation: u64,
+) -> anyhow::Result<Planned> {
+    let name = deployment.metadata.name.clone().unwrap_or_default();
+    let namespace = deployment.metadata.namespace.as_deref();
     let plan = hearth_planner::plan(&PlanInput {
         name: &name,
-        namespace: deployment
-            .metadata
-            .namespace
-            .as_deref()
-            .unwrap_or("default"),
+        namespace: namespace.unwrap_or("default"),
         generation,
         spec: &deployment.spec,
-        facts: &facts,
+        facts: &inspected.facts,
         model_path: &directory.display().to_string(),
-        profiles: &boxes::split(profile, &machine.nodes)?,
-        gpus: GpuOffer::Machine,
+        profiles,
+        gpus,
         cpus: CpuOffer::Machine,
     })?;
     Ok(Planned {
         name,
         plan,
-        can_chat: chat_template,
+        can_chat: inspected.chat_template,
     })
 }
 
@@ -217,7 +270,7 @@ fn measure(
 }
 
 /// Reads the text of a file, or of standard input for `-`.
-fn read(file: &Path) -> anyhow::Result<String> {
+pub(super) fn read(file: &Path, remedy: &str) -> anyhow::Result<String> {
     let text = match file.to_str() {
         Some("-") => std::io::read_to_string(std::io::stdin()),
         _ => std::fs::read_to_string(file),
@@ -227,7 +280,7 @@ fn read(file: &Path) -> anyhow::Result<String> {
             Some("-") => "standard input".to_owned(),
             _ => file.display().to_string(),
         };
-        format!("{name} cannot be read\n  name an InferenceDeployment's file with -f")
+        format!("{name} cannot be read\n  {remedy}")
     })
 }
 
@@ -240,7 +293,7 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
     let steps = Steps::new(environment);
     let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let mut free = FreePorts::default();
-    let deployment = deployment(&args.file)?;
+    let deployment = deployment(&args.file, Target::Machine)?;
     // Before its port: a running deployment also holds the port, and another port would not help.
     let name = deployment.metadata.name.as_deref().unwrap_or_default();
     state.deployment(name).check_free(name)?;

@@ -1,0 +1,112 @@
+//! Profiles of nodes from a file, so that a plan for a cluster can be seen without the cluster.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use hearth_crds::NodeProfileStatus;
+use serde::Deserialize;
+use serde_json::Value;
+
+const REMEDY: &str = "write one with: kubectl get nodeprofiles -o yaml > FILE, or hearth-worker profile --json > FILE on each node";
+
+/// Reads NodeProfiles, a list of them as kubectl prints it, or what `hearth-worker profile --json` prints; one document or
+/// several, YAML or JSON.
+///
+/// # Errors
+/// A file that cannot be read, a document that is none of these, a node that is there twice, or no node at all.
+pub(super) fn read(file: &Path) -> anyhow::Result<Vec<NodeProfileStatus>> {
+    let text = super::prepare::read(file, REMEDY)?;
+    parse(&text).with_context(|| format!("{} has no profiles of nodes\n  {REMEDY}", file.display()))
+}
+
+fn parse(text: &str) -> anyhow::Result<Vec<NodeProfileStatus>> {
+    let mut nodes = BTreeMap::new();
+    for document in serde_norway::Deserializer::from_str(text) {
+        let document = Value::deserialize(document)?;
+        let items = match document.get("items") {
+            Some(Value::Array(items)) => items.clone(),
+            Some(_) => bail!("items is not a list"),
+            None => vec![document],
+        };
+        for item in items.into_iter().filter(|item| !item.is_null()) {
+            let node = profile(item)?;
+            if let Some(twice) = nodes.insert(node.node.clone(), node) {
+                bail!("node {} is there twice", twice.node);
+            }
+        }
+    }
+    if nodes.is_empty() {
+        bail!("there is no document in it");
+    }
+    Ok(nodes.into_values().collect())
+}
+
+/// The status of a NodeProfile, or a status alone.
+fn profile(mut item: Value) -> anyhow::Result<NodeProfileStatus> {
+    let kind = item.get("kind").and_then(Value::as_str).map(str::to_owned);
+    let name = item.pointer("/metadata/name").and_then(Value::as_str);
+    let name = name.unwrap_or("without a name").to_owned();
+    let status = match kind.as_deref() {
+        Some("NodeProfile") => item.get_mut("status").map(Value::take).with_context(|| {
+            format!("NodeProfile {name} has no status: its node was not measured yet")
+        })?,
+        Some(other) => bail!("{other} {name} is not a NodeProfile"),
+        None => item,
+    };
+    let node: NodeProfileStatus =
+        serde_json::from_value(status).with_context(|| format!("profile {name}"))?;
+    if node.node.is_empty() {
+        bail!("profile {name} does not say its node");
+    }
+    Ok(node)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(node: &str) -> Value {
+        let mut profile = NodeProfileStatus::default();
+        node.clone_into(&mut profile.node);
+        serde_json::to_value(profile).expect("a profile")
+    }
+
+    fn object(node: &str) -> Value {
+        serde_json::json!({"kind": "NodeProfile", "metadata": {"name": node}, "status": status(node)})
+    }
+
+    fn nodes(text: &str) -> anyhow::Result<Vec<String>> {
+        Ok(parse(text)?.into_iter().map(|node| node.node).collect())
+    }
+
+    #[test]
+    fn lists_objects_and_what_a_worker_prints_are_read() {
+        let list =
+            serde_json::json!({"kind": "List", "items": [object("office"), object("attic")]});
+        assert_eq!(nodes(&list.to_string()).unwrap(), ["attic", "office"]);
+        let both = format!("{}\n---\n{}\n", object("attic"), status("cellar"));
+        assert_eq!(nodes(&both).unwrap(), ["attic", "cellar"]);
+        let yaml = serde_norway::to_string(&list).unwrap();
+        assert_eq!(nodes(&yaml).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn what_is_no_profile_is_refused_with_its_name() {
+        let pod = serde_json::json!({"kind": "Pod", "metadata": {"name": "web"}});
+        let unmeasured = serde_json::json!({"kind": "NodeProfile", "metadata": {"name": "attic"}});
+        let twice = serde_json::json!({"items": [object("attic"), object("attic")]});
+        for (text, words) in [
+            (pod.to_string(), "Pod web is not a NodeProfile"),
+            (unmeasured.to_string(), "attic has no status"),
+            (twice.to_string(), "attic is there twice"),
+            (String::new(), "no document"),
+            ("items: 3".to_owned(), "not a list"),
+            ("node: ''".to_owned(), "profile without a name"),
+            ("{".to_owned(), ""),
+        ] {
+            let error = format!("{:#}", nodes(&text).unwrap_err());
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}

@@ -1,0 +1,246 @@
+#!/usr/bin/env python3
+"""Rings of nodes that one machine stands for: what they cost, what rounds and reading ahead gain, and what plans predict.
+
+    docs/benchmarks/rings.py BIN MODEL WHAT [--rounds 3] [--tokens 12]
+
+BIN is a folder with release builds of both programs, MODEL a checkpoint (`hearth-worker random --config
+docs/benchmarks/configs/qwen3-ring.json --dtype bf16 --out MODEL`). WHAT is one or more of: rounds, splits, predictions, pressure,
+loopback. Needs root and control groups of version 1 (testbed.py). Nothing else should run.
+"""
+
+import argparse
+import copy
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import tempfile
+
+from testbed import Bed, Node, complete
+
+# Room beside weights and KV where a plan does not tell it: a process, its buffers and a gateway.
+FIXED_BYTES = 160 << 20
+
+
+def deployment(model, more=""):
+    return f"""apiVersion: hearth.dev/v1alpha1
+kind: InferenceDeployment
+metadata: {{name: model}}
+spec:
+  model: {{source: {{hostPath: {{path: {model}}}}}, contextLength: 2048}}
+  strategy: PipedRing
+  decode: {{maxBatch: 2, kvCache: {{memory: 128Mi}}}}
+{more}"""
+
+
+class Bench:
+    def __init__(self, args, folder):
+        self.args, self.folder = args, pathlib.Path(folder)
+        self.hearth, self.worker = (str(pathlib.Path(args.bin) / name) for name in ("hearth", "hearth-worker"))
+        self.file = self.folder / "deployment.yaml"
+        self.file.write_text(deployment(pathlib.Path(args.model).resolve()))
+
+    def bed(self, nodes):
+        return Bed(nodes, pathlib.Path(self.args.model).resolve())
+
+    def plan(self, profiles):
+        file = self.folder / "profiles.yaml"
+        file.write_text("---\n".join(json.dumps(profile) + "\n" for profile in profiles))
+        command = [self.hearth, "plan", "-f", str(self.file), "--profiles", str(file), "-o", "json"]
+        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+    def serve(self, bed, plan, prompt_tokens=16):
+        """Medians of milliseconds to the first token and between tokens, and the text, of a ring that starts cold."""
+        bed.forget()
+        endpoint = bed.start(self.worker, copy.deepcopy(plan), self.folder)
+        try:
+            complete(endpoint, 16, 3)
+            answers = [complete(endpoint, prompt_tokens, self.args.tokens, seed) for seed in (1, 2, 1)]
+        finally:
+            bed.stop()
+        if answers[0][2] != answers[2][2]:
+            raise SystemExit("one seed gave two answers")
+        return [statistics.median(answer[n] for answer in answers) for n in (0, 1)] + [answers[0][2]]
+
+
+def members(plan):
+    return sorted((rank for rank in plan["ranks"] if rank.get("ring")), key=lambda rank: rank["ring"]["place"])
+
+
+def layers(rank):
+    return sum(window["layers"] for window in rank["ring"]["windows"])
+
+
+def rounds(plan):
+    return max(len(rank["ring"]["windows"]) for rank in members(plan))
+
+
+def with_windows(plan, windows, profiles, read_ahead=None):
+    """The same ring with other windows: a list of (place, layers) in the order of computation. What does not fit is read from disk."""
+    plan = copy.deepcopy(plan)
+    ring = members(plan)
+    layer_bytes = ring[1]["residency"]["weightBytes"] // layers(ring[1])
+    ends_bytes = ring[0]["residency"]["weightBytes"] - layer_bytes * layers(ring[0])
+    kv_bytes = ring[1]["kv"]["memoryBytes"] // layers(ring[1])
+    for rank in ring:
+        rank["ring"]["windows"] = []
+    first = 0
+    for place, count in windows:
+        ring[place]["ring"]["windows"].append({"firstLayer": first, "layers": count})
+        first += count
+    room = {profile["node"]: profile["memory"]["availableBytes"] - FIXED_BYTES for profile in profiles}
+    for place, rank in enumerate(ring):
+        own, residency = layers(rank), rank["residency"]
+        residency["weightBytes"] = layer_bytes * own + (ends_bytes if place == 0 else 0)
+        rank["kv"]["memoryBytes"] = kv_bytes * own
+        budget = room[rank["node"]] - kv_bytes * own
+        fits = residency["weightBytes"] <= budget
+        residency["budgetBytes"] = residency["weightBytes"] if fits else budget
+        residency["policy"] = "Resident" if fits else "MmapPrefetch"
+        residency.pop("readAheadBytes", None)
+        if not fits and read_ahead is not None:
+            residency["readAheadBytes"] = read_ahead
+    return plan
+
+
+def in_one_round(plan, profiles):
+    return with_windows(plan, [(place, layers(rank)) for place, rank in enumerate(members(plan))], profiles)
+
+
+def without_reading_ahead(plan):
+    plan = copy.deepcopy(plan)
+    for rank in members(plan):
+        if rank["residency"]["policy"] == "MmapPrefetch":
+            rank["residency"]["readAheadBytes"] = 0
+    return plan
+
+
+def shared_by(plan, profiles, weights):
+    """The layers in one round, shared by weights of the members in their order."""
+    total, left = sum(layers(rank) for rank in members(plan)), sum(weights)
+    windows = []
+    for place, weight in enumerate(weights):
+        count = max(1, round(total * weight / left)) if place + 1 < len(weights) else total
+        windows.append((place, count))
+        total, left = total - count, left - weight
+    return with_windows(plan, windows, profiles)
+
+
+def say(*cells):
+    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+def ratios(bench, bed, plans):
+    """Milliseconds a token of each plan, by name: medians of rounds in which each has its turn."""
+    took, texts = {name: [] for name in plans}, set()
+    for _ in range(bench.args.rounds):
+        for name, plan in plans.items():
+            _, tpot_ms, text = bench.serve(bed, plan)
+            took[name].append(tpot_ms)
+            texts.add(text)
+    if len(texts) != 1:
+        raise SystemExit("two rings gave two answers")
+    return took
+
+
+def table(took, of):
+    say("ring", "a token, ms", f"of {of}")
+    say("---", "---", "---")
+    for name, times in took.items():
+        each = [a / b for a, b in zip(times, took[of])]
+        say(name, f"{statistics.median(times):.0f}", f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
+
+
+def show(plan):
+    for rank in members(plan):
+        residency = rank["residency"]
+        windows = " ".join(f"{w['firstLayer']}+{w['layers']}" for w in rank["ring"]["windows"])
+        sizes = [residency[name] >> 20 for name in ("weightBytes", "budgetBytes")] + [residency.get("readAheadBytes", 0) >> 20]
+        print(f"# {rank['node']}: {windows}; {sizes[1]} of {sizes[0]} MiB, {sizes[2]} to read ahead")
+    print(f"# predicted: {plan['predicted']['tpotMs']} ms a token, {plan['predicted']['ttftMs']} ms to the first")
+
+
+SHORT = [Node(name, memory_mib=mib, disk_mbps=300, link_mbit=1000) for name, mib in [("attic", 380), ("cellar", 360), ("office", 360), ("den", 360)]]
+
+
+def rounds_and_reading_ahead(bench):
+    with bench.bed(SHORT) as bed:
+        profiles = bed.profiles(bench.worker)
+        plan = bench.plan(profiles)
+        show(plan)
+        plans = {f"k = {rounds(plan)}": plan, "k = 1": in_one_round(plan, profiles), "nothing read ahead": without_reading_ahead(plan)}
+        show(plans["k = 1"])
+        table(ratios(bench, bed, plans), next(iter(plans)))
+
+
+MIXED = [
+    Node("server", memory_mib=700, disk_mbps=100, link_mbit=1000),
+    Node("desktop", memory_mib=420, disk_mbps=500, link_mbit=1000, cpus="1"),
+    Node("laptop", memory_mib=260, disk_mbps=60, link_mbit=300, cpus="1"),
+]
+
+
+def splits(bench):
+    with bench.bed(MIXED) as bed:
+        profiles = bed.profiles(bench.worker)
+        plan = bench.plan(profiles)
+        show(plan)
+        memory = {profile["node"]: profile["memory"]["availableBytes"] for profile in profiles}
+        ring = members(plan)
+        plans = {"Halda": plan}
+        if len(ring) == len(MIXED):
+            plans["equal"] = shared_by(plan, profiles, [1] * len(ring))
+            plans["by memory"] = shared_by(plan, profiles, [memory[rank["node"]] for rank in ring])
+        for name in list(plans)[1:]:
+            show(plans[name])
+        table(ratios(bench, bed, plans), "Halda")
+
+
+BEDS = {
+    "two alike": [Node("attic", 900, 300, 1000, "0"), Node("cellar", 900, 300, 1000, "1")],
+    "slow link": [Node("attic", 900, 300, 100, "0"), Node("cellar", 900, 300, 100, "1")],
+    "unequal memory": [Node("attic", 1000, 300, 1000, "0"), Node("cellar", 500, 300, 1000, "1")],
+    "two short": [Node("attic", 600, 400, 1000, "0"), Node("cellar", 550, 400, 1000, "1")],
+    "one short": [Node("attic", 900, 300, 1000, "0"), Node("cellar", 320, 600, 1000, "1")],
+    "unequal disks": [Node("attic", 550, 600, 1000, "0"), Node("cellar", 550, 200, 1000, "1")],
+    "three": [Node("attic", 600, 300, 1000, "0"), Node("cellar", 500, 300, 1000, "1"), Node("office", 450, 300, 1000, "1")],
+    "three short": [Node("attic", 420, 300, 1000, "0"), Node("cellar", 400, 300, 1000, "1"), Node("office", 380, 300, 1000, "1")],
+    "four short": SHORT,
+}
+
+
+def predictions(bench):
+    say("nodes", "k", "a token: predicted, ms", "measured", "ratio", "first token: predicted, ms", "measured", "ratio")
+    say(*["---"] * 8)
+    apart = []
+    for name, nodes in BEDS.items():
+        with bench.bed(nodes) as bed:
+            plan = bench.plan(bed.profiles(bench.worker))
+            show(plan)
+            prompt = plan["predicted"]["ttftPromptTokens"]
+            ttft_ms, tpot_ms, _ = bench.serve(bed, plan, prompt)
+        of = [plan["predicted"]["tpotMs"] / tpot_ms, plan["predicted"]["ttftMs"] / ttft_ms]
+        apart += [abs(math.log(ratio)) for ratio in of]
+        cells = [f"{plan['predicted']['tpotMs']:.0f}", f"{tpot_ms:.0f}", f"{of[0]:.2f}"]
+        cells += [f"{plan['predicted']['ttftMs']:.0f}", f"{ttft_ms:.0f}", f"{of[1]:.2f}"]
+        say(f"{name} ({len(members(plan))} in the ring)", rounds(plan), *cells)
+    print(f"\nA median factor of {math.exp(statistics.median(apart)):.2f}, at most {math.exp(max(apart)):.2f}.")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bin")
+    parser.add_argument("model")
+    what = {"rounds": rounds_and_reading_ahead, "splits": splits, "predictions": predictions}
+    parser.add_argument("what", nargs="+", choices=what)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=12)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp") as folder:
+        for name in args.what:
+            what[name](Bench(args, folder))
+
+
+if __name__ == "__main__":
+    main()

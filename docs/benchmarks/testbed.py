@@ -1,0 +1,256 @@
+"""Nodes of unequal memory, disks, CPUs and links on one machine, to measure rings on.
+
+A node is a network namespace behind a bridge, its link shaped by tbf in both directions, with control groups (v1) that limit its
+memory, the rate of its disk and its CPUs. Needs root, `ip`, `tc` and Python's standard library. The page cache is the
+machine's: a page is counted to the node that read it first, so measurements begin with an empty one.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import time
+import urllib.request
+
+GROUPS = pathlib.Path("/sys/fs/cgroup")
+BRIDGE = "hearth-bed"
+NETWORK = "10.77.0"
+PORT = 7000
+
+
+def run(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@dataclasses.dataclass
+class Node:
+    name: str
+    memory_mib: int = 0  # 0: no limit
+    disk_mbps: int = 0  # MB/s; 0: no limit
+    link_mbit: int = 0  # 0: no limit
+    cpus: str = "0-1"
+
+    def command(self, *words):
+        """The words of a command that runs on the node."""
+        groups = " ".join(str(group / "cgroup.procs") for group in self.groups())
+        enter = f'for g in {groups}; do echo $$ > $g; done; exec "$@"'
+        return ["ip", "netns", "exec", f"bed-{self.name}", "bash", "-c", enter, "bash", *words]
+
+    def groups(self):
+        return [GROUPS / kind / BRIDGE / self.name for kind in ("memory", "blkio", "cpuset")]
+
+    def counter(self, kind, file):
+        return (GROUPS / kind / BRIDGE / self.name / file).read_text()
+
+
+def disk_of(path):
+    """The whole device that holds a path, as control groups name it."""
+    device = os.stat(path).st_dev
+    block = pathlib.Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    block = block.parent if (block / "partition").exists() else block
+    return (block / "dev").read_text().strip()
+
+
+class Bed(contextlib.AbstractContextManager):
+    """The nodes, for as long as it is open."""
+
+    def __init__(self, nodes, model):
+        if not (GROUPS / "memory" / "memory.limit_in_bytes").exists():
+            raise SystemExit("this machine has no control groups of version 1, which limit a node's disk and page cache")
+        self.nodes, self.model, self.processes = nodes, pathlib.Path(model), []
+
+    def __enter__(self):
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self):
+        run("ip", "link", "add", BRIDGE, "type", "bridge")
+        run("ip", "address", "add", f"{NETWORK}.254/24", "dev", BRIDGE)
+        run("ip", "link", "set", BRIDGE, "up")
+        disk = disk_of(self.model)
+        for number, node in enumerate(self.nodes, 1):
+            space, inner, outer = f"bed-{node.name}", f"bed{number}i", f"bed{number}o"
+            node.address = f"{NETWORK}.{number}"
+            run("ip", "netns", "add", space)
+            run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", space)
+            run("ip", "link", "set", outer, "master", BRIDGE, "up")
+            inside = ["ip", "-n", space]
+            run(*inside, "address", "add", f"{node.address}/24", "dev", inner)
+            for device in (inner, "lo"):
+                run(*inside, "link", "set", device, "up")
+            if node.link_mbit:
+                shape = ["root", "tbf", "rate", f"{node.link_mbit}mbit", "burst", "64kb", "latency", "20ms"]
+                run("tc", "qdisc", "add", "dev", outer, *shape)
+                run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", inner, *shape)
+            for group in node.groups():
+                group.mkdir(parents=True, exist_ok=True)
+            memory, disks, cpus = node.groups()
+            if node.memory_mib:
+                (memory / "memory.limit_in_bytes").write_text(str(node.memory_mib << 20))
+            if node.disk_mbps:
+                (disks / "blkio.throttle.read_bps_device").write_text(f"{disk} {node.disk_mbps * 10**6}")
+            for group, list_ in ((cpus.parent, "0-1"), (cpus, node.cpus)):
+                (group / "cpuset.mems").write_text("0")
+                (group / "cpuset.cpus").write_text(list_)
+
+    def __exit__(self, *_):
+        self.stop()
+        for number, node in enumerate(self.nodes, 1):
+            subprocess.run(["ip", "netns", "delete", f"bed-{node.name}"], capture_output=True)
+            subprocess.run(["ip", "link", "delete", f"bed{number}o"], capture_output=True)
+            for group in node.groups():
+                remove(group)
+        for kind in ("memory", "blkio", "cpuset"):
+            remove(GROUPS / kind / BRIDGE)
+        subprocess.run(["ip", "link", "delete", BRIDGE], capture_output=True)
+
+    def forget(self):
+        """Empties the page cache, so that each node is charged for what it reads."""
+        os.sync()
+        pathlib.Path("/proc/sys/vm/drop_caches").write_text("1")
+
+    def links(self):
+        """GB/s and microseconds there and back between each two nodes, one after the other, by TCP."""
+        rates = {}
+        for number, one in enumerate(self.nodes):
+            for other in self.nodes[number + 1 :]:
+                rates[one.name, other.name] = rates[other.name, one.name] = measure_link(one, other)
+        return rates
+
+    def profiles(self, worker):
+        """What the nodes' agents would have measured."""
+        links, profiles = self.links(), []
+        for node in self.nodes:
+            self.forget()
+            measure = [worker, "profile", "--json", "--scope", "process", "--node", node.name, "--disk", str(self.model)]
+            profile = json.loads(run(*node.command(*measure)))
+            profile["links"] = [
+                {"peer": to, "gbps": gbps, "rttUs": rtt_us} for (of, to), (gbps, rtt_us) in links.items() if of == node.name
+            ]
+            profiles.append(profile)
+        self.forget()
+        return profiles
+
+    def start(self, worker, plan, folder, options=()):
+        """Starts all ranks of a plan and waits until the gateway answers; returns the address of the endpoint."""
+        nodes = {node.name: node for node in self.nodes}
+        for number, rank in enumerate(plan["ranks"]):
+            rank["endpoint"] = f"{nodes[rank['node']].address}:{PORT + number}"
+        file = pathlib.Path(folder) / "plan.json"
+        file.write_text(json.dumps(plan))
+        for rank in plan["ranks"]:
+            role = rank["role"].lower()
+            more = [] if role == "gateway" else list(options)
+            command = nodes[rank["node"]].command(worker, role, "--plan", str(file), "--rank", rank["name"], *more)
+            log = open(pathlib.Path(folder) / f"{rank['name']}.log", "w")
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            self.processes.append((rank["name"], process))
+        gateway = next(rank for rank in plan["ranks"] if rank["role"] == "Gateway")
+        self._wait(f"http://{gateway['endpoint']}", folder)
+        return gateway["endpoint"]
+
+    def _wait(self, url, folder):
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:
+            for name, process in self.processes:
+                if process.poll() is not None:
+                    raise SystemExit(f"{name} ended:\n" + (pathlib.Path(folder) / f"{name}.log").read_text()[-2000:])
+            try:
+                body = json.dumps({"model": "model", "prompt": "a", "max_tokens": 1}).encode()
+                request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+                urllib.request.urlopen(request, timeout=60).read()
+                return
+            except OSError:
+                time.sleep(0.3)
+        raise SystemExit("the ring did not begin to serve in three minutes")
+
+    def stop(self):
+        for _, process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.processes = []
+
+
+def remove(group):
+    for _ in range(50):
+        try:
+            group.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+ECHO = """
+import socket, struct, sys
+server = socket.create_server((sys.argv[1], 9999))
+print("ready", flush=True)
+peer, _ = server.accept()
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+while head := peer.recv(4, socket.MSG_WAITALL):
+    left = struct.unpack("!I", head)[0]
+    while left:
+        left -= len(peer.recv(min(left, 1 << 20)))
+    peer.sendall(b"x")
+"""
+
+ASK = """
+import json, socket, struct, sys, time
+peer = socket.create_connection((sys.argv[1], 9999))
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def seconds(size):
+    begin = time.perf_counter()
+    peer.sendall(struct.pack("!I", size) + bytes(size))
+    peer.recv(1)
+    return time.perf_counter() - begin
+rtt = sorted(seconds(1) for _ in range(51))[25]
+size = 1 << 20
+while seconds(size) < 0.5 and size < 1 << 28:
+    size *= 2
+took = min(seconds(size) for _ in range(2))
+print(json.dumps([size / (took - rtt) / 1e9, rtt * 1e6]))
+"""
+
+
+def measure_link(one, other):
+    server = subprocess.Popen(other.command("python3", "-c", ECHO, other.address), stdout=subprocess.PIPE, text=True)
+    server.stdout.readline()
+    try:
+        return tuple(json.loads(run(*one.command("python3", "-c", ASK, other.address))))
+    finally:
+        server.kill()
+        server.wait()
+
+
+def complete(endpoint, prompt_tokens, tokens, seed=1):
+    """Milliseconds to the first token and between tokens, and the text."""
+    body = {
+        "model": "model",
+        "prompt": "a " * (prompt_tokens - 1) + "b",
+        "max_tokens": tokens,
+        "temperature": 1,
+        "seed": seed,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"http://{endpoint}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    begin, times, text = time.perf_counter(), [], ""
+    with urllib.request.urlopen(request, timeout=900) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                times.append(time.perf_counter())
+                text += choice["text"]
+    return (times[0] - begin) * 1e3, (times[-1] - times[0]) * 1e3 / (tokens - 1), text

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Rings of nodes that one machine stands for: what they cost, what rounds and reading ahead gain, and what plans predict.
 
-    docs/benchmarks/rings.py BIN MODEL WHAT [--rounds 3] [--tokens 12]
+    docs/benchmarks/rings.py BIN WHAT [--rounds 3] [--tokens 12]
 
-BIN is a folder with release builds of both programs, MODEL a checkpoint (`hearth-worker random --config
-docs/benchmarks/configs/qwen3-ring.json --dtype bf16 --out MODEL`). WHAT is one or more of: rounds, splits, predictions, pressure,
-loopback. Needs root and control groups of version 1 (testbed.py). Nothing else should run.
+BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions, pressure, loopback. The model is a
+random Qwen3 of 32 layers, 3.6 GiB. Needs root, 12 GiB of memory and control groups of version 1 (testbed.py). Nothing else should
+run.
 """
 
 import argparse
@@ -13,12 +13,15 @@ import copy
 import json
 import math
 import pathlib
+import shutil
 import statistics
 import subprocess
 import tempfile
 
-from testbed import Bed, Node, complete
+from testbed import Bed, Disk, Node, complete
 
+HERE = pathlib.Path(__file__).resolve().parent
+DISK_MIB = 4200
 # Room beside weights and KV where a plan does not tell it: a process, its buffers and a gateway.
 FIXED_BYTES = 160 << 20
 
@@ -35,14 +38,20 @@ spec:
 
 
 class Bench:
-    def __init__(self, args, folder):
+    def __init__(self, args, folder, disk):
         self.args, self.folder = args, pathlib.Path(folder)
         self.hearth, self.worker = (str(pathlib.Path(args.bin) / name) for name in ("hearth", "hearth-worker"))
-        self.file = self.folder / "deployment.yaml"
-        self.file.write_text(deployment(pathlib.Path(args.model).resolve()))
+        self.file, self.model = self.folder / "deployment.yaml", disk / "model"
+        self.file.write_text(deployment(self.model))
+        if not self.model.exists():
+            config = HERE / "configs/qwen3-ring.json"
+            make = [self.worker, "random", "--config", str(config), "--dtype", "bf16", "--out", str(self.model)]
+            subprocess.run(make, check=True, capture_output=True)
+            for file in (HERE / "../../models/hearth-demo").glob("tokenizer*"):
+                shutil.copy(file, self.model)
 
     def bed(self, nodes):
-        return Bed(nodes, pathlib.Path(self.args.model).resolve())
+        return Bed(nodes, self.model)
 
     def plan(self, profiles):
         file = self.folder / "profiles.yaml"
@@ -78,7 +87,7 @@ def rounds(plan):
 
 def with_windows(plan, windows, profiles, read_ahead=None):
     """The same ring with other windows: a list of (place, layers) in the order of computation. What does not fit is read from disk."""
-    plan = copy.deepcopy(plan)
+    base, plan = plan, copy.deepcopy(plan)
     ring = members(plan)
     layer_bytes = ring[1]["residency"]["weightBytes"] // layers(ring[1])
     ends_bytes = ring[0]["residency"]["weightBytes"] - layer_bytes * layers(ring[0])
@@ -90,6 +99,9 @@ def with_windows(plan, windows, profiles, read_ahead=None):
         ring[place]["ring"]["windows"].append({"firstLayer": first, "layers": count})
         first += count
     room = {profile["node"]: profile["memory"]["availableBytes"] - FIXED_BYTES for profile in profiles}
+    for rank in members(base):  # what the planner gives where it is short
+        if rank["residency"]["policy"] == "MmapPrefetch":
+            room[rank["node"]] = rank["residency"]["budgetBytes"] + rank["kv"]["memoryBytes"]
     for place, rank in enumerate(ring):
         own, residency = layers(rank), rank["residency"]
         residency["weightBytes"] = layer_bytes * own + (ends_bytes if place == 0 else 0)
@@ -161,7 +173,7 @@ def show(plan):
     print(f"# predicted: {plan['predicted']['tpotMs']} ms a token, {plan['predicted']['ttftMs']} ms to the first")
 
 
-SHORT = [Node(name, memory_mib=mib, disk_mbps=300, link_mbit=1000) for name, mib in [("attic", 380), ("cellar", 360), ("office", 360), ("den", 360)]]
+SHORT = [Node(name, memory_mib=mib, disk_mbps=500, link_mbit=1000) for name, mib in [("attic", 1100), ("cellar", 1000), ("office", 1000), ("den", 1000)]]
 
 
 def rounds_and_reading_ahead(bench):
@@ -231,15 +243,16 @@ def predictions(bench):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bin")
-    parser.add_argument("model")
     what = {"rounds": rounds_and_reading_ahead, "splits": splits, "predictions": predictions}
     parser.add_argument("what", nargs="+", choices=what)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp") as folder:
-        for name in args.what:
-            what[name](Bench(args, folder))
+        with Disk(folder, DISK_MIB) as disk:
+            bench = Bench(args, folder, disk.path)
+            for name in args.what:
+                what[name](bench)
 
 
 if __name__ == "__main__":

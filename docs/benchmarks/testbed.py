@@ -1,8 +1,9 @@
 """Nodes of unequal memory, disks, CPUs and links on one machine, to measure rings on.
 
 A node is a network namespace behind a bridge, its link shaped by tbf in both directions, with control groups (v1) that limit its
-memory, the rate of its disk and its CPUs. Needs root, `ip`, `tc` and Python's standard library. The page cache is the
-machine's: a page is counted to the node that read it first, so measurements begin with an empty one.
+memory, the rate of its disk and its CPUs. Needs root, `ip`, `tc`, `nsenter` and Python's standard library. The page cache is the
+machine's: a page is counted to the node that read it first, so measurements begin with an empty one. All nodes have one disk, a
+file system in memory, which is faster than all of them together may read.
 """
 
 import contextlib
@@ -36,11 +37,15 @@ class Node:
     def command(self, *words):
         """The words of a command that runs on the node."""
         groups = " ".join(str(group / "cgroup.procs") for group in self.groups())
-        enter = f'for g in {groups}; do echo $$ > $g; done; exec "$@"'
-        return ["ip", "netns", "exec", f"bed-{self.name}", "bash", "-c", enter, "bash", *words]
+        # Not by `ip netns exec`, which hides the control groups.
+        enter = f'for g in {groups}; do echo $$ > $g; done; exec nsenter --net=/run/netns/bed-{self.name} "$@"'
+        return ["bash", "-c", enter, "bash", *words]
 
     def groups(self):
         return [GROUPS / kind / BRIDGE / self.name for kind in ("memory", "blkio", "cpuset")]
+
+    def limit(self, memory_bytes):
+        (self.groups()[0] / "memory.limit_in_bytes").write_text(str(memory_bytes))
 
     def counter(self, kind, file):
         return (GROUPS / kind / BRIDGE / self.name / file).read_text()
@@ -52,6 +57,34 @@ def disk_of(path):
     block = pathlib.Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     block = block.parent if (block / "partition").exists() else block
     return (block / "dev").read_text().strip()
+
+
+class Disk(contextlib.AbstractContextManager):
+    """A file system in memory that behaves like a disk: what is read of it is in the page cache, too."""
+
+    def __init__(self, folder, size_mib):
+        self.folder, self.size_mib = pathlib.Path(folder), size_mib
+        self.path = self.folder / "disk"
+
+    def __enter__(self):
+        memory = self.folder / "memory"
+        for folder in (memory, self.path):
+            folder.mkdir()
+        run("mount", "-t", "tmpfs", "-o", f"size={self.size_mib + 64}m", "none", str(memory))
+        try:
+            run("truncate", "-s", f"{self.size_mib}M", str(memory / "blocks"))
+            run("mkfs.ext4", "-q", "-m", "0", str(memory / "blocks"))
+            run("mount", "-o", "loop", str(memory / "blocks"), str(self.path))
+            queue = pathlib.Path("/sys/dev/block") / disk_of(self.path) / "queue/read_ahead_kb"
+            queue.write_text("4096")  # as disks have it
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for folder in (self.path, self.folder / "memory"):
+            subprocess.run(["umount", str(folder)], capture_output=True)
 
 
 class Bed(contextlib.AbstractContextManager):
@@ -93,7 +126,7 @@ class Bed(contextlib.AbstractContextManager):
                 group.mkdir(parents=True, exist_ok=True)
             memory, disks, cpus = node.groups()
             if node.memory_mib:
-                (memory / "memory.limit_in_bytes").write_text(str(node.memory_mib << 20))
+                node.limit(node.memory_mib << 20)
             if node.disk_mbps:
                 (disks / "blkio.throttle.read_bps_device").write_text(f"{disk} {node.disk_mbps * 10**6}")
             for group, list_ in ((cpus.parent, "0-1"), (cpus, node.cpus)):
@@ -139,10 +172,14 @@ class Bed(contextlib.AbstractContextManager):
         return profiles
 
     def start(self, worker, plan, folder, options=()):
-        """Starts all ranks of a plan and waits until the gateway answers; returns the address of the endpoint."""
+        """Starts all ranks of a plan and waits until the gateway answers; returns the address of the endpoint. Their nodes then
+        have as much memory as the ranks' Pods would: what a plan leaves to others is taken."""
         nodes = {node.name: node for node in self.nodes}
         for number, rank in enumerate(plan["ranks"]):
             rank["endpoint"] = f"{nodes[rank['node']].address}:{PORT + number}"
+        for node in self.nodes:
+            if node.memory_mib:
+                node.limit(sum(memory_of(rank) for rank in plan["ranks"] if rank["node"] == node.name) or node.memory_mib << 20)
         file = pathlib.Path(folder) / "plan.json"
         file.write_text(json.dumps(plan))
         for rank in plan["ranks"]:
@@ -177,6 +214,12 @@ class Bed(contextlib.AbstractContextManager):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self.processes = []
+
+
+def memory_of(rank):
+    """Bytes that a rank's Pod may have."""
+    weights = rank.get("residency", {}).get("budgetBytes", 0)
+    return weights + rank.get("kv", {}).get("memoryBytes", 0) + rank.get("scratchBytes", 0)
 
 
 def remove(group):

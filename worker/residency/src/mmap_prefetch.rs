@@ -2,9 +2,11 @@
 //!
 //! The method is prima.cpp's (section 3.1): upcoming modules are marked WILLNEED while the current one computes, and
 //! the kernel reads them in the background. Released pages are unmapped and marked COLD; they stay in the page cache
-//! until memory is short, so memory pressure stays low (section 4.3) and pages needed again soon cost no disk read.
+//! until memory is short, so memory pressure stays low (section 4.3) and pages needed again soon cost no disk read. Where
+//! memory is known to be too short for the cycle, they leave the page cache at once.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,7 +19,7 @@ use hearth_model::{
 };
 
 use crate::kept::ReadAhead;
-use crate::pages::{self, Releasable};
+use crate::pages::{self, Cached, Releasable};
 use crate::store::Store;
 use crate::window::{Action, Index, Kind, Window};
 
@@ -48,6 +50,9 @@ pub struct MmapPrefetchOptions {
     /// Room within the budget that modules pass through where they do not fit and the model has no experts: the others stay
     /// for good. A stage of a ring can read as much while other members compute.
     pub read_ahead: ReadAhead,
+    /// Whether released pages leave the page cache at once. Where memory is too short for all modules the kernel would drop
+    /// them soon, but only when it needs their memory, and by then it gives up reading ahead. Of a model without experts.
+    pub is_short: bool,
     /// Size of one piece of advice in bytes; `None` uses the size that the kernel honours for the files' device.
     pub advice_bytes: Option<usize>,
     /// Callback for events.
@@ -72,6 +77,8 @@ struct Shared {
     index: HashMap<ModuleId, Index>,
     /// Pages of each module.
     pages: Vec<Vec<Releasable>>,
+    /// The same in the page cache, where they leave it with the mapping.
+    cached: Vec<Vec<Cached>>,
     /// Whether each module should be in memory. Advice may wait for the disk so long that it becomes outdated.
     wanted: Vec<AtomicBool>,
     advice_bytes: usize,
@@ -103,6 +110,7 @@ impl<B: Backend> MmapPrefetch<B> {
             budget_bytes,
             lookahead,
             read_ahead,
+            is_short,
             advice_bytes,
             listener,
         } = options;
@@ -113,6 +121,14 @@ impl<B: Backend> MmapPrefetch<B> {
         check_budget(&modules, &sizes, budget_bytes)?;
         let store = Store::open(checkpoint, &modules, &*backend, |_| {})?;
         let pages = releasable_pages(checkpoint, &modules)?;
+        // Which experts are needed next is not known: those that stay in the page cache may be.
+        let has_experts = sizes
+            .iter()
+            .any(|(kind, _)| matches!(kind, Kind::Expert { .. }));
+        let cached = match is_short && !has_experts {
+            true => cached_pages(checkpoint, &pages)?,
+            false => pages.iter().map(|_| Vec::new()).collect(),
+        };
         // Reading the norms has mapped the pages around them, up to megabytes each if the page cache uses large
         // folios.
         pages.iter().flatten().for_each(|region| {
@@ -127,6 +143,7 @@ impl<B: Backend> MmapPrefetch<B> {
             ids,
             index: index.clone(),
             pages,
+            cached,
             state: Mutex::new(State {
                 window: Window::new(&sizes, budget_bytes, lookahead, read_ahead),
                 requests: Some(requests),
@@ -262,6 +279,7 @@ impl Shared {
                     self.wanted[index].store(false, Ordering::Relaxed);
                     let given: u64 = self.pages[index].iter().map(pages::give_back).sum();
                     self.released_bytes.fetch_add(given, Ordering::Relaxed);
+                    self.cached[index].iter().for_each(Cached::drop_pages);
                 }
             }
         }
@@ -289,6 +307,16 @@ fn releasable_pages(
         false => Releasable::among(pages::regions(spec, checkpoint), &mappings),
     };
     Ok(modules.iter().map(of_module).collect())
+}
+
+/// Where the pages of each module come from.
+fn cached_pages(
+    checkpoint: &Checkpoint,
+    pages: &[Vec<Releasable>],
+) -> Result<Vec<Vec<Cached>>, ResidencyError> {
+    let of_module = |regions: &Vec<Releasable>| Cached::of(regions, checkpoint);
+    let all: io::Result<Vec<_>> = pages.iter().map(of_module).collect();
+    all.map_err(|e| system("reopen the checkpoint's files", e, "keep them in place."))
 }
 
 pub(crate) fn kind(id: ModuleId) -> Kind {

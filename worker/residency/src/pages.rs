@@ -2,9 +2,11 @@
 
 use std::fs;
 use std::io;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use hearth_formats::Checkpoint;
@@ -138,6 +140,48 @@ pub(crate) fn forget(checkpoint: &Checkpoint) -> io::Result<()> {
         rustix::fs::fadvise(&opened, 0, None, rustix::fs::Advice::DontNeed)?;
     }
     Ok(())
+}
+
+/// A part of a file that may leave the page cache.
+pub(crate) struct Cached {
+    file: Arc<fs::File>,
+    offset: u64,
+    size_bytes: NonZeroU64,
+}
+
+impl Cached {
+    /// Where mapped regions of a checkpoint's files come from; regions of other memory are left out.
+    ///
+    /// # Errors
+    /// An error if a file cannot be reopened.
+    pub(crate) fn of(regions: &[Releasable], checkpoint: &Checkpoint) -> io::Result<Vec<Self>> {
+        let mut found = Vec::new();
+        for Releasable(bytes) in regions {
+            let range = addresses(bytes);
+            let holds = |data: &Bytes| {
+                let whole = addresses(data);
+                whole.start <= range.start && range.end <= whole.end
+            };
+            let file = checkpoint.files().iter().find(|file| holds(&file.data));
+            let (Some(file), Some(size_bytes)) = (file, NonZeroU64::new(bytes.len() as u64)) else {
+                continue;
+            };
+            found.push(Self {
+                file: Arc::new(fs::File::open(&file.path)?),
+                offset: (range.start - addresses(&file.data).start) as u64,
+                size_bytes,
+            });
+        }
+        Ok(found)
+    }
+
+    /// Drops its pages from the page cache, but for those that a process has mapped: memory is free at once for what is
+    /// read next, for which a control group at its limit would not reclaim much.
+    pub(crate) fn drop_pages(&self) {
+        // What stays is reclaimed by the kernel when it needs the memory.
+        let advice = rustix::fs::Advice::DontNeed;
+        let _ = rustix::fs::fadvise(&*self.file, self.offset, Some(self.size_bytes), advice);
+    }
 }
 
 /// Bytes in a read-only file mapping: releasing their pages loses nothing.

@@ -147,11 +147,21 @@ impl Files<'_> {
             budget_bytes: budget_bytes.unwrap_or_else(|| self.checkpoint.total_bytes() / 2),
             lookahead: PREFETCH_MODULES,
             read_ahead,
+            is_short: self.is_short_for(&modules),
             ..MmapPrefetchOptions::default()
         };
         let backend = Arc::clone(backend);
         let policy = MmapPrefetch::open(&self.checkpoint, modules, backend, options)?;
         Ok(Arc::new(policy))
+    }
+
+    /// Whether memory is too short for some modules.
+    fn is_short_for(&self, modules: &[ModuleSpec]) -> bool {
+        let available_bytes = hearth_profiler::available_memory_bytes(Path::new("/"));
+        let sizes = modules
+            .iter()
+            .map(|spec| spec.stored_bytes(&self.checkpoint));
+        available_bytes.is_some_and(|available_bytes| sizes.sum::<u64>() > available_bytes)
     }
 
     /// Threads that prepare weights for their first copies: half of the CPUs. `None` where memory does not hold all of the

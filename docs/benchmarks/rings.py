@@ -14,8 +14,10 @@ import json
 import math
 import pathlib
 import shutil
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 
 from testbed import Bed, Disk, Node, complete
@@ -150,6 +152,7 @@ def ratios(bench, bed, plans):
         for name, plan in plans.items():
             _, tpot_ms, text = bench.serve(bed, plan)
             took[name].append(tpot_ms)
+            print(f"# {name}: {tpot_ms:.0f} ms", flush=True)
             texts.add(text)
     if len(texts) != 1:
         raise SystemExit("two rings gave two answers")
@@ -248,6 +251,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before it was done"))  # and leaves nothing behind
     with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp") as folder:
         with Disk(folder, DISK_MIB) as disk:
             bench = Bench(args, folder, disk.path)

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::{CpuBackend, CpuOptions};
 use hearth_model::{ModuleSpec, Residency, TensorShape, modules};
-use hearth_residency::{MmapPrefetch, MmapPrefetchOptions};
+use hearth_residency::{MmapPrefetch, MmapPrefetchOptions, ReadAhead};
 use rustix::fs::{Advice, fadvise, major, minor};
 
 /// Eight layers of about 20 MiB.
@@ -91,6 +91,8 @@ fn run(directory: &Path, way: &str) -> f64 {
     let options = MmapPrefetchOptions {
         budget_bytes: BUDGET_BYTES,
         lookahead: LOOKAHEAD,
+        read_ahead: ReadAhead::default(),
+        is_short: true,
         advice_bytes: (way == "whole").then_some(usize::MAX),
         listener: None,
     };

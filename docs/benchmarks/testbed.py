@@ -274,22 +274,25 @@ def measure_link(one, other):
         server.wait()
 
 
-def complete(endpoint, prompt_tokens, tokens, seed=1):
-    """Milliseconds to the first token and between tokens, and the text."""
-    body = {
-        "model": "model",
-        "prompt": "a " * (prompt_tokens - 1) + "b",
-        "max_tokens": tokens,
-        "temperature": 1,
-        "seed": seed,
-        "ignore_eos": True,
-        "stream": True,
-    }
+def ask(endpoint, prompt, **more):
+    body = {"model": "model", "prompt": prompt, "temperature": 1, "ignore_eos": True, **more}
     request = urllib.request.Request(
         f"http://{endpoint}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
+    return urllib.request.urlopen(request, timeout=900)
+
+
+def prompt_of(endpoint, tokens, start):
+    """A prompt of about so many tokens that shares no prefix with those of other starts."""
+    count = lambda words: json.load(ask(endpoint, f"{start}" + " a" * words, max_tokens=1))["usage"]["prompt_tokens"]
+    few, more = count(2), count(10)
+    return f"{start}" + " a" * round(2 + (tokens - few) * 8 / (more - few))
+
+
+def complete(endpoint, prompt, tokens, seed=1):
+    """Milliseconds to the first token and between tokens, and the text."""
     begin, times, text = time.perf_counter(), [], ""
-    with urllib.request.urlopen(request, timeout=900) as answer:
+    with ask(endpoint, prompt, max_tokens=tokens, seed=seed, stream=True) as answer:
         for line in answer:
             if not line.startswith(b"data: {"):
                 continue

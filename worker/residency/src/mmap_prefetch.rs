@@ -314,7 +314,8 @@ fn cached_pages(
     checkpoint: &Checkpoint,
     pages: &[Vec<Releasable>],
 ) -> Result<Vec<Vec<Cached>>, ResidencyError> {
-    let of_module = |regions: &Vec<Releasable>| Cached::of(regions, checkpoint);
+    let mut opened = HashMap::new();
+    let of_module = |regions: &Vec<Releasable>| Cached::of(regions, checkpoint, &mut opened);
     let all: io::Result<Vec<_>> = pages.iter().map(of_module).collect();
     all.map_err(|e| system("reopen the checkpoint's files", e, "keep them in place."))
 }

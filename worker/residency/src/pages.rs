@@ -1,5 +1,6 @@
 //! Pages of mapped weights: requesting, touching and releasing them.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::num::NonZeroU64;
@@ -150,11 +151,16 @@ pub(crate) struct Cached {
 }
 
 impl Cached {
-    /// Where mapped regions of a checkpoint's files come from; regions of other memory are left out.
+    /// Where mapped regions of a checkpoint's files come from; regions of other memory are left out. `opened` has the files
+    /// that were opened before, by path: each is opened once.
     ///
     /// # Errors
     /// An error if a file cannot be reopened.
-    pub(crate) fn of(regions: &[Releasable], checkpoint: &Checkpoint) -> io::Result<Vec<Self>> {
+    pub(crate) fn of<'c>(
+        regions: &[Releasable],
+        checkpoint: &'c Checkpoint,
+        opened: &mut HashMap<&'c Path, Arc<fs::File>>,
+    ) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for Releasable(bytes) in regions {
             let range = addresses(bytes);
@@ -166,8 +172,13 @@ impl Cached {
             let (Some(file), Some(size_bytes)) = (file, NonZeroU64::new(bytes.len() as u64)) else {
                 continue;
             };
+            let again = match opened.get(&*file.path) {
+                Some(again) => Arc::clone(again),
+                None => Arc::new(fs::File::open(&file.path)?),
+            };
+            opened.insert(&file.path, Arc::clone(&again));
             found.push(Self {
-                file: Arc::new(fs::File::open(&file.path)?),
+                file: again,
                 offset: (range.start - addresses(&file.data).start) as u64,
                 size_bytes,
             });

@@ -252,6 +252,32 @@ fn drop_what_the_kernel_may(path: &Path) {
 }
 
 #[test]
+fn released_pages_leave_the_page_cache_where_memory_is_short() {
+    let dir = disk_folder();
+    let (config, checkpoint, specs) = write_checkpoint(dir.path());
+    let budget = largest(&specs, &checkpoint);
+    let mut cached = Vec::new();
+    for is_short in [false, true] {
+        let options = MmapPrefetchOptions {
+            is_short,
+            ..within(budget, 0)
+        };
+        let policy = MmapPrefetch::open(&checkpoint, specs.clone(), backend(), options).unwrap();
+        forward(&config, Arc::new(policy), &[5, 80, 311], &mut ());
+        cached.push(cached_pages(
+            &checkpoint,
+            "model.layers.1.mlp.gate_proj.weight",
+        ));
+    }
+    let [(kept, all), (left, _)] = cached[..] else {
+        panic!("{cached:?}");
+    };
+    assert_eq!(kept, all, "memory is not short");
+    // Its ends share pages with neighbours.
+    assert!(left <= 2, "{left} of {all} pages are left");
+}
+
+#[test]
 fn released_pages_can_be_reclaimed_and_held_ones_cannot() {
     let dir = disk_folder();
     let (_, checkpoint, specs) = write_checkpoint(dir.path());

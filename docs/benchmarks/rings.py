@@ -3,7 +3,7 @@
 
     docs/benchmarks/rings.py BIN WHAT [--rounds 3] [--tokens 12] [--answers 3]
 
-BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions, pressure, loopback. The model is a
+BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions. The model is a
 random Qwen3 of 32 layers, 3.6 GiB. Needs root, 12 GiB of memory and control groups of version 1 (testbed.py). Nothing else should
 run.
 """

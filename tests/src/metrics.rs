@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::up::Up;
 
 /// Longest wait for a state.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// One snapshot of `/metrics`.
 #[derive(Clone, Debug)]

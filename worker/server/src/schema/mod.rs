@@ -38,6 +38,7 @@ pub(crate) struct Schemas<'w> {
     bytes: usize,
     count: usize,
     is_wanted: &'w (dyn Fn() -> bool + Sync),
+    trials_within: Duration,
 }
 
 impl<'w> Schemas<'w> {
@@ -47,6 +48,7 @@ impl<'w> Schemas<'w> {
             bytes: 0,
             count: 0,
             is_wanted,
+            trials_within: TRIALS_WITHIN,
         }
     }
 
@@ -86,10 +88,41 @@ impl<'w> Schemas<'w> {
         }
         let problem = on_a_deep_stack(|| {
             let reason = compile(schema).err()?;
-            let path = culprit(schema, &parts, &reason, self.is_wanted);
+            let path = self.culprit(schema, &parts, &reason);
             Some(words::explain(&reason, path))
         })?;
         problem.map_or(Ok(()), |problem| Err(refused(param, &problem)))
+    }
+
+    /// Finds the path of the smallest part that fails by itself for the same reason; empty if it was not found in time, or
+    /// the client has left.
+    fn culprit<'p>(&self, root: &Value, parts: &'p [Part<'_>], reason: &str) -> &'p str {
+        if parts.len() > MAX_TRIALS {
+            return "";
+        }
+        let until = Instant::now() + self.trials_within;
+        let fails_alike = |part: &Part<'_>| {
+            let mut part = part.schema.clone();
+            if let Some(members) = part.as_object_mut() {
+                for word in ["$defs", "definitions"] {
+                    if let Some(definitions) = root.get(word) {
+                        members.insert(word.to_owned(), definitions.clone());
+                    }
+                }
+            }
+            compile(&part).is_err_and(|error| error == reason)
+        };
+        let mut deepest_first: Vec<&Part<'_>> = parts.iter().rev().collect();
+        deepest_first.sort_by_key(|part| Reverse(part.path.len()));
+        for part in deepest_first {
+            if !(self.is_wanted)() || Instant::now() >= until {
+                break;
+            }
+            if fails_alike(part) {
+                return &part.path;
+            }
+        }
+        ""
     }
 }
 
@@ -151,42 +184,6 @@ fn compile(schema: &Value) -> Result<(), String> {
         matcher.compute_mask_or_eos()
     }));
     compiled.map(drop).map_err(|error| error.to_string())
-}
-
-/// Finds the path of the smallest part that fails by itself for the same reason; empty if it was not found in time, or
-/// the client has left.
-fn culprit<'p>(
-    root: &Value,
-    parts: &'p [Part<'_>],
-    reason: &str,
-    is_wanted: &dyn Fn() -> bool,
-) -> &'p str {
-    if parts.len() > MAX_TRIALS {
-        return "";
-    }
-    let until = Instant::now() + TRIALS_WITHIN;
-    let fails_alike = |part: &Part<'_>| {
-        let mut part = part.schema.clone();
-        if let Some(members) = part.as_object_mut() {
-            for word in ["$defs", "definitions"] {
-                if let Some(definitions) = root.get(word) {
-                    members.insert(word.to_owned(), definitions.clone());
-                }
-            }
-        }
-        compile(&part).is_err_and(|error| error == reason)
-    };
-    let mut deepest_first: Vec<&Part<'_>> = parts.iter().rev().collect();
-    deepest_first.sort_by_key(|part| Reverse(part.path.len()));
-    for part in deepest_first {
-        if !is_wanted() || Instant::now() >= until {
-            break;
-        }
-        if fails_alike(part) {
-            return &part.path;
-        }
-    }
-    ""
 }
 
 /// Runs `work` on a thread whose stack has room for recursion.

@@ -221,6 +221,9 @@ pub struct PlanRank {
     pub dual_batch: bool,
     /// Prompt tokens per step; 0 for the gateway.
     pub chunk_tokens: u32,
+    /// The same while no stream waits for its next token, if that is more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_chunk_tokens: Option<u32>,
     /// Bytes of the node's memory for activations and logits in addition to weights and KV; includes the process
     /// itself.
     pub scratch_bytes: u64,

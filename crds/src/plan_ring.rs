@@ -14,6 +14,17 @@ pub struct PlanRing {
     pub place: u32,
     /// Its layers: a window a round, in the order of the layers.
     pub windows: Vec<PlanWindow>,
+    /// Most rows of a flight: those of a longer pass follow each other through the ring, so that its ranks compute at the same
+    /// time.
+    #[serde(default = "usual_flight_tokens")]
+    pub flight_tokens: u32,
+}
+
+/// Rows of a flight where a plan does not say it.
+pub const USUAL_FLIGHT_TOKENS: u32 = 64;
+
+fn usual_flight_tokens() -> u32 {
+    USUAL_FLIGHT_TOKENS
 }
 
 /// Layers that a rank computes without a break.

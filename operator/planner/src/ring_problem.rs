@@ -79,7 +79,7 @@ pub struct LayerTimes {
     /// Of one token with the weights in memory: reads of the layer's active weights and of its KV, arithmetic, and
     /// overhead.
     pub token_ms: Vec<f64>,
-    /// Of each token of a prompt's chunk: arithmetic alone. A chunk takes no less than one token does.
+    /// Of each token of a prompt's flight: arithmetic alone. A flight takes no less than one token does.
     pub prompt_token_ms: Vec<f64>,
 }
 
@@ -128,13 +128,15 @@ impl Link {
     }
 }
 
-/// A prompt, prefilled in chunks.
+/// A prompt, prefilled in chunks, each of which is a pass: it ends before the next one begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prompt {
     /// Its tokens.
     pub tokens: u32,
     /// Tokens of a chunk.
     pub chunk_tokens: u32,
+    /// Most tokens of a flight: those of a chunk follow each other through the ring, so that devices compute at the same time.
+    pub flight_tokens: u32,
 }
 
 impl Problem {
@@ -227,6 +229,7 @@ impl Problem {
         for (what, tokens) in [
             ("prompt", self.prompt.tokens),
             ("chunk", self.prompt.chunk_tokens),
+            ("flight", self.prompt.flight_tokens),
         ] {
             Value(what, "length", f64::from(tokens), "tokens").positive()?;
         }
@@ -381,6 +384,7 @@ mod tests {
             prompt: Prompt {
                 tokens: 10,
                 chunk_tokens: 4,
+                flight_tokens: 4,
             },
         }
     }

@@ -15,7 +15,7 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-use crate::ring_problem::{Layer, LayerTimes, Problem};
+use crate::ring_problem::{Layer, LayerTimes, Problem, Prompt};
 
 /// Layers for which there is room to read ahead, at least: one is computed while another is read.
 const LEAST_LAYERS_AHEAD: u64 = 2;
@@ -101,8 +101,8 @@ impl Sums {
         self.token_ms[layers.end] - self.token_ms[layers.start]
     }
 
-    /// Milliseconds of a chunk: its arithmetic, and at least the reads of one token.
-    fn chunk_ms(&self, layers: &Range<usize>, tokens: u32) -> f64 {
+    /// Milliseconds of a flight: its arithmetic, and at least the reads of one token.
+    fn flight_ms(&self, layers: &Range<usize>, tokens: u32) -> f64 {
         let of_token_ms = self.prompt_token_ms[layers.end] - self.prompt_token_ms[layers.start];
         (of_token_ms * f64::from(tokens)).max(self.token_ms(layers))
     }
@@ -359,46 +359,60 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Milliseconds until the first token after a prompt, chunk after chunk. Chunks follow each other through the ring;
-    /// a device takes what has waited longest. What passes through memory is read once a chunk, beside its arithmetic; missing
-    /// experts before theirs.
+    /// Milliseconds until the first token after a prompt, chunk after chunk.
     pub(crate) fn ttft_ms(&self, windows: &[Window]) -> f64 {
         let lanes = self.lanes(windows);
-        let prompt = self.problem.prompt;
-        let chunks = prompt.tokens.div_ceil(prompt.chunk_tokens);
-        let tokens_of = |chunk: u32| {
-            let before = chunk * prompt.chunk_tokens;
-            prompt.chunk_tokens.min(prompt.tokens - before)
-        };
+        let Prompt {
+            tokens,
+            chunk_tokens,
+            ..
+        } = self.problem.prompt;
+        let chunks = f64::from(tokens / chunk_tokens);
+        let mut total_ms = self.problem.head.token_ms;
+        if tokens >= chunk_tokens {
+            total_ms += chunks * self.pass_ms(windows, &lanes, chunk_tokens);
+        }
+        match tokens % chunk_tokens {
+            0 => total_ms,
+            rest => total_ms + self.pass_ms(windows, &lanes, rest),
+        }
+    }
+
+    /// Milliseconds of a pass over `pass_tokens` of a prompt. Its flights follow each other through the ring; a device takes
+    /// what has waited longest. What passes through memory is read once a flight, beside its arithmetic; missing experts
+    /// before theirs.
+    fn pass_ms(&self, windows: &[Window], lanes: &[Lane], pass_tokens: u32) -> f64 {
+        let most = self.problem.prompt.flight_tokens;
+        let tokens_of = |flight: u32| most.min(pass_tokens - flight * most);
         let mut free_ms = vec![0.0_f64; self.problem.devices.len()];
-        let mut waiting: BinaryHeap<Reverse<Arrival>> = (0..chunks)
-            .map(|chunk| Reverse(Arrival::new(0.0, chunk, 0)))
+        let mut waiting: BinaryHeap<Reverse<Arrival>> = (0..pass_tokens.div_ceil(most))
+            .map(|flight| Reverse(Arrival::new(0.0, flight, 0)))
             .collect();
         let mut end_ms = 0.0_f64;
         while let Some(Reverse(arrival)) = waiting.pop() {
-            let tokens = tokens_of(arrival.chunk);
+            let tokens = tokens_of(arrival.flight);
             let Some(window) = windows.get(arrival.step) else {
                 end_ms = end_ms.max(arrival.ms);
                 continue;
             };
             let device = window.device;
             let begin_ms = arrival.ms.max(free_ms[device]);
-            free_ms[device] = begin_ms + self.chunk_ms(window, &lanes[device], tokens);
+            free_ms[device] = begin_ms + self.flight_ms(window, &lanes[device], tokens);
             let next = windows.get(arrival.step + 1).map_or(0, |w| w.device);
             let ms = free_ms[device] + self.problem.hop_ms(device, next, tokens);
-            waiting.push(Reverse(Arrival::new(ms, arrival.chunk, arrival.step + 1)));
+            waiting.push(Reverse(Arrival::new(ms, arrival.flight, arrival.step + 1)));
         }
-        end_ms + self.problem.head.token_ms
+        end_ms
     }
 
-    fn chunk_ms(&self, window: &Window, lane: &Lane, tokens: u32) -> f64 {
-        let gpu_ms = self.gpu_ms(window, tokens, |sums, gpu| sums.chunk_ms(gpu, tokens));
+    fn flight_ms(&self, window: &Window, lane: &Lane, tokens: u32) -> f64 {
+        let gpu_ms = self.gpu_ms(window, tokens, |sums, gpu| sums.flight_ms(gpu, tokens));
         let cpus = window.on_cpus();
-        let compute_ms = self.cpus[window.device].chunk_ms(&cpus, tokens);
+        let compute_ms = self.cpus[window.device].flight_ms(&cpus, tokens);
         if lane.share.overflow_bytes == 0 {
             return gpu_ms + compute_ms;
         }
-        // A chunk of many tokens chooses nearly all experts.
+        // A flight of many tokens chooses nearly all experts.
         let bytes = |index: usize| {
             let layer = &self.problem.layers[index];
             let experts = layer.stored_bytes - layer.dense_bytes();
@@ -420,17 +434,17 @@ fn range(sums: &[u64], layers: &Range<usize>) -> u64 {
     sums[layers.end] - sums[layers.start]
 }
 
-/// A chunk that waits for a window: the earliest first, then the chunk that came first.
+/// A flight that waits for a window: the earliest first, then the flight that came first.
 #[derive(Clone, Copy)]
 struct Arrival {
     ms: f64,
-    chunk: u32,
+    flight: u32,
     step: usize,
 }
 
 impl Arrival {
-    fn new(ms: f64, chunk: u32, step: usize) -> Self {
-        Self { ms, chunk, step }
+    fn new(ms: f64, flight: u32, step: usize) -> Self {
+        Self { ms, flight, step }
     }
 }
 
@@ -438,7 +452,7 @@ impl Ord for Arrival {
     fn cmp(&self, other: &Self) -> Ordering {
         let times = self.ms.total_cmp(&other.ms);
         times
-            .then(self.chunk.cmp(&other.chunk))
+            .then(self.flight.cmp(&other.flight))
             .then(self.step.cmp(&other.step))
     }
 }

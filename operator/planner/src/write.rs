@@ -243,6 +243,7 @@ impl Draft<'_> {
             },
             dual_batch: choice.is_some_and(|choice| choice.dual_batch),
             chunk_tokens,
+            idle_chunk_tokens: None,
             scratch_bytes,
             endpoint: None,
             predicted,

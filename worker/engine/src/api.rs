@@ -32,6 +32,8 @@ pub struct EngineOptions {
     pub max_batch: usize,
     /// Maximum rows per forward pass: decode rows first, then prompt chunks.
     pub chunk_tokens: usize,
+    /// The same for a pass that no answer waits for, if that is more.
+    pub idle_chunk_tokens: Option<usize>,
     /// Whether a prompt is computed in one pass, whatever its length, and a pass goes on as long as anybody wants it: where
     /// weights come over a link in every pass, a second one costs their way again. Needs `chunk_tokens` of a whole
     /// context.
@@ -60,6 +62,7 @@ impl Default for EngineOptions {
             kv_dtype: KvDType::Bf16,
             max_batch: 16,
             chunk_tokens: 256,
+            idle_chunk_tokens: None,
             whole_prompts: false,
             context_length: 4096,
             max_queue: 1024,

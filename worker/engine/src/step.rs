@@ -105,6 +105,7 @@ impl<F: Forward> StepLoop<F> {
         let limits = SchedulerOptions {
             max_batch: options.max_batch,
             chunk_tokens: options.chunk_tokens,
+            idle_chunk_tokens: options.idle_chunk_tokens,
             whole_prompts: options.whole_prompts,
             // The handle limits the number of requests.
             max_waiting: usize::MAX,

@@ -19,6 +19,8 @@ pub struct SchedulerOptions {
     pub max_batch: usize,
     /// Prompt tokens per step, over all sequences.
     pub chunk_tokens: usize,
+    /// The same for a step that no answer waits for, if that is more.
+    pub idle_chunk_tokens: Option<usize>,
     /// Whether a prompt is never cut: as many share a step as `chunk_tokens` allows, and at least one.
     pub whole_prompts: bool,
     /// Requests in the queue. Preempted sequences do not count: an accepted request is never dropped.
@@ -109,6 +111,7 @@ impl Scheduler {
         let SchedulerOptions {
             max_batch,
             chunk_tokens,
+            idle_chunk_tokens: _,
             whole_prompts: _,
             max_waiting,
         } = options;
@@ -469,7 +472,7 @@ impl Scheduler {
         let sequence = self.sequences.get(&id)?;
         if sequence.work == Work::Export {
             // Exports have no limit of their own: the next one is admitted when the chunk can reach it.
-            if self.pending_prefill_tokens() >= self.options.chunk_tokens {
+            if self.pending_prefill_tokens() >= self.chunk_tokens() {
                 return None;
             }
         } else if self.decoders().count() >= self.options.max_batch {
@@ -483,7 +486,8 @@ impl Scheduler {
 
     /// Adds chunks of prompts, oldest first, up to the budget; or whole prompts, of which the first has no budget.
     fn add_chunks(&mut self, step: &mut Step) {
-        let mut budget = self.options.chunk_tokens;
+        let chunk_tokens = self.chunk_tokens();
+        let mut budget = chunk_tokens;
         let ids: Vec<SequenceId> = self.running.iter().copied().collect();
         for id in ids {
             if budget == 0 {
@@ -500,7 +504,7 @@ impl Scheduler {
                 self.kv.extend_from_cache(kv, &sequence.tokens);
             }
             let whole = self.options.whole_prompts;
-            let first = budget == self.options.chunk_tokens;
+            let first = budget == chunk_tokens;
             let rows = if whole && first { usize::MAX } else { budget };
             if let Some(span) = self.span(id, rows, SpanKind::Prefill) {
                 if whole && !span.wants_logits {
@@ -509,6 +513,15 @@ impl Scheduler {
                 budget = budget.saturating_sub(span.tokens.len());
                 step.spans.push(span);
             }
+        }
+    }
+
+    /// Prompt tokens of the next step: more where no answer waits for it to end.
+    fn chunk_tokens(&self) -> usize {
+        let least = self.options.chunk_tokens;
+        match self.options.idle_chunk_tokens {
+            Some(most) if !self.decoders().any(|s| s.phase == Phase::Decoding) => least.max(most),
+            _ => least,
         }
     }
 

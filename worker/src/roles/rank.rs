@@ -417,6 +417,7 @@ fn start<B: Backend>(
         kv_dtype,
         max_batch: rank.max_batch as usize,
         chunk_tokens: rank.chunk_tokens as usize,
+        idle_chunk_tokens: rank.idle_chunk_tokens.map(|tokens| tokens as usize),
         // Each pass takes the experts over the link.
         whole_prompts: streams_experts(rank),
         context_length: plan.model.context_length as usize,

@@ -199,6 +199,7 @@ fn engine_options(args: &GenerateArgs, prompt_tokens: usize, limit: usize) -> En
         } else {
             CHUNK_TOKENS
         },
+        idle_chunk_tokens: None,
         whole_prompts,
         context_length,
         max_queue: 0,

@@ -9,7 +9,7 @@ use hearth_crds::{
     DurationText, EndpointSpec, InferenceDeploymentSpec, InferencePlanSpec, ModelSource,
     ObjectivesSpec, Pinning, PlacementSpec, PlanExpertParallel, PlanKv, PlanKvType, PlanModel,
     PlanPeers, PlanRank, PlanResidency, PlanRing, PlanRingLength, PlanRole, PlanRouting,
-    PlanStrategy, ResidencyPolicy, TolerationSpec,
+    PlanStrategy, ResidencyPolicy, TolerationSpec, USUAL_FLIGHT_TOKENS,
 };
 use sha2::{Digest, Sha256};
 
@@ -216,6 +216,7 @@ fn put_group(lines: &mut Lines, ring: Option<&PlanRing>, peers: Option<&PlanPeer
         head,
         place,
         windows,
+        flight_tokens,
     }) = ring
     {
         lines.put("ring", head);
@@ -225,6 +226,8 @@ fn put_group(lines: &mut Lines, ring: Option<&PlanRing>, peers: Option<&PlanPeer
             .map(|window| format!("{}+{}", window.first_layer, window.layers))
             .collect();
         lines.put("ring-windows", windows.join(","));
+        let flights = (*flight_tokens != USUAL_FLIGHT_TOKENS).then_some(flight_tokens);
+        lines.put_some("ring-flights", flights);
     }
     let Some(PlanPeers {
         head,
@@ -274,6 +277,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
         max_batch,
         dual_batch,
         chunk_tokens,
+        idle_chunk_tokens,
         scratch_bytes,
         endpoint: _,
         predicted: _,
@@ -315,6 +319,7 @@ fn put_rank(lines: &mut Lines, rank: &PlanRank) {
     lines.put("batch", max_batch);
     lines.put_if(*dual_batch, "dual-batch", "yes");
     lines.put("chunk", chunk_tokens);
+    lines.put_some("idle-chunk", idle_chunk_tokens.as_ref());
     lines.put("scratch", scratch_bytes);
 }
 

@@ -216,6 +216,11 @@ const CHANGES: &[Change] = &[
     ),
     ("batch", |_, _, p| p.ranks[2].max_batch = 9, &[2]),
     ("chunk", |_, _, p| p.ranks[2].chunk_tokens = 16, &[2]),
+    (
+        "idle chunk",
+        |_, _, p| p.ranks[2].idle_chunk_tokens = Some(512),
+        &[2],
+    ),
     ("scratch", |_, _, p| p.ranks[2].scratch_bytes += 1, &[2]),
 ];
 
@@ -246,6 +251,7 @@ fn a_ring_is_replaced_as_a_whole() {
                     first_layer: place * window,
                     layers: window,
                 }],
+                flight_tokens: 64,
             });
             if place > 0 {
                 (rank.name, rank.role) = ("stage-0".to_owned(), PlanRole::Stage);
@@ -328,6 +334,7 @@ fn the_head_of_a_ring_alone_gets_the_others_and_their_addresses() {
             head: "decode-0".to_owned(),
             place,
             windows: Vec::new(),
+            flight_tokens: 64,
         });
     }
     (plan.ranks[3].name, plan.ranks[3].role) = ("stage-0".to_owned(), PlanRole::Stage);

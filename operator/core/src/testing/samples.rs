@@ -161,6 +161,7 @@ fn rank(role: PlanRole, index: u32, node: &str) -> PlanRank {
         max_batch: if is_worker { 8 } else { 0 },
         dual_batch: false,
         chunk_tokens: if is_worker { 256 } else { 0 },
+        idle_chunk_tokens: None,
         scratch_bytes: if is_worker { 80_150_528 } else { 134_217_728 },
         endpoint: None,
         predicted: is_worker.then_some(RankPrediction {

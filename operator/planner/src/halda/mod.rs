@@ -34,4 +34,5 @@ pub use crate::ring_error::RingError;
 pub use crate::ring_problem::{
     Device, Gpu, Head, Layer, LayerTimes, Link, MAX_DEVICES, MAX_LAYERS, Problem, Prompt,
 };
+pub(crate) use crate::ring_simulator::Simulator;
 pub use crate::ring_simulator::{Share, Window};

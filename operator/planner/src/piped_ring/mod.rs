@@ -18,7 +18,7 @@ use hearth_crds::{
 use crate::draft::DEFAULT_STALL_MS;
 use crate::error::PlanError;
 use crate::estimator::Estimator;
-use crate::halda::{self, Choice, Limits, Problem, RingError};
+use crate::halda::{self, Choice, Limits, Problem, RingError, Simulator};
 use crate::input::PlanInput;
 use crate::memory::Demand;
 
@@ -38,8 +38,7 @@ pub(crate) struct RingPlanning<'a> {
 struct Chosen<'a> {
     members: Members<'a>,
     choice: Choice,
-    /// Tokens of a prompt that pass the ring at a time.
-    chunk_tokens: u32,
+    passes: Passes,
     /// Members that were not taken, each with the reason, which are not in the choice.
     left_out: Vec<String>,
 }
@@ -65,8 +64,28 @@ impl Chosen<'_> {
     }
 }
 
+/// How a prompt passes a ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Passes {
+    /// Tokens of a chunk, which is a pass, beside streams.
+    chunk_tokens: u32,
+    /// The same where no stream waits for it.
+    idle_chunk_tokens: u32,
+    /// Most tokens of a flight.
+    flight_tokens: u32,
+}
+
 /// Tokens of a chunk of a prompt, best first.
-const CHUNKS: [u32; 5] = [256, 128, 64, 32, 16];
+const CHUNKS: [u32; 7] = [1024, 512, 256, 128, 64, 32, 16];
+/// Most tokens of a flight, of which the best is taken: shorter ones let more members compute at the same time, and read the
+/// weights more often. Members have room for the activations of the longest ones.
+const FLIGHTS: [u32; 4] = [256, 128, 64, 32];
+/// What rings are compared with.
+const LONGEST: Passes = Passes {
+    chunk_tokens: CHUNKS[0],
+    idle_chunk_tokens: CHUNKS[0],
+    flight_tokens: FLIGHTS[0],
+};
 /// Tokens' time for which a chunk may hold up streams where they are slow: shorter chunks would read the weights too often.
 const STALL_TOKENS: f64 = 16.0;
 
@@ -153,7 +172,7 @@ impl RingPlanning<'_> {
     /// # Errors
     /// [`PlanError`] if no node can be a member, or no ring fits.
     pub(crate) fn plan(&self, instead: &str) -> Result<InferencePlanSpec, PlanError> {
-        let chosen = self.with_chunks(self.choose()?);
+        let chosen = self.with_passes(self.choose()?);
         Ok(self.write(&chosen, instead))
     }
 
@@ -205,14 +224,14 @@ impl RingPlanning<'_> {
         let mut refused = None;
         for head in 0..members.all.len() {
             let members = members.led_by(head);
-            match self.split(&members, CHUNKS[0], limits) {
+            match self.split(&members, limits) {
                 Ok(choice) => {
                     let is_better = |best: &Chosen<'_>| choice.tpot_ms < best.choice.tpot_ms;
                     if best.as_ref().is_none_or(is_better) {
                         best = Some(Chosen {
                             members,
                             choice,
-                            chunk_tokens: CHUNKS[0],
+                            passes: LONGEST,
                             left_out: Vec::new(),
                         });
                     }
@@ -228,13 +247,8 @@ impl RingPlanning<'_> {
     }
 
     /// The best split among members, none of which reads weights through a window that two layers do not fit into.
-    fn split(
-        &self,
-        members: &Members<'_>,
-        chunk_tokens: u32,
-        limits: Limits,
-    ) -> Result<Choice, RingError> {
-        let mut problem = members.problem(self, chunk_tokens);
+    fn split(&self, members: &Members<'_>, limits: Limits) -> Result<Choice, RingError> {
+        let mut problem = members.problem(self, LONGEST);
         loop {
             let choice = halda::choose(&problem, limits)?;
             let mut devices = choice.order.iter().copied();
@@ -256,31 +270,45 @@ impl RingPlanning<'_> {
         share.overflow_bytes == 0 || room >= 2 * self.demand.facts.largest_layer_bytes
     }
 
-    /// The ring with the longest chunks of prompts that streams bear.
-    fn with_chunks<'a>(&self, chosen: Chosen<'a>) -> Chosen<'a> {
-        let limits = limits_of(&chosen.members);
+    /// The same ring with the longest chunks of prompts, and the longest that streams bear, in the flights by which a prompt that
+    /// has the ring to itself takes the least time.
+    fn with_passes<'a>(&self, mut chosen: Chosen<'a>) -> Chosen<'a> {
+        let ttft_ms = |passes: Passes| {
+            let problem = chosen.members.problem(self, passes);
+            Simulator::new(&problem).ttft_ms(&chosen.choice.windows)
+        };
+        let (longest, flights) = match chosen.size() {
+            1 => (self.demand.chunk_tokens, &[u32::MAX][..]), // a pass is one flight
+            _ => (
+                LONGEST.idle_chunk_tokens.min(self.demand.context_length),
+                &FLIGHTS[..],
+            ),
+        };
+        let of_flights = |flight_tokens: &u32| Passes {
+            chunk_tokens: longest,
+            idle_chunk_tokens: longest,
+            flight_tokens: longest.min(*flight_tokens),
+        };
+        let timed = flights
+            .iter()
+            .map(of_flights)
+            .map(|passes| (ttft_ms(passes), passes));
+        let best = timed.min_by(|(a, _), (b, _)| a.total_cmp(b));
+        let (best_ms, mut passes) = best.unwrap_or_else(|| (ttft_ms(LONGEST), LONGEST));
+
         let asked = self.input.spec.objectives.time_per_output_token;
         let asked_ms = asked.map_or(DEFAULT_STALL_MS, |time| time.as_millis_f64());
+        let borne_ms = asked_ms.max(STALL_TOKENS * chosen.choice.tpot_ms);
         let prompt_tokens = self.estimator.prompt_tokens();
-        let mut chosen = chosen;
-        for chunk_tokens in CHUNKS {
-            let chunk_tokens = chunk_tokens.min(self.demand.context_length);
-            // The first ones were what all heads were compared with.
-            if chunk_tokens != chosen.chunk_tokens
-                && let Ok(choice) = self.split(&chosen.members, chunk_tokens, limits)
-            {
-                chosen = Chosen {
-                    choice,
-                    chunk_tokens,
-                    ..chosen
-                };
-            }
+        for chunk_tokens in CHUNKS.map(|tokens| tokens.min(longest)) {
+            passes.chunk_tokens = chunk_tokens;
             let chunks = f64::from(prompt_tokens.div_ceil(chunk_tokens.max(1)));
-            let stall_ms = chosen.choice.ttft_ms / chunks;
-            if stall_ms <= asked_ms.max(STALL_TOKENS * chosen.choice.tpot_ms) {
+            if ttft_ms(passes) / chunks <= borne_ms {
                 break;
             }
         }
+        chosen.passes = passes;
+        chosen.choice.ttft_ms = best_ms;
         chosen
     }
 }

@@ -2,8 +2,8 @@
 
 use hearth_crds::NodeProfileStatus;
 
-use super::RingPlanning;
 use super::members::{Member, Members};
+use super::{Passes, RingPlanning};
 use crate::halda::{Device, Head, Layer, LayerTimes, Link, Problem, Prompt};
 use crate::link::LinkRates;
 use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor};
@@ -27,7 +27,7 @@ const UNMEASURED_DISK_GBPS: f64 = 0.1;
 
 impl Members<'_> {
     /// What Halda is asked.
-    pub(super) fn problem(&self, planning: &RingPlanning<'_>, chunk_tokens: u32) -> Problem {
+    pub(super) fn problem(&self, planning: &RingPlanning<'_>, passes: Passes) -> Problem {
         let demand = planning.demand;
         let facts = demand.facts;
         let prompt_tokens = planning.estimator.prompt_tokens();
@@ -41,7 +41,7 @@ impl Members<'_> {
             },
             map_ms_per_gb: member.rates.map_ms_per_gb,
             must_fit: member.gpu.is_some() || member.rates.disk_gbps < SLOW_DISK_GBPS,
-            cpus: self.times(planning, member, chunk_tokens),
+            cpus: self.times(planning, member, passes.flight_tokens),
             gpu: None,
         });
         let kv_bytes = kv_layer_bytes(planning);
@@ -72,7 +72,8 @@ impl Members<'_> {
             hidden_bytes: 4 * u64::from(facts.hidden),
             prompt: Prompt {
                 tokens: prompt_tokens,
-                chunk_tokens: chunk_tokens.min(prompt_tokens).max(1),
+                chunk_tokens: passes.chunk_tokens.min(prompt_tokens).max(1),
+                flight_tokens: passes.flight_tokens.min(prompt_tokens).max(1),
             },
         }
     }
@@ -125,10 +126,11 @@ impl Members<'_> {
         &self,
         planning: &RingPlanning<'_>,
         member: &Member<'_>,
-        chunk_tokens: u32,
+        flight_tokens: u32,
     ) -> LayerTimes {
         let context = planning.estimator.stream_tokens();
-        let chunk = chunk_tokens.max(1);
+        let prompt = planning.estimator.prompt_tokens().max(1);
+        let flight = flight_tokens.clamp(1, prompt);
         let of_layers = |ms: &dyn Fn(Predictor<'_>) -> f64| {
             let layers = 0..planning.demand.facts.layers;
             layers
@@ -137,7 +139,9 @@ impl Members<'_> {
         };
         LayerTimes {
             token_ms: of_layers(&|layer| layer.decode_ms(1, context)),
-            prompt_token_ms: of_layers(&|layer| layer.prefill_ms(chunk, chunk) / f64::from(chunk)),
+            prompt_token_ms: of_layers(&|layer| {
+                layer.prefill_ms(prompt, flight) / f64::from(prompt)
+            }),
         }
     }
 

@@ -145,9 +145,17 @@ fn prompts(
         0 => "",
         _ => "; a ring has no prefill workers",
     };
+    let longest = head.idle_chunk_tokens.unwrap_or(head.chunk_tokens);
+    let shorter = match head.idle_chunk_tokens {
+        Some(_) => format!(" ({} while streams decode)", head.chunk_tokens),
+        None => String::new(),
+    };
+    let flights = match head.ring.as_ref().map(|ring| ring.flight_tokens) {
+        Some(tokens) if tokens < longest => format!(", in flights of {tokens}"),
+        _ => String::new(),
+    };
     why.push(format!(
-        "prompts are read by the ring itself in chunks of {} tokens: predicted TTFT {} at {} tokens{workers}",
-        head.chunk_tokens,
+        "prompts are read by the ring itself in chunks of {longest} tokens{shorter}{flights}: predicted TTFT {} at {} tokens{workers}",
         ms(predicted.ttft_ms),
         predicted.ttft_prompt_tokens
     ));

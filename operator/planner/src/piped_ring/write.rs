@@ -7,7 +7,7 @@ use hearth_crds::{
 
 use super::members::Member;
 use super::problem::kv_layer_bytes;
-use super::{Chosen, RingPlanning, why};
+use super::{Chosen, Passes, RingPlanning, why};
 use crate::draft::{Draft, RankHost, Written};
 use crate::gpus::GpuSlot;
 use crate::halda::{Problem, Window};
@@ -85,7 +85,7 @@ impl RingPlanning<'_> {
     /// What each member keeps, by place. Room that all of them have beside weights and least KV is for more KV: the blocks of
     /// a ring are the same at each member.
     pub(super) fn kept(&self, chosen: &Chosen<'_>) -> Vec<Kept> {
-        let problem = chosen.members.problem(self, chosen.chunk_tokens);
+        let problem = chosen.members.problem(self, chosen.passes);
         let kv_layer = kv_layer_bytes(self);
         let facts = self.demand.facts;
         let mut kept: Vec<Kept> = (0..chosen.size())
@@ -242,7 +242,16 @@ impl RingPlanning<'_> {
             residency.read_ahead_bytes = kept.read_ahead_bytes;
         }
         match place {
-            0 => rank.chunk_tokens = chosen.chunk_tokens,
+            0 => {
+                let Passes {
+                    chunk_tokens,
+                    idle_chunk_tokens,
+                    ..
+                } = chosen.passes;
+                rank.chunk_tokens = chunk_tokens;
+                rank.idle_chunk_tokens =
+                    (idle_chunk_tokens > chunk_tokens).then_some(idle_chunk_tokens);
+            }
             _ => (rank.chunk_tokens, rank.max_batch) = (0, 0),
         }
         rank.predicted = None;
@@ -254,6 +263,7 @@ impl RingPlanning<'_> {
             head: name(PlanRole::Decode, 0),
             place: place as u32,
             windows: chosen.windows(place).map(window).collect(),
+            flight_tokens: chosen.passes.flight_tokens,
         });
         Some(rank)
     }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::ring_problem::{Device, Gpu, Head, Link, Prompt};
+use crate::ring_problem::{Device, Gpu, Head, Link};
 
 const MB: u64 = 1_000_000;
 
@@ -40,7 +40,8 @@ fn problem(memory_bytes: u64) -> Problem {
         hidden_bytes: 1,
         prompt: Prompt {
             tokens: 8,
-            chunk_tokens: 4,
+            chunk_tokens: 8,
+            flight_tokens: 4,
         },
     }
 }

@@ -35,6 +35,7 @@ fn options(blocks: usize) -> EngineOptions {
         kv_dtype: KvDType::F32,
         max_batch: 4,
         chunk_tokens: 8,
+        idle_chunk_tokens: None,
         whole_prompts: false,
         context_length: (blocks * BLOCK_TOKENS).min(64),
         max_queue: 100,

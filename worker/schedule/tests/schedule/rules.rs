@@ -9,6 +9,7 @@ use hearth_schedule::{
 pub(crate) const OPTIONS: SchedulerOptions = SchedulerOptions {
     max_batch: 4,
     chunk_tokens: 8,
+    idle_chunk_tokens: None,
     whole_prompts: false,
     max_waiting: 16,
 };
@@ -105,6 +106,26 @@ fn decoding_goes_on_beside_a_long_prompt() {
         );
         answer(&mut s, &step);
     }
+}
+
+#[test]
+fn chunks_are_longer_where_no_answer_waits_for_them() {
+    let options = SchedulerOptions {
+        idle_chunk_tokens: Some(20),
+        ..OPTIONS
+    };
+    let mut s = scheduler(options, 32);
+    s.submit(request(0..22, 10)).unwrap();
+    s.submit(request(100..124, 1)).unwrap();
+    let rows = |step: &Step| step.spans.iter().map(|span| span.tokens.len()).collect();
+    let steps: Vec<Vec<usize>> = std::iter::from_fn(|| {
+        let step = s.schedule();
+        answer(&mut s, &step);
+        Some(rows(&step))
+    })
+    .take(4)
+    .collect();
+    assert_eq!(steps, [vec![20], vec![2, 18], vec![1, 6], vec![1]]);
 }
 
 #[test]

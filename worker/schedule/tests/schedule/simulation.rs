@@ -20,6 +20,7 @@ const OPTIONS: SimulationOptions = SimulationOptions {
     scheduler: SchedulerOptions {
         max_batch: 4,
         chunk_tokens: 32,
+        idle_chunk_tokens: None,
         whole_prompts: false,
         max_waiting: 1000,
     },
@@ -261,7 +262,7 @@ proptest! {
         blocks in 16usize..40, depth in 1usize..4,
     ) {
         let options = SimulationOptions {
-            scheduler: SchedulerOptions { max_batch, chunk_tokens, whole_prompts: false, max_waiting: 1000 },
+            scheduler: SchedulerOptions { max_batch, chunk_tokens, idle_chunk_tokens: None, whole_prompts: false, max_waiting: 1000 },
             blocks,
             block_tokens: 4,
             depth,

@@ -231,7 +231,11 @@ impl World {
         assert!(decodes <= self.options.max_batch);
         let prompts = step.spans.iter().filter(|s| s.kind == SpanKind::Prefill);
         let is_alone = prompts.clone().count() == 1 && self.options.whole_prompts;
-        assert!(is_alone || rows_of(step, SpanKind::Prefill) <= self.options.chunk_tokens);
+        let most = match self.options.idle_chunk_tokens {
+            Some(idle) if decodes == 0 => idle.max(self.options.chunk_tokens),
+            _ => self.options.chunk_tokens,
+        };
+        assert!(is_alone || rows_of(step, SpanKind::Prefill) <= most);
         let is_whole = |span: &StepSpan| span.wants_logits || !self.options.whole_prompts;
         assert!(prompts.clone().all(is_whole), "a prompt was cut: {step:?}");
         let decoders = self.live().into_iter().filter(|id| {
@@ -317,6 +321,7 @@ fn play(max_batch: usize, chunk: (usize, bool), blocks: usize, ops: Vec<Op>) {
     let options = SchedulerOptions {
         max_batch,
         chunk_tokens,
+        idle_chunk_tokens: Some(2 * chunk_tokens).filter(|tokens| tokens % 4 == 0),
         whole_prompts,
         max_waiting: 8,
     };

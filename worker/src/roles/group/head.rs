@@ -21,9 +21,6 @@ use super::place::windows;
 use super::{Membership, Place, Task, kv_blocks, of_one_layer, wrong};
 use crate::load::{self, LoadedOn};
 
-/// Most rows of a flight: a longer pass is cut, so that the ranks compute at the same time. As many as keep the CPUs' kernels
-/// busy, and no more.
-const FLIGHT_ROWS: usize = 64;
 /// Time for members to join before they are asked again.
 const JOIN_PERIOD: Duration = Duration::from_secs(1);
 /// Time that a head which reads prompts alone, too, waits for its peers before it serves: they load as long as it does.
@@ -37,6 +34,8 @@ pub(in crate::roles) struct Head {
     addresses: Addresses,
     /// The way of a pass through the layers' ranks; `None`: peers have all layers.
     route: Option<Route>,
+    /// Most rows of a ring's flight.
+    flight_rows: usize,
     /// Bytes of each member's cache, by rank.
     kv_bytes: Vec<u64>,
     /// Rows of the longest pass.
@@ -77,6 +76,10 @@ impl Head {
             },
             names: members.iter().map(|rank| rank.name.clone()).collect(),
             route,
+            flight_rows: rank
+                .ring
+                .as_ref()
+                .map_or(0, |ring| ring.flight_tokens as usize),
             place,
         })
     }
@@ -154,7 +157,7 @@ impl Head {
         let is_self_sufficient = self.place.is_self_sufficient;
         match (self.route, self.place.task) {
             (Some(route), _) => {
-                let others = Arc::new(RingHead::new(former, route, FLIGHT_ROWS));
+                let others = Arc::new(RingHead::new(former, route, self.flight_rows));
                 form(&*others, waits)?;
                 loaded.model.lead(others);
             }
@@ -233,7 +236,10 @@ fn longest_pass(plan: &InferencePlanSpec, rank: &PlanRank) -> u32 {
     let policy = rank.residency.as_ref().map(|residency| residency.policy);
     match policy {
         Some(ResidencyPolicy::StreamLoading) => plan.model.context_length,
-        _ => rank.chunk_tokens.max(rank.max_batch),
+        _ => {
+            let longest = rank.idle_chunk_tokens.unwrap_or(0);
+            longest.max(rank.chunk_tokens).max(rank.max_batch)
+        }
     }
 }
 

@@ -88,6 +88,7 @@ pub(super) fn drawn(draws: &mut Draws, devices: usize, layers: usize) -> Problem
         prompt: Prompt {
             tokens: 700,
             chunk_tokens: 256,
+            flight_tokens: 64,
         },
     }
 }
@@ -206,6 +207,7 @@ pub(super) fn problem(devices: Vec<Device>, layers: Vec<Layer>) -> Problem {
         prompt: Prompt {
             tokens: 1000,
             chunk_tokens: 256,
+            flight_tokens: 64,
         },
     }
 }

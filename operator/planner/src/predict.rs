@@ -12,8 +12,10 @@ use crate::ring::RingLengths;
 
 /// Share of the measured read bandwidth that the weights' kernels reach from a mapped file.
 pub const READ_EFFICIENCY: f64 = 0.87;
-/// Share of the measured dot-product rate that matrix products over a chunk of a prompt reach.
-pub const COMPUTE_EFFICIENCY: f64 = 0.4;
+/// Share of the measured rate of products that a chunk of a prompt reaches: between them lie norms, activations and hand-overs.
+pub const COMPUTE_EFFICIENCY: f64 = 0.9;
+/// Share of the peak of multiply-adds that products reach, where they were not measured.
+const PRODUCTS_OF_PEAK: f64 = 0.45;
 /// Milliseconds that a layer adds to a step besides its weights: hand-overs between threads, norms, routing.
 pub const LAYER_OVERHEAD_MS: f64 = 0.02;
 /// Share of a GPU's estimated bandwidth that the weights' kernels reach: the estimate is the data sheet's value.
@@ -77,16 +79,15 @@ impl Rates {
             read_gbps = read_gbps.min(of_numa);
         }
         let compute = &node.compute;
-        let (one, all) = if compute.bf16_one_thread_gflops > compute.f32_one_thread_gflops {
-            (
+        let (one, all) = match compute.bf16_one_thread_gflops > 0.0 {
+            true => (
                 compute.bf16_one_thread_gflops,
                 compute.bf16_all_threads_gflops,
-            )
-        } else {
-            (
-                compute.f32_one_thread_gflops,
-                compute.f32_all_threads_gflops,
-            )
+            ),
+            false => (
+                compute.f32_one_thread_gflops * PRODUCTS_OF_PEAK,
+                compute.f32_all_threads_gflops * PRODUCTS_OF_PEAK,
+            ),
         };
         let disk_gbps = node
             .disks

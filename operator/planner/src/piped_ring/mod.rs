@@ -78,8 +78,9 @@ struct Passes {
 /// Tokens of a chunk of a prompt, best first.
 const CHUNKS: [u32; 7] = [1024, 512, 256, 128, 64, 32, 16];
 /// Most tokens of a flight, of which the best is taken: shorter ones let more members compute at the same time, and read the
-/// weights more often. Members have room for the activations of the longest ones.
-const FLIGHTS: [u32; 4] = [256, 128, 64, 32];
+/// weights more often. Members have room for the activations of the longest ones; the CPUs' kernels are slower with fewer than
+/// the shortest.
+const FLIGHTS: [u32; 3] = [256, 128, 64];
 /// What rings are compared with.
 const LONGEST: Passes = Passes {
     chunk_tokens: CHUNKS[0],

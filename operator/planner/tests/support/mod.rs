@@ -74,10 +74,11 @@ impl Machine {
                 read_all_threads_gbps: self.socket_gbps * f64::from(self.sockets),
             },
             compute: ComputeProfile {
-                bf16_one_thread_gflops: self.core_gflops,
-                bf16_all_threads_gflops: self.core_gflops * f64::from(cores),
-                f32_one_thread_gflops: self.core_gflops / 2.0,
-                f32_all_threads_gflops: self.core_gflops / 2.0 * f64::from(cores),
+                // Products reach less than half of a core's peak.
+                bf16_one_thread_gflops: self.core_gflops * 4.0 / 9.0,
+                bf16_all_threads_gflops: self.core_gflops * 4.0 / 9.0 * f64::from(cores),
+                f32_one_thread_gflops: self.core_gflops,
+                f32_all_threads_gflops: self.core_gflops * f64::from(cores),
             },
             gpus: Vec::new(),
             disks: vec![DiskProfile {

@@ -3,12 +3,13 @@
 
     docs/benchmarks/rings.py BIN WHAT [--rounds 3] [--tokens 12] [--answers 3]
 
-BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions. The model is a
+BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions, pressure, processes. The model is a
 random Qwen3 of 32 layers, 3.6 GiB. Needs root, 12 GiB of memory and control groups of version 1 (testbed.py). Nothing else should
 run.
 """
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 
-from testbed import Bed, Disk, Node, complete, prompt_of
+from testbed import Bed, Bystander, Disk, Node, complete, prompt_of
 
 HERE = pathlib.Path(__file__).resolve().parent
 DISK_MIB = 4200
@@ -28,15 +29,16 @@ DISK_MIB = 4200
 FIXED_BYTES = 160 << 20
 
 
-def deployment(model, more=""):
+def deployment(model, strategy):
     return f"""apiVersion: hearth.dev/v1alpha1
 kind: InferenceDeployment
 metadata: {{name: model}}
 spec:
   model: {{source: {{hostPath: {{path: {model}}}}}, contextLength: 2048}}
-  strategy: PipedRing
+  strategy: {strategy}
+  prefill: {{mode: Chunked}}
   decode: {{maxBatch: 2, kvCache: {{memory: 128Mi}}}}
-{more}"""
+"""
 
 
 class Bench:
@@ -44,7 +46,6 @@ class Bench:
         self.args, self.folder = args, pathlib.Path(folder)
         self.hearth, self.worker = (str(pathlib.Path(args.bin) / name) for name in ("hearth", "hearth-worker"))
         self.file, self.model = self.folder / "deployment.yaml", disk / "model"
-        self.file.write_text(deployment(self.model))
         if not self.model.exists():
             config = HERE / "configs/qwen3-ring.json"
             make = [self.worker, "random", "--config", str(config), "--dtype", "bf16", "--out", str(self.model)]
@@ -55,7 +56,8 @@ class Bench:
     def bed(self, nodes):
         return Bed(nodes, self.model)
 
-    def plan(self, profiles):
+    def plan(self, profiles, strategy="PipedRing"):
+        self.file.write_text(deployment(self.model, strategy))
         file = self.folder / "profiles.yaml"
         file.write_text("---\n".join(json.dumps(profile) + "\n" for profile in profiles))
         command = [self.hearth, "plan", "-f", str(self.file), "--profiles", str(file), "-o", "json"]
@@ -190,9 +192,9 @@ def rounds_and_reading_ahead(bench):
 
 
 MIXED = [
-    Node("server", memory_mib=700, disk_mbps=100, link_mbit=1000),
-    Node("desktop", memory_mib=420, disk_mbps=500, link_mbit=1000, cpus="1"),
-    Node("laptop", memory_mib=260, disk_mbps=60, link_mbit=300, cpus="1"),
+    Node("server", memory_mib=1700, disk_mbps=100, link_mbit=1000),
+    Node("desktop", memory_mib=1300, disk_mbps=1000, link_mbit=1000),
+    Node("laptop", memory_mib=700, disk_mbps=200, link_mbit=300),
 ]
 
 
@@ -212,16 +214,70 @@ def splits(bench):
         table(ratios(bench, bed, plans), "Halda")
 
 
+def pressure(bench):
+    """What a ring takes from the other processes of its nodes: memory that the kernel cannot reclaim (prima.cpp, section 4.3), and
+    pages of files that nobody has read since."""
+    say("weights", "node", "memory taken", "pages of others still in memory")
+    say(*["---"] * 4)
+    with bench.bed(SHORT) as bed:
+        plan = bench.plan(bed.profiles(bench.worker))
+        show(plan)
+        mapped = copy.deepcopy(plan)
+        for rank in members(mapped):  # for the kernel to keep what it likes
+            rank["residency"]["policy"] = "Resident"
+            rank["residency"].pop("readAheadBytes", None)
+        for name, plan in {"the plan's": plan, "mapped alone": mapped}.items():
+            bed.forget()
+            bed.beside_bytes = BYSTANDER_BYTES
+            before = {node.name: node.unreclaimable_bytes() for node in bed.nodes}
+            with contextlib.ExitStack() as stack:
+                bystanders = [stack.enter_context(Bystander(node, bench.model.parent, BYSTANDER_BYTES)) for node in bed.nodes]
+                alone = {node.name: node.unreclaimable_bytes() - before[node.name] for node in bed.nodes}
+                endpoint = bed.start(bench.worker, copy.deepcopy(plan), bench.folder)
+                for seed in range(bench.args.answers):
+                    complete(endpoint, prompt_of(endpoint, 64, seed), bench.args.tokens, seed)
+                for node, bystander in zip(bed.nodes, bystanders):
+                    taken = node.unreclaimable_bytes() - before[node.name] - alone[node.name]
+                    share = taken / (node.memory_mib << 20)
+                    say(name, node.name, f"{taken / 2**20:.0f} MiB, {share:.1%}", f"{bystander.resident():.0%}")
+                bed.stop()
+    bed.beside_bytes = 0
+
+
+BYSTANDER_BYTES = 48 << 20
+
+
+def processes(bench):
+    """Two stages in two processes against one process, each on the same two CPUs, over a link that nothing shapes."""
+    with bench.bed([Node("attic"), Node("cellar")]) as bed:
+        profiles = bed.profiles(bench.worker)
+        one = bench.plan(profiles[:1], "Hybrid")
+        for profile in profiles:  # so that none holds the model
+            profile["memory"]["availableBytes"] = 2400 << 20
+        two = bench.plan(profiles)
+        show(two)
+        table(ratios(bench, bed, {"one process": one, "two processes": two}), "one process")
+
+
+def two(one, other, link_mbit=1000):
+    """Nodes with a CPU each, of (MiB of memory, MB/s of disk)."""
+    return [Node("attic", *one, link_mbit, "0"), Node("cellar", *other, link_mbit, "1")]
+
+
 BEDS = {
-    "two alike": [Node("attic", 2400, 500, 1000, "0"), Node("cellar", 2400, 500, 1000, "1")],
-    "a slow link": [Node("attic", 2400, 500, 50, "0"), Node("cellar", 2400, 500, 50, "1")],
-    "two short": [Node("attic", 1900, 800, 1000, "0"), Node("cellar", 1800, 800, 1000, "1")],
-    "unequal disks": [Node("attic", 1900, 1000, 1000, "0"), Node("cellar", 1900, 400, 1000, "1")],
+    "two alike": two((2400, 500), (2400, 500)),
+    "a slow link": two((2400, 500), (2400, 500), 50),
+    "unequal memory": two((3000, 500), (1700, 500)),
+    "one short": two((2400, 500), (1500, 800)),
+    "two short": two((1900, 800), (1800, 800)),
+    "unequal disks": two((1900, 1000), (1900, 400)),
+    "slow disks": two((1900, 300), (1900, 300)),
+    "very short": two((1500, 1000), (1400, 1000), 300),
+    "three": [Node("attic", 1900, 500, 1000, "0"), Node("cellar", 1600, 500, 1000, "1"), Node("office", 1500, 500, 1000, "1")],
     "three short": [Node("attic", 1400, 600, 1000, "0"), Node("cellar", 1300, 600, 1000, "1"), Node("office", 1300, 600, 1000, "1")],
-    "unequal memory": [Node("attic", 3000, 500, 1000, "0"), Node("cellar", 1700, 500, 1000, "1")],
-    "three": [Node("attic", 1800, 500, 1000, "0"), Node("cellar", 1600, 500, 1000, "1"), Node("office", 1500, 500, 1000, "1")],
-    "four short": SHORT,
+    "four short": [Node(node.name, node.memory_mib, 500, 1000, cpu) for node, cpu in zip(SHORT, "0011")],
 }
+CPUS = 2
 
 
 def predictions(bench):
@@ -232,12 +288,15 @@ def predictions(bench):
         with bench.bed(nodes) as bed:
             plan = bench.plan(bed.profiles(bench.worker))
             show(plan)
-            prompt = plan["predicted"]["ttftPromptTokens"]
-            ttft_ms, tpot_ms, _ = bench.serve(bed, plan, prompt)
-        of = [plan["predicted"]["tpotMs"] / tpot_ms, plan["predicted"]["ttftMs"] / ttft_ms]
-        apart += [abs(math.log(ratio)) for ratio in of]
-        cells = [f"{plan['predicted']['tpotMs']:.0f}", f"{tpot_ms:.0f}", f"{of[0]:.2f}"]
-        cells += [f"{plan['predicted']['ttftMs']:.0f}", f"{ttft_ms:.0f}", f"{of[1]:.2f}"]
+            measured = bench.serve(bed, plan, plan["predicted"]["ttftPromptTokens"])
+        cells = []
+        for key, ms in (("tpotMs", measured[1]), ("ttftMs", measured[0])):
+            if key == "ttftMs" and len(nodes) > CPUS:  # which must compute at the same time
+                cells += ["–"] * 3
+                continue
+            predicted = plan["predicted"][key]
+            apart.append(abs(math.log(predicted / ms)))
+            cells += [f"{predicted:.0f}", f"{ms:.0f}", f"{predicted / ms:.2f}"]
         say(f"{name} ({len(members(plan))} in the ring)", rounds(plan), *cells)
     print(f"\nA median factor of {math.exp(statistics.median(apart)):.2f}, at most {math.exp(max(apart)):.2f}.")
 
@@ -246,6 +305,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bin")
     what = {"rounds": rounds_and_reading_ahead, "splits": splits, "predictions": predictions}
+    what |= {"pressure": pressure, "processes": processes}
     parser.add_argument("what", nargs="+", choices=what)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12)

@@ -20,6 +20,7 @@ GROUPS = pathlib.Path("/sys/fs/cgroup")
 BRIDGE = "hearth-bed"
 NETWORK = "10.77.0"
 PORT = 7000
+KINDS = ("memory", "blkio", "cpuset")
 
 
 def run(*command):
@@ -42,13 +43,17 @@ class Node:
         return ["bash", "-c", enter, "bash", *words]
 
     def groups(self):
-        return [GROUPS / kind / BRIDGE / self.name for kind in ("memory", "blkio", "cpuset")]
+        return [GROUPS / kind / BRIDGE / self.name for kind in KINDS]
 
     def limit(self, memory_bytes):
         (self.groups()[0] / "memory.limit_in_bytes").write_text(str(memory_bytes))
 
-    def counter(self, kind, file):
-        return (GROUPS / kind / BRIDGE / self.name / file).read_text()
+    def unreclaimable_bytes(self):
+        """Memory of its processes that the kernel cannot take back without swapping."""
+        group = self.groups()[0]
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        kernel = int((group / "memory.kmem.usage_in_bytes").read_text())
+        return sum(int(stat[name]) for name in ("total_rss", "total_shmem", "total_unevictable")) + kernel
 
 
 def disk_of(path):
@@ -94,6 +99,7 @@ class Bed(contextlib.AbstractContextManager):
         if not (GROUPS / "memory" / "memory.limit_in_bytes").exists():
             raise SystemExit("this machine has no control groups of version 1, which limit a node's disk and page cache")
         self.nodes, self.model, self.processes = nodes, pathlib.Path(model), []
+        self.beside_bytes = 0  # of each node's memory, for others beside ranks
 
     def __enter__(self):
         try:
@@ -140,7 +146,7 @@ class Bed(contextlib.AbstractContextManager):
             subprocess.run(["ip", "link", "delete", f"bed{number}o"], capture_output=True)
             for group in node.groups():
                 remove(group)
-        for kind in ("memory", "blkio", "cpuset"):
+        for kind in KINDS:
             remove(GROUPS / kind / BRIDGE)
         subprocess.run(["ip", "link", "delete", BRIDGE], capture_output=True)
 
@@ -179,7 +185,8 @@ class Bed(contextlib.AbstractContextManager):
             rank["endpoint"] = f"{nodes[rank['node']].address}:{PORT + number}"
         for node in self.nodes:
             if node.memory_mib:
-                node.limit(sum(memory_of(rank) for rank in plan["ranks"] if rank["node"] == node.name) or node.memory_mib << 20)
+                taken = sum(memory_of(rank) for rank in plan["ranks"] if rank["node"] == node.name)
+                node.limit(taken + self.beside_bytes if taken else node.memory_mib << 20)
         file = pathlib.Path(folder) / "plan.json"
         file.write_text(json.dumps(plan))
         for rank in plan["ranks"]:
@@ -232,6 +239,49 @@ def remove(group):
         except OSError:
             time.sleep(0.1)
 
+
+class Bystander(contextlib.AbstractContextManager):
+    """A process of a node that has read a file once, and does nothing."""
+
+    def __init__(self, node, folder, size):
+        self.path = pathlib.Path(folder) / f"{node.name}.file"
+        self.path.write_bytes(os.urandom(size))
+        os.sync()
+        descriptor = os.open(self.path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # or else its pages are counted to this process
+        os.close(descriptor)
+        command = node.command("python3", "-c", WATCH, str(self.path))
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process.stdout.readline()
+
+    def resident(self):
+        """The share of its file that is still in memory."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.path.unlink()
+
+
+WATCH = """
+import ctypes, mmap, sys
+file = open(sys.argv[1], "r+b")
+pages = mmap.mmap(file.fileno(), 0)
+for at in range(0, len(pages), 4096):
+    pages[at]
+libc = ctypes.CDLL(None, use_errno=True)
+address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+count = len(pages) // 4096
+states = (ctypes.c_ubyte * count)()
+print("ready", flush=True)
+while sys.stdin.readline():
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), states):
+        sys.exit("mincore failed")
+    print(sum(state & 1 for state in states) / count, flush=True)
+"""
 
 ECHO = """
 import socket, struct, sys

@@ -18,6 +18,7 @@ pub struct Vm {
     limit_s: u32,
     files: Vec<(PathBuf, String)>,
     disks: Vec<(PathBuf, String)>,
+    modules: Vec<String>,
     /// Contents of files and their paths in the machine.
     texts: Vec<(String, String)>,
 }
@@ -31,6 +32,7 @@ impl Default for Vm {
             limit_s: 900,
             files: Vec::new(),
             disks: Vec::new(),
+            modules: Vec::new(),
             texts: Vec::new(),
         }
     }
@@ -77,6 +79,13 @@ impl Vm {
         self
     }
 
+    /// Loads a module of the kernel, with those that it needs.
+    #[must_use]
+    pub fn module(mut self, name: &str) -> Self {
+        self.modules.push(name.to_owned());
+        self
+    }
+
     /// Adds a JSON file in the machine's memory.
     #[must_use]
     pub fn json(mut self, content: &Value, target: &str) -> Self {
@@ -118,6 +127,9 @@ impl Vm {
                 let argument = format!("{}={target}", path.display());
                 command.args([option, &argument]);
             }
+        }
+        for module in &self.modules {
+            command.args(["-k", module]);
         }
         let directory =
             TempDir::new().unwrap_or_else(|error| panic!("no temporary directory: {error}"));

@@ -4,16 +4,12 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use futures::future::join_all;
-use hearth_tests::{Answer, Rank, Ranks, Up, UpOptions, chat_body, chat_stream, free_port, root};
+use hearth_tests::{
+    Answer, RING_MEMBERS, Rank, Ranks, Up, UpOptions, chat_body, chat_stream, free_port, root,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-/// The head and its followers, with the windows of layers of each: the demo has 4, in two rounds.
-const MEMBERS: [(&str, &str, &[[u32; 2]]); 3] = [
-    ("decode", "decode-0", &[[0, 1], [3, 1]]),
-    ("stage", "stage-0", &[[1, 1]]),
-    ("stage", "stage-1", &[[2, 1]]),
-];
 /// Tokens of an answer.
 const LONG: u32 = 96;
 /// Time that a process gets for its answers once it is told to end, by default.
@@ -40,26 +36,8 @@ impl Ring {
     /// A ring whose plan is changed by `edit` before any member starts.
     fn start_with(edit: impl FnOnce(&mut Value)) -> Self {
         let ranks = Ranks::of_demo();
-        let endpoints = MEMBERS.map(|_| format!("127.0.0.1:{}", free_port()));
-        let mut plan = ranks.plan_of("decode", "decode-0", &endpoints[0]);
-        let template = plan["ranks"][0].clone();
-        plan["strategy"] = json!("PipedRing");
-        let of = |place: usize| {
-            let (role, name, windows) = MEMBERS[place];
-            let windows = windows.iter();
-            let windows =
-                windows.map(|[first, layers]| json!({"firstLayer": first, "layers": layers}));
-            let mut rank = template.clone();
-            rank["name"] = json!(name);
-            rank["role"] = json!(if role == "decode" { "Decode" } else { "Stage" });
-            rank["index"] = json!(place.saturating_sub(1));
-            rank["endpoint"] = json!(endpoints[place]);
-            rank["ring"] = json!({
-                "head": "decode-0", "place": place, "windows": windows.collect::<Vec<_>>(),
-            });
-            rank
-        };
-        plan["ranks"] = (0..MEMBERS.len()).map(of).collect();
+        let endpoints = RING_MEMBERS.map(|_| format!("127.0.0.1:{}", free_port()));
+        let mut plan = ranks.ring_plan(&endpoints);
         edit(&mut plan);
         let gateway = gateway(&ranks);
         let mut ring = Self {
@@ -69,7 +47,7 @@ impl Ring {
             endpoints,
             gateway,
         };
-        for place in 0..MEMBERS.len() {
+        for place in 0..RING_MEMBERS.len() {
             let member = ring.process(place, &[]);
             ring.members.push(member);
         }
@@ -81,7 +59,7 @@ impl Ring {
     }
 
     fn process(&self, place: usize, arguments: &[String]) -> Rank {
-        let (role, name, _) = MEMBERS[place];
+        let (role, name, _) = RING_MEMBERS[place];
         let place = (role, name, &*self.endpoints[place]);
         self.ranks.start_of(&self.plan, place, arguments, &[])
     }
@@ -154,7 +132,7 @@ async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
     assert_eq!(answers(&ring.gateway, 0..8).await, want);
 
     for place in [1, 2, 0, 1] {
-        let name = MEMBERS[place].1;
+        let name = RING_MEMBERS[place].1;
         let begun = Instant::now();
         let joins_before = ring.members[0].output().matches(AGAIN).count();
         let mut victim = ring.members.remove(place);

@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use futures::Stream;
 use hearth_crds::MOST_WAITING_BYTES;
@@ -130,7 +130,8 @@ impl Membership {
             .terms
             .agree(asked)
             .map_err(Status::failed_precondition)?;
-        if epoch > latest_epoch() {
+        let current = self.0.current.borrow().as_ref().map(|group| group.epoch);
+        if epoch > latest_epoch(current) {
             return Err(Status::failed_precondition(format!(
                 "epoch {epoch} is more than a day ahead: set the clocks of the nodes"
             )));
@@ -181,12 +182,13 @@ impl Membership {
     }
 }
 
-/// The latest epoch that a head may give now: by its clock, which may be a day ahead. One that is later would refuse all that
-/// follow.
-fn latest_epoch() -> u64 {
-    const DAY: Duration = Duration::from_secs(24 * 3600);
+/// The latest epoch that a head may give now: by its clock, which may be a day ahead of this one, or the next one after
+/// `current` where clocks went back since. One that is later would refuse all that follow.
+fn latest_epoch(current: Option<u64>) -> u64 {
+    const DAY_MS: u64 = 24 * 3600 * 1000;
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(u64::MAX, |now| (now + DAY).as_millis() as u64)
+    let now_ms = now.map_or(0, |now| now.as_millis() as u64);
+    now_ms.max(current.unwrap_or(0)).saturating_add(DAY_MS)
 }
 
 /// Refuses an epoch that is not newer than the one that is known.

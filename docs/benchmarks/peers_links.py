@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Two ranks that read prompts together over shaped links: time to the first token by SmallEP and by standard EP, and of one rank.
+
+    docs/benchmarks/peers_links.py BIN MODEL [--links 1000,300,100] [--tokens 1024] [--rounds 5]
+
+BIN is a folder with builds of both programs, MODEL a checkpoint with experts (`hearth-worker random --config
+docs/benchmarks/configs/deepseek-v3-small.json --dtype fp8 --out MODEL`). Each rank is a process with one CPU, in a network
+namespace of its own (testbed.py). Needs root and control groups of version 1. Nothing else should run.
+"""
+
+import argparse
+import copy
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import signal
+import tempfile
+
+from testbed import Bed, Node, complete, prompt_of
+
+DEPLOYMENT = """apiVersion: hearth.dev/v1alpha1
+kind: InferenceDeployment
+metadata: {{name: model}}
+spec:
+  model: {{source: {{hostPath: {{path: {model}}}}}, contextLength: 2048}}
+  strategy: Hybrid
+  decode: {{maxBatch: 2}}
+"""
+
+
+def plan_of(args, bed, folder):
+    """A plan whose prefill rank is alone on the first node, as `hearth plan` writes it."""
+    worker, hearth = (str(pathlib.Path(args.bin) / name) for name in ("hearth-worker", "hearth"))
+    deployment, profiles = folder / "deployment.yaml", folder / "profiles.yaml"
+    deployment.write_text(DEPLOYMENT.format(model=args.model.resolve()))
+    profiles.write_text(json.dumps(bed.profiles(worker)[0]))
+    command = [hearth, "plan", "-f", str(deployment), "--profiles", str(profiles), "-o", "json"]
+    plan = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    for rank in plan["ranks"]:
+        if rank["role"] == "Prefill":
+            rank["chunkTokens"] = args.tokens
+    return plan
+
+
+def of_peers(plan, bed, experts):
+    """The same with a follower on the second node."""
+    plan = copy.deepcopy(plan)
+    head = next(rank for rank in plan["ranks"] if rank["role"] == "Prefill")
+    head["peers"] = {"head": head["name"], "place": 0, "ranks": 2, "experts": experts}
+    follower = copy.deepcopy(head)
+    follower |= {"name": "stage-0", "role": "Stage", "node": bed.nodes[1].name, "cpus": [1]}
+    follower["peers"]["place"] = 1
+    plan["ranks"].append(follower)
+    return plan
+
+
+def serve(args, bed, plan, folder):
+    """Milliseconds to the first token of a prompt, and the text."""
+    endpoint = bed.start(str(pathlib.Path(args.bin) / "hearth-worker"), copy.deepcopy(plan), folder)
+    try:
+        complete(endpoint, prompt_of(endpoint, args.tokens, 0), 4)
+        ttft_ms, _, text = complete(endpoint, prompt_of(endpoint, args.tokens, 1), 4)
+    finally:
+        bed.stop()
+    return ttft_ms, text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bin")
+    parser.add_argument("model", type=pathlib.Path)
+    parser.add_argument("--links", default="1000,300,100", help="Mbit/s between the nodes")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before it was done"))
+    print("| link, Mbit/s | one rank, ms | SmallEP, ms | EP, ms | EP of SmallEP | one rank of SmallEP |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    with tempfile.TemporaryDirectory(prefix="hearth-peers.", dir="/var/tmp") as folder:
+        for link in map(int, args.links.split(",")):
+            with Bed([Node("attic", 0, 0, link, "0"), Node("cellar", 0, 0, link, "1")], args.model) as bed:
+                plan = plan_of(args, bed, pathlib.Path(folder))
+                plans = {"one": plan} | {way: of_peers(plan, bed, way) for way in ("SmallEp", "Ep")}
+                took, texts = {name: [] for name in plans}, set()
+                for _ in range(args.rounds):
+                    for name, plan in plans.items():
+                        ttft_ms, text = serve(args, bed, plan, folder)
+                        took[name].append(ttft_ms)
+                        texts.add(text)
+                if len(texts) != 1:
+                    raise SystemExit("two ways gave two answers")
+            medians = [f"{statistics.median(times):.0f}" for times in took.values()]
+            ratios = []
+            for of, to in (("Ep", "SmallEp"), ("one", "SmallEp")):
+                each = [a / b for a, b in zip(took[of], took[to])]
+                ratios.append(f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
+            print("| " + " | ".join([str(link), *medians, *ratios]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -125,6 +125,8 @@ pub(crate) fn sums<T: Copy + Default + std::ops::Add<Output = T>>(
 #[derive(Clone, Copy)]
 struct Lane {
     share: Share,
+    /// How many windows the device has.
+    windows: usize,
     /// The part of the modules that each token reads that passes through memory.
     passing: f64,
     /// The part of the experts that is not in memory.
@@ -264,6 +266,7 @@ impl<'a> Simulator<'a> {
             let rates = &self.problem.devices[device];
             let own = windows.iter().filter(|window| window.device == device);
             let dense: u64 = own
+                .clone()
                 .map(|window| range(&self.dense, &window.on_cpus()))
                 .sum();
             let experts = share.stored_bytes.saturating_sub(dense);
@@ -276,6 +279,7 @@ impl<'a> Simulator<'a> {
             };
             Lane {
                 share,
+                windows: own.count(),
                 passing,
                 missing,
                 ms_per_byte: 1.0 / rates.disk_read_gbps / 1e6,
@@ -380,7 +384,8 @@ impl<'a> Simulator<'a> {
 
     /// Milliseconds of a pass over `pass_tokens` of a prompt. Its flights follow each other through the ring; a device takes
     /// what has waited longest. What passes through memory is read once a flight, beside its arithmetic; missing experts
-    /// before theirs.
+    /// before theirs. What a device reads ahead is of its next window: where it has several, a flight behind another one
+    /// finds that in the room, and waits for its own first layer.
     fn pass_ms(&self, windows: &[Window], lanes: &[Lane], pass_tokens: u32) -> f64 {
         let most = self.problem.prompt.flight_tokens;
         let tokens_of = |flight: u32| most.min(pass_tokens - flight * most);
@@ -397,7 +402,8 @@ impl<'a> Simulator<'a> {
             };
             let device = window.device;
             let begin_ms = arrival.ms.max(free_ms[device]);
-            free_ms[device] = begin_ms + self.flight_ms(window, &lanes[device], tokens);
+            free_ms[device] =
+                begin_ms + self.flight_ms(window, &lanes[device], arrival.flight, tokens);
             let next = windows.get(arrival.step + 1).map_or(0, |w| w.device);
             let ms = free_ms[device] + self.problem.hop_ms(device, next, tokens);
             waiting.push(Reverse(Arrival::new(ms, arrival.flight, arrival.step + 1)));
@@ -405,7 +411,7 @@ impl<'a> Simulator<'a> {
         end_ms
     }
 
-    fn flight_ms(&self, window: &Window, lane: &Lane, tokens: u32) -> f64 {
+    fn flight_ms(&self, window: &Window, lane: &Lane, flight: u32, tokens: u32) -> f64 {
         let gpu_ms = self.gpu_ms(window, tokens, |sums, gpu| sums.flight_ms(gpu, tokens));
         let cpus = window.on_cpus();
         let compute_ms = self.cpus[window.device].flight_ms(&cpus, tokens);
@@ -422,10 +428,15 @@ impl<'a> Simulator<'a> {
         let read: f64 = cpus.clone().map(bytes).sum();
         let disk_ms = read * lane.ms_per_byte;
         let compute_ms = compute_ms + read * lane.map_ms_per_byte;
-        match lane.missing > 0.0 {
-            false => gpu_ms + compute_ms.max(disk_ms),
-            true => gpu_ms + compute_ms + disk_ms,
+        if lane.missing > 0.0 {
+            return gpu_ms + compute_ms + disk_ms;
         }
+        let (in_vain, waited) = match lane.windows > 1 && flight > 0 {
+            true => (lane.share.read_ahead_bytes, self.largest_layer_bytes),
+            false => (0, 0),
+        };
+        let disk_ms = disk_ms + in_vain as f64 * lane.ms_per_byte;
+        gpu_ms + compute_ms.max(disk_ms) + waited as f64 * lane.ms_per_byte
     }
 }
 

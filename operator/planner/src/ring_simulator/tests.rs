@@ -166,13 +166,39 @@ fn a_gpu_has_its_layers_in_its_own_memory() {
 }
 
 #[test]
-fn chunks_of_a_prompt_follow_each_other() {
+fn flights_of_a_prompt_follow_each_other() {
     let problem = problem(20 * MB);
     let simulator = Simulator::new(&problem);
-    // A chunk of 4 tokens takes 8 ms on each device; the second follows 8 ms behind the first.
+    // A flight of 4 tokens takes 8 ms on each device; the second follows 8 ms behind the first.
     let ms = simulator.ttft_ms(&windows(2));
     assert!(
         (ms - (8.0 + 1.0 + 8.0 + 8.0 + 1.0 + 3.0)).abs() < 1e-3,
         "{ms}"
     );
+}
+
+#[test]
+fn a_pass_ends_before_the_next_one_begins() {
+    let mut problem = problem(20 * MB);
+    problem.prompt.chunk_tokens = 4;
+    let ms = Simulator::new(&problem).ttft_ms(&windows(2));
+    let pass_ms = 8.0 + 1.0 + 8.0 + 1.0;
+    assert!((ms - (2.0 * pass_ms + 3.0)).abs() < 1e-3, "{ms}");
+}
+
+#[test]
+fn what_is_read_ahead_is_in_the_way_of_a_flight_behind_another() {
+    let mut problem = short_of_memory();
+    problem.links[0][1].latency_ms = 0.0;
+    problem.links[1][0].latency_ms = 0.0;
+    let ttft_ms = |flight_tokens: u32, width: usize| {
+        let mut problem = problem.clone();
+        problem.prompt.flight_tokens = flight_tokens;
+        Simulator::new(&problem).ttft_ms(&windows_of(24, width))
+    };
+    // With one window a device, what is read ahead is what the next flight needs: of its layers 60 MB pass through memory.
+    assert!((ttft_ms(8, 12) - (2.0 * 96.0 + 3.0)).abs() < 1e-3);
+    assert!((ttft_ms(4, 12) - (60.0 * 3.0 + 3.0)).abs() < 1e-3);
+    // With several, it is not.
+    assert!(ttft_ms(4, 3) > ttft_ms(8, 3));
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // A test may panic.
 
 mod ahead;
+mod refusals;
 mod rules;
 mod simulation;
 mod simulator;

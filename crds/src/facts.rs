@@ -220,9 +220,9 @@ impl ModelFacts {
     /// system keeps `kept_bytes` in memory, including the window.
     ///
     /// The layers of a dense model are read in a cycle: some stay in the window for good, the others pass through its last
-    /// two layers' worth. Of these, the page cache evicts what was read longest ago, which is what is read next. The kernel keeps some of it only if it sees
-    /// pages return soon after their eviction: while about three quarters of the cycle fit, as measured on Linux 6.18
-    /// (docs/benchmarks.md, "Prefetched weights").
+    /// two layers' worth. Of these, the page cache evicts what was read longest ago, which is what is read next. The kernel
+    /// keeps some of it only if it sees pages return soon after their eviction: while about three quarters of the cycle fit,
+    /// as measured on Linux 6.18 (docs/benchmarks.md, "Prefetched weights").
     pub fn disk_step_bytes(&self, tokens: u32, mapped_bytes: u64, kept_bytes: u64) -> f64 {
         let stays = mapped_bytes.saturating_sub(2 * self.largest_layer_bytes);
         let circle = (self.step_bytes(tokens) - stays as f64).max(0.0);

@@ -263,6 +263,7 @@ pub(crate) fn open(
         },
         config,
         checkpoint,
+        is_alone: options.part.is_some(),
         trace: options.device.trace().cloned(),
     };
     let resident = ResidentOptions {

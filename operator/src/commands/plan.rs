@@ -25,8 +25,8 @@ pub(crate) struct PlanArgs {
     /// table, json or yaml
     #[arg(short, long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Plan for the nodes of this file instead of this machine, as if nothing else ran there: NodeProfiles as kubectl prints
-    /// them, or what hearth-worker profile --json prints; - reads standard input
+    /// Plan for the nodes of this file instead of this machine, as if nothing else ran there and all GPUs were offered:
+    /// NodeProfiles as kubectl prints them, or what hearth-worker profile --json prints; - reads standard input
     #[arg(long, value_name = "FILE", conflicts_with_all = ["measure", "virtual_device", "nodes"])]
     profiles: Option<PathBuf>,
     #[command(flatten)]

@@ -91,6 +91,12 @@ pub(crate) fn plan_for_nodes(
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
+    let stdin = Path::new("-");
+    if file == stdin && profiles == stdin {
+        bail!(
+            "--file and --profiles are both -, and standard input can be read once\n  write one of them to a file"
+        );
+    }
     let deployment = deployment(file, Target::Cluster)?;
     say_valid(&deployment, steps);
     let nodes = profiles::read(profiles)?;

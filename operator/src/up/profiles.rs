@@ -22,7 +22,7 @@ pub(super) fn read(file: &Path) -> anyhow::Result<Vec<NodeProfileStatus>> {
 
 fn parse(text: &str) -> anyhow::Result<Vec<NodeProfileStatus>> {
     let mut nodes = BTreeMap::new();
-    for document in serde_norway::Deserializer::from_str(text) {
+    for document in serde_norway::Deserializer::from_str(text.trim_start_matches('\u{feff}')) {
         let document = Value::deserialize(document)?;
         let items = match document.get("items") {
             Some(Value::Array(items)) => items.clone(),

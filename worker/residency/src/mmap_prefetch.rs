@@ -126,7 +126,7 @@ impl<B: Backend> MmapPrefetch<B> {
             .iter()
             .any(|(kind, _)| matches!(kind, Kind::Expert { .. }));
         let cached = match is_short && !has_experts {
-            true => cached_pages(checkpoint, &pages)?,
+            true => cached_pages(checkpoint, &sizes, &pages)?,
             false => pages.iter().map(|_| Vec::new()).collect(),
         };
         // Reading the norms has mapped the pages around them, up to megabytes each if the page cache uses large
@@ -309,14 +309,19 @@ fn releasable_pages(
     Ok(modules.iter().map(of_module).collect())
 }
 
-/// Where the pages of each module come from.
+/// Where the pages of each module come from, but for those of which a token reads very little: the cache holds the rows that
+/// come again.
 fn cached_pages(
     checkpoint: &Checkpoint,
+    sizes: &[(Kind, u64)],
     pages: &[Vec<Releasable>],
 ) -> Result<Vec<Vec<Cached>>, ResidencyError> {
     let mut opened = HashMap::new();
-    let of_module = |regions: &Vec<Releasable>| Cached::of(regions, checkpoint, &mut opened);
-    let all: io::Result<Vec<_>> = pages.iter().map(of_module).collect();
+    let of_module = |((kind, _), regions): (&(Kind, u64), &Vec<Releasable>)| match kind {
+        Kind::Sparse => Ok(Vec::new()),
+        _ => Cached::of(regions, checkpoint, &mut opened),
+    };
+    let all: io::Result<Vec<_>> = sizes.iter().zip(pages).map(of_module).collect();
     all.map_err(|e| system("reopen the checkpoint's files", e, "keep them in place."))
 }
 

@@ -45,6 +45,8 @@ pub(super) struct Files<'a> {
     pub(super) config: ModelConfig,
     pub(super) modules: Vec<ModuleSpec>,
     pub(super) checkpoint: Checkpoint,
+    /// Whether no other process of the node reads these modules, as a member of a ring does.
+    pub(super) is_alone: bool,
     /// Receives which experts come and go, and what the CPUs do beside the device.
     pub(super) trace: Option<Arc<Trace>>,
 }
@@ -147,7 +149,8 @@ impl Files<'_> {
             budget_bytes: budget_bytes.unwrap_or_else(|| self.checkpoint.total_bytes() / 2),
             lookahead: PREFETCH_MODULES,
             read_ahead,
-            is_short: self.is_short_for(&modules),
+            // Others may have asked for the same pages, and not mapped them yet.
+            is_short: self.is_alone && self.is_short_for(&modules),
             ..MmapPrefetchOptions::default()
         };
         let backend = Arc::clone(backend);

@@ -217,6 +217,14 @@ const CHANGES: &[Change] = &[
     ("batch", |_, _, p| p.ranks[2].max_batch = 9, &[2]),
     ("chunk", |_, _, p| p.ranks[2].chunk_tokens = 16, &[2]),
     (
+        "read ahead",
+        |_, _, p| {
+            let residency = p.ranks[2].residency.as_mut();
+            residency.unwrap().read_ahead_bytes = Some(1 << 20);
+        },
+        &[2],
+    ),
+    (
         "idle chunk",
         |_, _, p| p.ranks[2].idle_chunk_tokens = Some(512),
         &[2],
@@ -263,7 +271,11 @@ fn a_ring_is_replaced_as_a_whole() {
     let before = hashes(&in_ring(2));
     let mut moved = in_ring(2);
     moved.ranks[3].node = "c".to_owned();
-    for after in [hashes(&in_ring(3)), hashes(&moved)] {
+    let mut longer_flights = in_ring(2);
+    for n in [2, 3] {
+        longer_flights.ranks[n].ring.as_mut().unwrap().flight_tokens = 128;
+    }
+    for after in [hashes(&in_ring(3)), hashes(&moved), hashes(&longer_flights)] {
         let differs: Vec<bool> = (0..4).map(|n| before[n] != after[n]).collect();
         assert_eq!(differs, [false, false, true, true]);
     }

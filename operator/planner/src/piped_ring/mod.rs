@@ -67,6 +67,8 @@ impl Chosen<'_> {
 /// How a prompt passes a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Passes {
+    /// Tokens of the prompt by which that is judged.
+    prompt_tokens: u32,
     /// Tokens of a chunk, which is a pass, beside streams.
     chunk_tokens: u32,
     /// The same where no stream waits for it.
@@ -81,12 +83,6 @@ const CHUNKS: [u32; 7] = [1024, 512, 256, 128, 64, 32, 16];
 /// weights more often. Members have room for the activations of the longest ones; the CPUs' kernels are slower with fewer than
 /// the shortest.
 const FLIGHTS: [u32; 3] = [256, 128, 64];
-/// What rings are compared with.
-const LONGEST: Passes = Passes {
-    chunk_tokens: CHUNKS[0],
-    idle_chunk_tokens: CHUNKS[0],
-    flight_tokens: FLIGHTS[0],
-};
 /// Tokens' time for which a chunk may hold up streams where they are slow: shorter chunks would read the weights too often.
 const STALL_TOKENS: f64 = 16.0;
 
@@ -232,7 +228,7 @@ impl RingPlanning<'_> {
                         best = Some(Chosen {
                             members,
                             choice,
-                            passes: LONGEST,
+                            passes: self.longest_passes(),
                             left_out: Vec::new(),
                         });
                     }
@@ -249,7 +245,7 @@ impl RingPlanning<'_> {
 
     /// The best split among members, none of which reads weights through a window that two layers do not fit into.
     fn split(&self, members: &Members<'_>, limits: Limits) -> Result<Choice, RingError> {
-        let mut problem = members.problem(self, LONGEST);
+        let mut problem = members.problem(self, self.longest_passes());
         loop {
             let choice = halda::choose(&problem, limits)?;
             let mut devices = choice.order.iter().copied();
@@ -271,6 +267,17 @@ impl RingPlanning<'_> {
         share.overflow_bytes == 0 || room >= 2 * self.demand.facts.largest_layer_bytes
     }
 
+    /// The longest passes of prompts, by which rings are compared.
+    fn longest_passes(&self) -> Passes {
+        let longest = CHUNKS[0].min(self.demand.context_length);
+        Passes {
+            prompt_tokens: self.estimator.prompt_tokens(),
+            chunk_tokens: longest,
+            idle_chunk_tokens: longest,
+            flight_tokens: FLIGHTS[0].min(longest),
+        }
+    }
+
     /// The same ring with the longest chunks of prompts, and the longest that streams bear, in the flights by which a prompt that
     /// has the ring to itself takes the least time.
     fn with_passes<'a>(&self, mut chosen: Chosen<'a>) -> Chosen<'a> {
@@ -278,33 +285,32 @@ impl RingPlanning<'_> {
             let problem = chosen.members.problem(self, passes);
             Simulator::new(&problem).ttft_ms(&chosen.choice.windows)
         };
-        let (longest, flights) = match chosen.size() {
-            1 => (self.demand.chunk_tokens, &[u32::MAX][..]), // a pass is one flight
-            _ => (
-                LONGEST.idle_chunk_tokens.min(self.demand.context_length),
-                &FLIGHTS[..],
-            ),
-        };
-        let of_flights = |flight_tokens: &u32| Passes {
-            chunk_tokens: longest,
-            idle_chunk_tokens: longest,
-            flight_tokens: longest.min(*flight_tokens),
-        };
-        let timed = flights
-            .iter()
-            .map(of_flights)
-            .map(|passes| (ttft_ms(passes), passes));
+        let mut longest = self.longest_passes();
+        let is_ring = chosen.size() > 1;
+        if !is_ring {
+            // A pass is one flight, for which there must be room.
+            longest.chunk_tokens = self.demand.chunk_tokens;
+            longest.idle_chunk_tokens = self.demand.chunk_tokens;
+            longest.flight_tokens = self.demand.chunk_tokens;
+        }
+        let shorter = FLIGHTS.iter().filter(|_| is_ring).map(|tokens| Passes {
+            flight_tokens: longest.flight_tokens.min(*tokens),
+            ..longest
+        });
+        let timed = shorter.map(|passes| (ttft_ms(passes), passes));
         let best = timed.min_by(|(a, _), (b, _)| a.total_cmp(b));
-        let (best_ms, mut passes) = best.unwrap_or_else(|| (ttft_ms(LONGEST), LONGEST));
+        let (best_ms, mut passes) = best.unwrap_or_else(|| (ttft_ms(longest), longest));
 
         let asked = self.input.spec.objectives.time_per_output_token;
         let asked_ms = asked.map_or(DEFAULT_STALL_MS, |time| time.as_millis_f64());
         let borne_ms = asked_ms.max(STALL_TOKENS * chosen.choice.tpot_ms);
-        let prompt_tokens = self.estimator.prompt_tokens();
-        for chunk_tokens in CHUNKS.map(|tokens| tokens.min(longest)) {
+        for chunk_tokens in CHUNKS.map(|tokens| tokens.min(longest.chunk_tokens)) {
             passes.chunk_tokens = chunk_tokens;
-            let chunks = f64::from(prompt_tokens.div_ceil(chunk_tokens.max(1)));
-            if ttft_ms(passes) / chunks <= borne_ms {
+            let one_pass = Passes {
+                prompt_tokens: chunk_tokens,
+                ..passes
+            };
+            if ttft_ms(one_pass) <= borne_ms {
                 break;
             }
         }

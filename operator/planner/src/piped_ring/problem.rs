@@ -30,7 +30,7 @@ impl Members<'_> {
     pub(super) fn problem(&self, planning: &RingPlanning<'_>, passes: Passes) -> Problem {
         let demand = planning.demand;
         let facts = demand.facts;
-        let prompt_tokens = planning.estimator.prompt_tokens();
+        let prompt_tokens = passes.prompt_tokens.max(1);
         let devices = self.all.iter().map(|member| Device {
             name: member.name.clone(),
             memory_bytes: member.memory_bytes(),
@@ -41,7 +41,7 @@ impl Members<'_> {
             },
             map_ms_per_gb: member.rates.map_ms_per_gb,
             must_fit: member.gpu.is_some() || member.rates.disk_gbps < SLOW_DISK_GBPS,
-            cpus: self.times(planning, member, passes.flight_tokens),
+            cpus: self.times(planning, member, passes),
             gpu: None,
         });
         let kv_bytes = kv_layer_bytes(planning);
@@ -126,11 +126,11 @@ impl Members<'_> {
         &self,
         planning: &RingPlanning<'_>,
         member: &Member<'_>,
-        flight_tokens: u32,
+        passes: Passes,
     ) -> LayerTimes {
         let context = planning.estimator.stream_tokens();
-        let prompt = planning.estimator.prompt_tokens().max(1);
-        let flight = flight_tokens.clamp(1, prompt);
+        let prompt = passes.prompt_tokens.max(1);
+        let flight = passes.flight_tokens.clamp(1, prompt);
         let of_layers = |ms: &dyn Fn(Predictor<'_>) -> f64| {
             let layers = 0..planning.demand.facts.layers;
             layers

@@ -4,7 +4,6 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use futures::Stream;
 use hearth_crds::MOST_WAITING_BYTES;
@@ -21,6 +20,9 @@ use super::terms::{Agreed, Terms, Work};
 
 /// Metadata of a refusal: the epoch that the member knows, which is not older than the one that it refuses.
 pub(super) const EPOCH: &str = "hearth-epoch";
+/// The latest epoch that a head may give: milliseconds of 280,000 years, so that there is always a next one. A head whose clock
+/// is behind the members' epoch is told that one and goes on from it.
+const LATEST_EPOCH: u64 = 1 << 53;
 
 /// Implements `hearth.v1.Group`; clones are the same member.
 #[derive(Clone)]
@@ -130,10 +132,9 @@ impl Membership {
             .terms
             .agree(asked)
             .map_err(Status::failed_precondition)?;
-        let current = self.0.current.borrow().as_ref().map(|group| group.epoch);
-        if epoch > latest_epoch(current) {
+        if epoch > LATEST_EPOCH {
             return Err(Status::failed_precondition(format!(
-                "epoch {epoch} is more than a day ahead: set the clocks of the nodes"
+                "epoch {epoch} is later than any clock says: set the clock of the head's node"
             )));
         }
         if asked.waiting_bytes > MOST_WAITING_BYTES {
@@ -180,15 +181,6 @@ impl Membership {
             ))),
         }
     }
-}
-
-/// The latest epoch that a head may give now: by its clock, which may be a day ahead of this one, or the next one after
-/// `current` where clocks went back since. One that is later would refuse all that follow.
-fn latest_epoch(current: Option<u64>) -> u64 {
-    const DAY_MS: u64 = 24 * 3600 * 1000;
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let now_ms = now.map_or(0, |now| now.as_millis() as u64);
-    now_ms.max(current.unwrap_or(0)).saturating_add(DAY_MS)
 }
 
 /// Refuses an epoch that is not newer than the one that is known.

@@ -185,10 +185,7 @@ impl Draft<'_> {
             keep_beside(&mut set, self.nodes[n], numa_node);
         }
         let kv_bytes = kv_bytes(role, host);
-        let mut scratch_bytes = self.scratch_bytes(role, slot) + demand.unread_bytes(role);
-        if self.peers() > 0 && matches!(role, PlanRole::Prefill | PlanRole::Stage) {
-            scratch_bytes += demand.exchange_bytes(self.peers());
-        }
+        let scratch_bytes = self.scratch_bytes(role, slot);
         let chunk_tokens = self.chunk_tokens(role, host, &set);
         let predicted = self.rank_prediction(host, role, &set);
         let choice = slot.and_then(|slot| self.estimator.host_choice(n, &set, slot, budget));
@@ -325,16 +322,24 @@ impl Draft<'_> {
         }
     }
 
+    /// Bytes of the node's memory for a rank beside weights and KV.
     fn scratch_bytes(&self, role: PlanRole, slot: Option<&GpuSlot<'_>>) -> u64 {
-        match (role, slot) {
-            (PlanRole::Gateway, _) => self.demand.gateway_scratch_bytes(),
+        let demand = &self.demand;
+        let process_bytes = match (role, slot) {
+            (PlanRole::Gateway, _) => demand.gateway_scratch_bytes(),
             (PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage, Some(_)) => {
-                self.demand.gpu_worker_scratch_bytes()
+                demand.gpu_worker_scratch_bytes()
             }
             (PlanRole::Prefill | PlanRole::Decode | PlanRole::Stage, None) => {
-                self.demand.worker_scratch_bytes()
+                demand.worker_scratch_bytes()
             }
-        }
+        };
+        let is_peer = self.peers() > 0 && matches!(role, PlanRole::Prefill | PlanRole::Stage);
+        let exchange_bytes = match is_peer {
+            true => demand.exchange_bytes(self.peers()),
+            false => 0,
+        };
+        process_bytes + demand.unread_bytes(role) + exchange_bytes
     }
 
     /// GPUs that a rank holds: the one that it computes on, or as many as the spec grants a prefill worker.

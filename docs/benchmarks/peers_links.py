@@ -4,7 +4,7 @@
     docs/benchmarks/peers_links.py BIN MODEL [--links 1000,300,100] [--tokens 1024] [--rounds 5]
 
 BIN is a folder with builds of both programs, MODEL a checkpoint with experts (`hearth-worker random --config
-docs/benchmarks/configs/deepseek-v3-small.json --dtype fp8 --out MODEL`). Each rank is a process with one CPU, in a network
+docs/benchmarks/configs/deepseek-v3-small.json --dtype fp8 --out MODEL`) and a tokenizer. Each rank is a process with one CPU, in a network
 namespace of its own (testbed.py). Needs root and control groups of version 1. Nothing else should run.
 """
 
@@ -12,10 +12,10 @@ import argparse
 import copy
 import json
 import pathlib
+import signal
 import statistics
 import subprocess
 import sys
-import signal
 import tempfile
 
 from testbed import Bed, Node, complete, prompt_of
@@ -24,7 +24,7 @@ DEPLOYMENT = """apiVersion: hearth.dev/v1alpha1
 kind: InferenceDeployment
 metadata: {{name: model}}
 spec:
-  model: {{source: {{hostPath: {{path: {model}}}}}, contextLength: 2048}}
+  model: {{source: {{hostPath: {{path: {model}}}}}, contextLength: 2048, servedName: model}}
   strategy: Hybrid
   decode: {{maxBatch: 2}}
 """

@@ -8,9 +8,9 @@
 //! Over a cycle, the module that has just run is the one needed last, so it is released first; least recently used
 //! would be the worst choice. Where all modules run for every token, some of them stay for good and the others pass
 //! through the rest of the budget, each requested as soon as there is room ([`crate::kept`]). Routed experts are requested
-//! once the router has chosen them; within a layer, the ones chosen least often are released first. Where nothing but experts passes through the window, those chosen least often
-//! go first whatever their layer: each layer chooses as many, so a layer's share of the window follows how unequal its
-//! choices are.
+//! once the router has chosen them; within a layer, the ones chosen least often are released first. Where nothing but
+//! experts passes through the window, those chosen least often go first whatever their layer: each layer chooses as many, so
+//! a layer's share of the window follows how unequal its choices are.
 
 use std::cmp::Reverse;
 

@@ -4,8 +4,8 @@
     docs/benchmarks/peers_links.py BIN MODEL [--links 1000,300,100] [--tokens 1024] [--rounds 5]
 
 BIN is a folder with builds of both programs, MODEL a checkpoint with experts (`hearth-worker random --config
-docs/benchmarks/configs/deepseek-v3-small.json --dtype fp8 --out MODEL`) and a tokenizer. Each rank is a process with one CPU, in a network
-namespace of its own (testbed.py). Needs root and control groups of version 1. Nothing else should run.
+docs/benchmarks/configs/deepseek-v3-small.json --dtype fp8 --out MODEL`) and with a tokenizer (`cp models/hearth-demo/tokenizer*
+MODEL`). Each rank is a process with one CPU, in a network namespace of its own (testbed.py). Needs root and control groups of version 1. Nothing else should run.
 """
 
 import argparse

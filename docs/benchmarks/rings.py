@@ -3,9 +3,9 @@
 
     docs/benchmarks/rings.py BIN WHAT [--rounds 3] [--tokens 12] [--answers 3]
 
-BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions, pressure, processes. The model is a
-random Qwen3 of 32 layers, 3.6 GiB. Needs root, 12 GiB of memory and control groups of version 1 (testbed.py). Nothing else should
-run.
+BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions, pressure, processes. The model
+is a random Qwen3 of 32 layers, 3.6 GiB. Needs root, 12 GiB of memory and control groups of version 1 (testbed.py). Nothing else
+should run.
 """
 
 import argparse
@@ -214,12 +214,16 @@ def splits(bench):
         table(ratios(bench, bed, plans), "Halda")
 
 
+BYSTANDER_BYTES = 48 << 20
+
+
 def pressure(bench):
     """What a ring takes from the other processes of its nodes: memory that the kernel cannot reclaim (prima.cpp, section 4.3), and
     pages of files that nobody has read since."""
     say("weights", "node", "memory taken", "pages of others still in memory")
     say(*["---"] * 4)
     with bench.bed(SHORT) as bed:
+        bed.beside_bytes = BYSTANDER_BYTES
         plan = bench.plan(bed.profiles(bench.worker))
         show(plan)
         mapped = copy.deepcopy(plan)
@@ -228,23 +232,17 @@ def pressure(bench):
             rank["residency"].pop("readAheadBytes", None)
         for name, plan in {"the plan's": plan, "mapped alone": mapped}.items():
             bed.forget()
-            bed.beside_bytes = BYSTANDER_BYTES
-            before = {node.name: node.unreclaimable_bytes() for node in bed.nodes}
             with contextlib.ExitStack() as stack:
                 bystanders = [stack.enter_context(Bystander(node, bench.model.parent, BYSTANDER_BYTES)) for node in bed.nodes]
-                alone = {node.name: node.unreclaimable_bytes() - before[node.name] for node in bed.nodes}
+                before = {node.name: node.unreclaimable_bytes() for node in bed.nodes}
                 endpoint = bed.start(bench.worker, copy.deepcopy(plan), bench.folder)
                 for seed in range(bench.args.answers):
                     complete(endpoint, prompt_of(endpoint, 64, seed), bench.args.tokens, seed)
                 for node, bystander in zip(bed.nodes, bystanders):
-                    taken = node.unreclaimable_bytes() - before[node.name] - alone[node.name]
+                    taken = node.unreclaimable_bytes() - before[node.name]
                     share = taken / (node.memory_mib << 20)
                     say(name, node.name, f"{taken / 2**20:.0f} MiB, {share:.1%}", f"{bystander.resident():.0%}")
                 bed.stop()
-    bed.beside_bytes = 0
-
-
-BYSTANDER_BYTES = 48 << 20
 
 
 def processes(bench):
@@ -254,9 +252,9 @@ def processes(bench):
         one = bench.plan(profiles[:1], "Hybrid")
         for profile in profiles:  # so that none holds the model
             profile["memory"]["availableBytes"] = 2400 << 20
-        two = bench.plan(profiles)
-        show(two)
-        table(ratios(bench, bed, {"one process": one, "two processes": two}), "one process")
+        ring = bench.plan(profiles)
+        show(ring)
+        table(ratios(bench, bed, {"one process": one, "two processes": ring}), "one process")
 
 
 def two(one, other, link_mbit=1000):

@@ -13,6 +13,7 @@ mod controller;
 mod environment;
 mod http;
 mod services;
+mod signals;
 mod telemetry;
 mod terminal;
 mod up;

@@ -77,7 +77,7 @@ fn is_idle(metrics: &Metrics) -> bool {
 
 #[tokio::test]
 async fn clients_that_leave_while_their_prompts_are_read_free_both_workers() {
-    const CLIENTS: usize = 8;
+    const CLIENTS: usize = 24;
     let up = Up::demo();
     // KV of one prompt, to know when the others were not computed.
     let mut one = long_prompt(100);

@@ -18,14 +18,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use hearth_controller_core::observed::Settings;
 use jiff::Timestamp;
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::Api;
 use kube::{Client, Resource};
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 
 use crate::apply::Applier;
@@ -45,6 +43,7 @@ use crate::services::cluster_cache::ClusterCache;
 use crate::services::health::{self, HealthState};
 use crate::services::lease::Candidate;
 use crate::services::measure::Measures;
+use crate::signals::ShutdownSignals;
 use crate::telemetry::{self, Telemetry};
 
 pub(crate) use self::args::OperatorArgs;
@@ -333,26 +332,4 @@ fn identity(args: &OperatorArgs) -> String {
         format!("{name}-{}", std::process::id())
     };
     args.identity.clone().unwrap_or_else(host)
-}
-
-/// Listener for SIGTERM and Ctrl-C.
-struct ShutdownSignals {
-    term: tokio::signal::unix::Signal,
-    interrupt: tokio::signal::unix::Signal,
-}
-
-impl ShutdownSignals {
-    fn new() -> anyhow::Result<Self> {
-        Ok(Self {
-            term: signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?,
-            interrupt: signal(SignalKind::interrupt()).context("SIGINT cannot be handled")?,
-        })
-    }
-
-    async fn wait(&mut self) {
-        tokio::select! {
-            _ = self.term.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
-    }
 }

@@ -47,6 +47,25 @@ pub(crate) struct Prepared {
     pub(crate) lost_gpus: BTreeMap<String, String>,
 }
 
+impl Prepared {
+    /// Writes the plan to disk and shows it.
+    ///
+    /// # Errors
+    /// The state directory cannot be written.
+    pub(super) fn announce(&self) -> anyhow::Result<()> {
+        self.directory.write_plan(&self.plan)?;
+        self.steps.done(&format!(
+            "plan {}: {}",
+            self.plan.generation,
+            table::headline(&self.plan)
+        ));
+        for line in table::ranks(&self.plan).lines() {
+            self.steps.detail(line);
+        }
+        Ok(())
+    }
+}
+
 /// Result of the steps up to the plan, shared by `hearth up` and `hearth plan`.
 pub(crate) struct Planned {
     /// Name of the deployment.
@@ -290,7 +309,7 @@ pub(super) fn read(file: &Path, remedy: &str) -> anyhow::Result<String> {
     })
 }
 
-/// Does all of the above, then assigns addresses and writes the plan to disk.
+/// Does all of the above, then assigns addresses.
 ///
 /// # Errors
 /// Those of [`plan`]; a port in use; a deployment that already runs.
@@ -344,15 +363,6 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
         0 => free.take(args.metrics.ip())?,
         _ => args.metrics,
     };
-    directory.write_plan(&plan)?;
-    steps.done(&format!(
-        "plan {}: {}",
-        plan.generation,
-        table::headline(&plan)
-    ));
-    for line in table::ranks(&plan).lines() {
-        steps.detail(line);
-    }
     Ok(Prepared {
         plan,
         directory,

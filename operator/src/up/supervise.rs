@@ -19,6 +19,7 @@ use super::prepare::Prepared;
 use super::process::{self, ProcessEvent, ProcessEventKind, ProcessSpec, Wanted};
 use super::{UpArgs, ask};
 use crate::environment::Environment;
+use crate::signals::ShutdownSignals;
 use crate::terminal::ui::Busy;
 use crate::up::state::{Running, RunningProcess, StateDir};
 use crate::up::worker;
@@ -29,13 +30,16 @@ pub(super) async fn supervise(
     prepared: Prepared,
     environment: &Environment,
 ) -> anyhow::Result<ExitCode> {
+    // First of all: what is said and written from here on is also cleared away.
+    let mut signals = ShutdownSignals::new()?;
+    prepared.announce()?;
     let mut deployment = Deployment::start(args, prepared, environment)?;
     let outcome = tokio::select! {
         outcome = deployment.serve(args, environment) => outcome,
-        () = interrupted() => Ok(ExitCode::SUCCESS),
+        () = signals.wait() => Ok(ExitCode::SUCCESS),
     };
     deployment
-        .stop(Duration::from_secs(u64::from(args.grace)))
+        .stop(Duration::from_secs(u64::from(args.grace)), &mut signals)
         .await;
     outcome
 }
@@ -381,7 +385,7 @@ impl Deployment {
     }
 
     /// Stops the gateway first, so that its streams can still reach their workers; then the workers.
-    async fn stop(mut self, grace: Duration) {
+    async fn stop(mut self, grace: Duration, signals: &mut ShutdownSignals) {
         self.spinner.finish();
         if self.running.ready {
             self.prepared.steps.done(&format!(
@@ -407,7 +411,7 @@ impl Deployment {
             let limit = grace + END_MARGIN;
             let ended = tokio::select! {
                 ended = tokio::time::timeout(limit, self.ended(&ranks)) => ended.is_ok(),
-                () = interrupted() => false,
+                () = signals.wait() => false,
             };
             if !ended {
                 is_whole = false;
@@ -555,19 +559,4 @@ fn reached(address: SocketAddr) -> SocketAddr {
         ip => ip,
     };
     SocketAddr::new(ip, address.port())
-}
-
-/// Completes on Ctrl-C or SIGTERM.
-async fn interrupted() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut interrupt), Ok(mut terminate)) = (
-        signal(SignalKind::interrupt()),
-        signal(SignalKind::terminate()),
-    ) else {
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
-    }
 }

@@ -76,6 +76,8 @@ struct State {
     float o[WARP_UNITS][2][4];
 };
 
+constexpr float LOG2_E = 1.44269504f;
+
 __device__ __forceinline__ float minus_infinity() { return bits_float(0xff800000u); }
 
 __device__ __forceinline__ void clear(State& state) {
@@ -219,6 +221,13 @@ __device__ __forceinline__ RowScores row_scores(const float (&scores)[KEY_TILE /
     return s;
 }
 
+// exp(x - origin): where it is rounded to bf16, by the device's own instruction. With latents registers are short as it is, and more
+// would be spilled.
+__device__ __forceinline__ float probability(float x, float origin) {
+    if constexpr (TERMS == 1 && !VALUE_IN_KEY) return exp2_approximate(__fmul_rn(x - origin, LOG2_E));
+    return expf(x - origin);
+}
+
 // One softmax step of row h over the tile from position `first`: its scores become probabilities relative to the new
 // m, as A fragments; a position after the row's own has probability 0. A tile wholly after it
 // leaves m and l unchanged and gives the factor 1. MASKED may be false if no position of the tile is after the row's.
@@ -243,8 +252,8 @@ __device__ __forceinline__ float softmax_row(
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < KEY_TILE / 8; ++n) {
-        float x = expf(s[n][0] - origin);
-        float y = expf(s[n][1] - origin);
+        float x = probability(s[n][0], origin);
+        float y = probability(s[n][1], origin);
         sum = __fadd_rn(__fadd_rn(sum, x), y);
         unsigned terms[TERMS];
         split_pair(x, y, terms);

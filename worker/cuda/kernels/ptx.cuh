@@ -112,6 +112,13 @@ __device__ __forceinline__ unsigned round_pair(float first, float second) {
     return pair;
 }
 
+// 2^x with an error of two units in the last place; results below the least normal number are zero.
+__device__ __forceinline__ float exp2_approximate(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // The products of two pairs of bf16, subnormals included; adding -0 keeps the sign of zero.
 __device__ __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
     unsigned product;

@@ -70,3 +70,8 @@ __forceinline__ unsigned round_pair(float first, float second) {
 __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
     return hearth_host::multiply_bf16(a << 16, b << 16) | hearth_host::multiply_bf16(a, b) << 16;
 }
+
+__forceinline__ float exp2_approximate(float x) {
+    float y = exp2f(x);
+    return y < 0x1p-126f ? 0.0f : y;
+}

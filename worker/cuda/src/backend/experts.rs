@@ -526,11 +526,13 @@ impl CudaBackend {
             .with(leaf(Some(destination.end)))
             .with(destination.stride as i64);
         let variant = Variant::plain("experts_combine");
-        self.launch(
-            Kernel::new(&variant, "experts_combine"),
-            row_grid(destination.tokens, hidden),
-            args,
-        )
+        let kernel = Kernel::new(&variant, "experts_combine");
+        let grid = match destination.begin == Some(destination.end) {
+            // A few experts of one leaf, which most of many tokens have not chosen.
+            true => [destination.tokens, 1, 1],
+            false => row_grid(destination.tokens, hidden),
+        };
+        self.launch(kernel, grid, args)
     }
 
     fn grouped(

@@ -31,6 +31,7 @@ use crate::plan_record::{
 };
 use crate::rollout::ends::{Ended, Ends};
 use crate::rollout::{self, RolloutInput, Steps, Want};
+use crate::routes::leads;
 use crate::scaling::{self, resolved};
 use crate::status::{self, StatusInput};
 use crate::turns::{LONGEST_TURN, is_no_images_fault};
@@ -216,6 +217,7 @@ impl Reconcile<'_> {
             ("PodDisruptionBudget", "gateway"),
             ("PodDisruptionBudget", "prefill"),
             ("PodDisruptionBudget", "decode"),
+            ("PodDisruptionBudget", "stage"),
             ("NetworkPolicy", "gateway"),
             ("NetworkPolicy", "workers"),
         ];
@@ -468,7 +470,8 @@ impl Reconcile<'_> {
 
     /// Time of the last progress of a rollout's plans: bytes of their model arrived on one of their nodes, or one of
     /// their Pods was created, placed, set up, started or became ready. A worker that loads its model counts as making
-    /// progress until it exits: it exits by itself when loading stalls, and its next start is not progress. Neither is
+    /// progress until it exits: it exits by itself when loading stalls, and its next start is not progress. The head of a
+    /// group, which then waits for the others, makes no progress beside theirs. Neither is
     /// a Pod that is created again because the previous one was rejected or evicted, until it runs for the first time,
     /// nor one that another number of workers adds while those that the rollout began with are not ready.
     fn progressed(&self, rollout: &[&InferencePlan]) -> Option<Timestamp> {
@@ -511,7 +514,11 @@ impl Reconcile<'_> {
                 .container
                 .as_ref()
                 .filter(|container| container.restarts == 0);
-            if first.is_some_and(|container| container.is_starting) {
+            let waits = || {
+                let mut others = self.workers().filter(|other| leads(pod, other));
+                others.any(|other| !other.is_ready)
+            };
+            if first.is_some_and(|container| container.is_starting) && !waits() {
                 return Some(observed.now);
             }
             let started = first.and_then(|container| container.running_since);

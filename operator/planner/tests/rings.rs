@@ -187,6 +187,10 @@ fn what_a_ring_does_not_have_is_refused_by_field() {
         ),
         ("decode: {expertCache: \"On\"}\n", "spec.decode.expertCache"),
         ("decode: {replicas: 2}\n", "spec.decode.replicas"),
+        (
+            "decode: {scaling: {mode: External, maxReplicas: 2}}\n",
+            "spec.decode.scaling.mode",
+        ),
         ("decode: {dualBatch: \"On\"}\n", "spec.decode.dualBatch"),
     ] {
         let spec = spec(&format!("{RING}{yaml}"));

@@ -87,7 +87,14 @@ impl Essence<'_> {
         for toleration in tolerations {
             put_toleration(lines, toleration);
         }
-        if self.rank.gpus > 0 {
+        // A group is replaced as a whole: a member that two groups had would be taken from one by the other, again and again.
+        let own = || [Some(self.rank), self.second].into_iter().flatten();
+        let groups = own().filter_map(PlanRank::group);
+        let members = groups.flat_map(|group| self.plan.group_of(group.head));
+        let others: Vec<&PlanRank> = members
+            .filter(|member| own().all(|rank| rank.name != member.name))
+            .collect();
+        if self.rank.gpus > 0 || others.iter().any(|member| member.gpus > 0) {
             lines.put_some("runtime-class", template.runtime_class_name.as_ref());
         }
         template::write(template, self.rank.role.is_worker(), lines);
@@ -96,12 +103,8 @@ impl Essence<'_> {
         if let Some(second) = self.second {
             put_rank(lines, second);
         }
-        // A group is replaced as a whole: a member that two groups had would be taken from one by the other, again and again.
-        let own = || [Some(self.rank), self.second].into_iter().flatten();
-        for group in own().filter_map(PlanRank::group) {
-            let members = self.plan.group_of(group.head).into_iter();
-            let others = members.filter(|member| own().all(|rank| rank.name != member.name));
-            others.for_each(|member| put_rank(lines, member));
+        for member in others {
+            put_rank(lines, member);
         }
         if self.rank.role == PlanRole::Gateway {
             let EndpointSpec {

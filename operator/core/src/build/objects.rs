@@ -21,7 +21,13 @@ use crate::names::{
 pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<DynamicObject> {
     let is_suspended = context.deployment.spec.suspend;
     let mut objects = vec![service(context)];
-    for role in [PlanRole::Gateway, PlanRole::Prefill, PlanRole::Decode] {
+    let roles = [
+        PlanRole::Gateway,
+        PlanRole::Prefill,
+        PlanRole::Decode,
+        PlanRole::Stage,
+    ];
+    for role in roles {
         let ranks = plan.ranks_of(role);
         let pods = ranks.filter(|rank| rank.in_pod_of.is_none()).count();
         if pods > 0 {

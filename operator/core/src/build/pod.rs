@@ -57,7 +57,7 @@ pub fn rank_pod(
     let mut container = container(context, role, image, arguments);
     container.ports = Some(ports(is_gateway, second.is_some()));
     container.resources = Some(held.resources());
-    watch_over(&mut container, rank, second);
+    watch_over(&mut container, plan, rank, second);
     let mut spec = pod_spec(
         context,
         container,

@@ -416,9 +416,19 @@ impl<'a> Sorted<'a> {
         let goes = |pod: &PodView| self.is_useless(pod) || may_go(pod);
         let ended = self.extra.iter().filter(|pod| {
             let mut heads = self.extra.iter().filter(|head| leads(head, pod));
-            goes(pod) && heads.all(|head| goes(head))
+            goes(pod) && heads.all(|head| goes(head)) && !self.may_answer(pod, mode)
         });
         ended.map(|pod| end_of(pod, grace_of(pod))).collect()
+    }
+
+    /// Whether a head whose node is away for a moment may still answer through this member of its group. Where the target
+    /// waits for the member's room, a node that is away is more likely to be gone.
+    fn may_answer(&self, pod: &PodView, mode: Mode) -> bool {
+        let is_forgotten = |head: &PodView| self.input.away.get(node_of(head)) == Some(&true);
+        let mut heads = self.absent.iter().filter(|head| leads(head, pod));
+        mode == Mode::Surge
+            && !self.is_ready(|_| true)
+            && heads.any(|head| !head.is_deleting && !is_forgotten(head))
     }
 
     /// Whether requests that an old gateway holds may be answered by the target's workers: it serves the same model, and

@@ -1,11 +1,16 @@
 //! Rings: the head is told where the others are, and a ring is replaced as a whole.
 
-use hearth_crds::{PlanRank, Routes};
+use std::time::Duration;
 
+use hearth_crds::{PlanRank, READER_VERSION, Routes};
+use kube_core::ResourceExt;
+
+use super::fake_cluster::FakeCluster;
 use super::rollout::watch;
 use super::shared_gpus::of_spec_with;
 use super::sim::{PACE, Sim, is_quiet, rooms, want};
-use crate::conditions::READY;
+use crate::conditions::{PROGRESSING, READY};
+use crate::observed::ContainerView;
 use crate::rollout::{Mode, Want};
 use crate::testing::MIB;
 
@@ -85,6 +90,35 @@ fn the_members_of_a_ring_stay_as_long_as_its_head() {
 }
 
 #[test]
+fn the_members_of_a_head_that_is_away_for_a_moment_stay_until_another_ring_serves() {
+    let mut old = ring("a");
+    old[0].node = "office".to_owned();
+    let mut sim = Sim::new(
+        rooms(&[("attic", 1000), ("office", 1000), ("cellar", 1000)]),
+        PACE,
+    );
+    sim.settle(&old, |_, _| {});
+    let mut head = want("decode-0", "b", "cellar", 300);
+    head.group = ["decode-0", "stage-0"].map(str::to_owned).to_vec();
+    let new = vec![old[0].clone(), head, want("stage-0", "b", "office", 300)];
+    sim.lose("attic");
+    sim.generation = 2;
+    let mut waited = 0;
+    sim.settle(&new, |sim, _| {
+        let is_up = |name: &str| sim.pods.get(name).is_some_and(|pod| pod.view.is_ready);
+        if !(is_up("demo-decode-0-b") && is_up("demo-stage-0-b")) {
+            waited += 1;
+            for name in ["demo-stage-0-a", "demo-stage-1-a"] {
+                let pod = &sim.pods[name].view;
+                assert!(pod.is_ready && !pod.is_deleting, "{name}");
+            }
+        }
+    });
+    assert!(waited > 0);
+    assert!(!sim.pods.contains_key("demo-stage-0-a"));
+}
+
+#[test]
 fn a_gateway_gets_the_room_of_a_stage_whose_head_is_elsewhere() {
     let mut sim = running(400);
     let mut new = ring("b");
@@ -126,4 +160,57 @@ fn members_on_gpus_request_them_and_the_head_has_routes_to_all() {
     let all: Vec<&str> = members.iter().map(|member| &*member.name).collect();
     assert_eq!(names("decode-0"), all);
     assert_eq!(names("gateway-0"), ["decode-0"]);
+}
+
+#[test]
+fn a_head_that_waits_for_a_member_makes_no_progress_beside_it() {
+    let mut cluster = FakeCluster::new(
+        "strategy: PipedRing\ndecode: {kvCache: {memory: 5Gi}}\nrollout: {progressDeadline: 10m}\n",
+    );
+    for name in ["attic", "office"] {
+        cluster.node(name, |node| {
+            let profile = node.profile.as_mut().expect("a profile");
+            profile.reader_version = Some(READER_VERSION);
+        });
+    }
+    cluster.reconcile();
+    cluster.turn();
+    cluster.turn();
+    let starting = |restarts: u32| ContainerView {
+        restarts,
+        is_starting: true,
+        ..ContainerView::default()
+    };
+    for (pod, restarts) in [("demo-decode-0", 0), ("demo-stage-0", 0)] {
+        cluster.pod(pod, |pod| {
+            pod.is_ready = false;
+            pod.container = Some(starting(restarts));
+        });
+    }
+    let hour = Duration::from_secs(3600);
+    cluster.pass(hour);
+    cluster.reconcile();
+    assert_eq!(cluster.says(PROGRESSING).0, "True");
+    // The stage has ended once; the head is not to blame.
+    cluster.pod("demo-stage-0", |pod| pod.container = Some(starting(1)));
+    cluster.pass(hour);
+    cluster.reconcile();
+    assert_eq!(
+        cluster.says(PROGRESSING),
+        ("False", "ProgressDeadlineExceeded")
+    );
+    // Once it is there, the head reads on.
+    cluster.pod("demo-stage-0", |pod| pod.is_ready = true);
+    cluster.reconcile();
+    assert_eq!(cluster.says(PROGRESSING).0, "True");
+}
+
+#[test]
+fn an_eviction_of_a_stage_waits_for_another_ring() {
+    let ring = "strategy: PipedRing\ndecode: {kvCache: {memory: 12Gi}}\n";
+    let mut cluster = of_spec_with(ring, &["attic", "office"], 7 << 30);
+    let decision = cluster.reconcile();
+    let mut objects = decision.objects.iter();
+    let budget = objects.find(|it| it.name_any() == "demo-stage");
+    assert_eq!(budget.expect("a budget").data["spec"]["minAvailable"], 3);
 }

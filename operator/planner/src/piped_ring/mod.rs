@@ -12,7 +12,7 @@ mod write;
 
 use hearth_crds::{
     DualBatch, ExpertCache, FieldError, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
-    PlanKvType, RING_VERSION, Strategy,
+    PlanKvType, RING_VERSION, ScalingMode, Strategy,
 };
 
 use crate::draft::DEFAULT_STALL_MS;
@@ -149,6 +149,13 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
         "spec.decode.replicas",
         format!("is {replicas}"),
         "a ring is one decode worker with the stages behind it: write 1",
+    );
+    let scaling = spec.decode.scaling.as_ref();
+    refuse(
+        scaling.is_some_and(|scaling| scaling.mode == ScalingMode::External),
+        "spec.decode.scaling.mode",
+        "is \"External\"".to_owned(),
+        "a ring is one decode worker with the stages behind it: remove scaling",
     );
     refuse(
         spec.decode.dual_batch == DualBatch::On,

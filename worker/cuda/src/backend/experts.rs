@@ -20,6 +20,8 @@ use crate::queue::Args;
 
 /// Maximum number of slots in moe_sort.cu.
 const MOST_SLOTS: usize = 65_536;
+/// Tokens from which blocks of a sum take whole rows where most of them have nothing to add: enough to fill any device.
+const SPARSE_TOKENS: usize = 1024;
 /// Minimum working memory of one pass; normally it is half of what the budget leaves.
 const LEAST_WORK_BYTES: u64 = 4 << 20;
 
@@ -527,8 +529,10 @@ impl CudaBackend {
             .with(destination.stride as i64);
         let variant = Variant::plain("experts_combine");
         let kernel = Kernel::new(&variant, "experts_combine");
-        let grid = match destination.begin == Some(destination.end) {
-            // A few experts of one leaf, which most of many tokens have not chosen.
+        // Most of many tokens have not chosen the few experts of one leaf.
+        let is_sparse =
+            destination.begin == Some(destination.end) && destination.tokens >= SPARSE_TOKENS;
+        let grid = match is_sparse {
             true => [destination.tokens, 1, 1],
             false => row_grid(destination.tokens, hidden),
         };

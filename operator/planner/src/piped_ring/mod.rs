@@ -94,11 +94,18 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
     if spec.strategy != Strategy::PipedRing {
         return Ok(());
     }
+    let mut errors = check_prefill(spec);
+    errors.extend(check_decode(spec));
+    match errors.is_empty() {
+        true => Ok(()),
+        false => Err(PlanError::Unsupported(errors)),
+    }
+}
+
+fn check_prefill(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
     let mut errors = Vec::new();
     let mut refuse = |is_wrong: bool, field: &str, is: String, remedy: &str| {
-        if is_wrong {
-            errors.push(FieldError::new(field, is, remedy));
-        }
+        errors.extend(is_wrong.then(|| FieldError::new(field, is, remedy)));
     };
     let mode = spec.prefill.mode;
     refuse(
@@ -117,7 +124,7 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
         spec.prefill.replicas.is_some_and(|replicas| replicas > 0),
         "spec.prefill.replicas",
         format!("is {}", spec.prefill.replicas.unwrap_or(0)),
-        "a ring reads prompts itself: remove it, or write 0",
+        "a ring reads prompts itself: remove it",
     );
     refuse(
         spec.prefill.scaling.is_some(),
@@ -137,6 +144,14 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
         "has no effect".to_owned(),
         "a ring has no GPUs that read prompts together: remove it",
     );
+    errors
+}
+
+fn check_decode(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
+    let mut errors = Vec::new();
+    let mut refuse = |is_wrong: bool, field: &str, is: String, remedy: &str| {
+        errors.extend(is_wrong.then(|| FieldError::new(field, is, remedy)));
+    };
     refuse(
         spec.decode.expert_cache == Some(ExpertCache::On),
         "spec.decode.expertCache",
@@ -163,10 +178,7 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
         "is \"On\"".to_owned(),
         "a ring has no half batches: write Auto or \"Off\"",
     );
-    match errors.is_empty() {
-        true => Ok(()),
-        false => Err(PlanError::Unsupported(errors)),
-    }
+    errors
 }
 
 impl RingPlanning<'_> {

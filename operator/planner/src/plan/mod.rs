@@ -2,7 +2,7 @@
 
 mod together;
 
-use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType, Strategy};
+use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType, ScalingMode, Strategy};
 
 use crate::advice;
 use crate::candidates::Asked;
@@ -108,11 +108,14 @@ impl Planning<'_> {
         let (spec, nodes) = (self.input.spec, self.estimator.nodes());
         let is_short_of_memory = matches!(refused, PlanError::InsufficientMemory { .. });
         let candidates = self.asked.candidates(false, self.demand.reader_version);
+        let scaling = spec.decode.scaling.as_ref();
+        let is_scaled = scaling.is_some_and(|scaling| scaling.mode == ScalingMode::External);
         spec.strategy == Strategy::Auto
             && is_short_of_memory
             && nodes.len() > 1
             && candidates.contains(&Devices::CPUS)
             && spec.decode.planned_replicas() == 1
+            && !is_scaled
     }
 
     /// The plan on the best devices with room. Experts that stay in the node's memory while the rest is on a GPU are

@@ -143,15 +143,17 @@ fn compile(variant: &Variant, architecture: &'static str, logs: &Logs) -> Compil
 /// Bytes of registers that may be spilled to memory, stores and loads together. Attention has, in each thread, 48
 /// fragments of probabilities besides the sums of its values: with 64 rows per block, 64 for values of 256 and 128 for
 /// latents of 512, of which a few words no longer fit. Half the rows would avoid this but read the cache twice. With
-/// 16 rows and latents it is one word on some architectures, with queries and scores in registers (128 rows) up to five, and three in
-/// kernels that read FP8 weights with three blocks on a multiprocessor, or two BF16 in three terms with two; all are faster for it.
+/// 16 rows and latents it is one word on some architectures, and with queries and scores in registers (128 rows) two, as in
+/// kernels that read FP8 weights with three blocks on a multiprocessor, or BF16 in three terms with two; all are faster for it.
+/// With keys of 192 it is up to five since their exponential is one instruction: faster on an H100, where it is three.
 fn allowed_spills(variant: &Variant) -> u64 {
     let has = |define| variant.defines.contains(&define);
     match variant.file {
         "attention" if has(("V_DIM", 512)) && has(("ROWS", 64)) => 384,
         "attention" if has(("V_DIM", 512)) => 16,
         "attention" if has(("V_DIM", 256)) && has(("ROWS", 64)) => 32,
-        "attention" if has(("ROWS", 128)) => 40,
+        "attention" if has(("ROWS", 128)) && has(("K_DIM", 192)) => 40,
+        "attention" if has(("ROWS", 128)) => 16,
         "linear" | "experts" if has(("WEIGHT_TYPE", 3)) && has(("ACTIVATIONS", 1)) => 24,
         "linear" | "experts" if has(("WEIGHT_TYPE", 2)) && has(("ACTIVATIONS", 0)) => 16,
         _ => 0,

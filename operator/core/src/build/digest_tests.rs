@@ -279,6 +279,15 @@ fn a_ring_is_replaced_as_a_whole() {
         let differs: Vec<bool> = (0..4).map(|n| before[n] != after[n]).collect();
         assert_eq!(differs, [false, false, true, true]);
     }
+    // Members on GPUs alone have a runtime class, and the others go with them.
+    let mut on_gpu = in_ring(2);
+    on_gpu.ranks[3].gpus = 1;
+    let before = hashes(&on_gpu);
+    let mut other = deployment();
+    other.spec.pod_template.runtime_class_name = Some("other".to_owned());
+    let after = self::hashes(&settings(), &other, &on_gpu);
+    let differs: Vec<bool> = (0..4).map(|n| before[n] != after[n]).collect();
+    assert_eq!(differs, [false, false, true, true]);
 }
 
 /// The plan with a follower of its prefill rank, among so many peers, in the Pod of `in_pod_of` if that is a rank.

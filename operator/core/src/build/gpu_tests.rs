@@ -90,6 +90,16 @@ fn a_pod_of_two_ranks_may_take_as_long_to_start_as_both() {
     assert_eq!(seconds(&both, 1), Some(900 + 2000 + 5000));
     both.ranks[1].in_pod_of = None;
     assert_eq!([1, 2].map(|n| seconds(&both, n)), [Some(2900), Some(5900)]);
+    // The head of a group starts once the others have loaded.
+    for (place, n) in [(0, 1), (1, 2)] {
+        both.ranks[n].peers = Some(PlanPeers {
+            head: both.ranks[1].name.clone(),
+            place,
+            ranks: 2,
+            experts: PlanExpertParallel::SmallEp,
+        });
+    }
+    assert_eq!([1, 2].map(|n| seconds(&both, n)), [Some(5900), Some(5900)]);
 }
 
 /// The Pod holds what both ranks would hold alone, and one GPU; the second rank holds nothing beside that.

@@ -15,7 +15,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build test test-oldest test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
+.PHONY: demo build programs test test-oldest test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -28,8 +28,10 @@ build: ## Build both binaries
 	@cargo build --profile $(PROFILE) --bin hearth --bin hearth-worker
 
 # Programs and tests are built by one call: by two, everything above tokio would be built twice, with and without its test features.
-test: ## Every test
+programs: ## All that `make test` runs
 	@scripts/bootstrap.sh test cargo build --workspace --bins --tests
+
+test: programs ## Every test
 	@scripts/test.sh
 
 # Not part of `make test`: it builds another API server, for minutes.

@@ -3,10 +3,13 @@
 //! A CEL rule refuses what the engine cannot do anywhere, at the field, in the API server and in `hearth up` alike.
 //! This module covers what is supported at one target but not at the other.
 
-use crate::deployment::{EndpointType, InferenceDeploymentSpec, PlacementSpec, PrefillMode};
+use crate::deployment::{
+    AutoscalingSpec, EndpointType, InferenceDeploymentSpec, PlacementSpec, PrefillMode,
+};
 use crate::error::{FieldError, counted};
 use crate::model::ModelSource;
 use crate::pod_template::PodTemplateSpec;
+use crate::quantity::DurationText;
 use crate::scaling::ScalingMode;
 
 /// Models that come with Hearth.
@@ -36,6 +39,7 @@ pub fn unsupported(spec: &InferenceDeploymentSpec, target: Target) -> Vec<FieldE
     let mut errors = Vec::new();
     source(&spec.model.source, target, &mut errors);
     pools(spec, target, &mut errors);
+    autoscaling(spec, target, &mut errors);
     surroundings(spec, target, &mut errors);
     errors
 }
@@ -68,11 +72,20 @@ fn pools(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldE
         ("decode", &spec.decode.scaling),
     ] {
         let mode = scaling.as_ref().map(|scaling| scaling.mode);
-        if mode == Some(ScalingMode::External) && target == Target::Machine {
+        let refused = match mode {
+            Some(ScalingMode::External) => ("External", "autoscalers exist only in a cluster"),
+            Some(ScalingMode::Auto) => (
+                "Auto",
+                "on one machine there is no room that could be given back",
+            ),
+            Some(ScalingMode::Static) | None => continue,
+        };
+        if target == Target::Machine {
+            let (mode, why) = refused;
             errors.push(FieldError::new(
                 format!("spec.{pool}.scaling.mode"),
-                "is \"External\"",
-                "autoscalers exist only in a cluster: remove scaling, and write the number in replicas",
+                format!("is \"{mode}\""),
+                format!("{why}: remove scaling, and write the number in replicas"),
             ));
         }
     }
@@ -127,11 +140,25 @@ fn surroundings(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec
             "one machine has one gateway: write 1, or remove it",
         ));
     }
+    of_deployments(spec, errors);
+    pod_template(&spec.pod_template, errors);
+    placement(&spec.placement, errors);
+}
+
+/// Rejects, on one machine, what is about changes of a deployment and about other deployments.
+fn of_deployments(spec: &InferenceDeploymentSpec, errors: &mut Vec<FieldError>) {
     if let Some(deadline) = spec.rollout.progress_deadline {
         errors.push(FieldError::new(
             "spec.rollout.progressDeadline",
             format!("is {deadline}"),
             "plans are rolled out only in a cluster: remove it",
+        ));
+    }
+    if spec.priority != 0 {
+        errors.push(FieldError::new(
+            "spec.priority",
+            format!("is {}", spec.priority),
+            "deployments share nodes only in a cluster: remove it",
         ));
     }
     if spec.suspend {
@@ -141,8 +168,47 @@ fn surroundings(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec
             "hearth up serves until it is ended: remove it",
         ));
     }
-    pod_template(&spec.pod_template, errors);
-    placement(&spec.placement, errors);
+}
+
+/// Rejects settings that count only where workers end for want of requests or for others, and those that exclude each other. No rule
+/// of the schema: objects of earlier versions may have some of them, and stay writable.
+fn autoscaling(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldError>) {
+    const RESTS: &str = "it counts only where workers end for want of requests: write decode.scaling: {mode: Auto, minReplicas: 0}, or remove it";
+    const STAYS: &str = "as it is, workers end for nobody: remove it, or write decode.scaling: {mode: Auto, minReplicas: 0} for workers that end for a higher priority";
+    let AutoscalingSpec {
+        scale_to_zero_after,
+        hold_timeout,
+        keep,
+        preload,
+        scale_down_stabilization: _,
+    } = &spec.autoscaling;
+    let duration = |value: &Option<DurationText>| value.map(|value| format!("is \"{value}\""));
+    let flag = |value: bool| value.then(|| "is true".to_owned());
+    let set = [
+        ("scaleToZeroAfter", duration(scale_to_zero_after), RESTS),
+        ("holdTimeout", duration(hold_timeout), RESTS),
+        ("keep", flag(*keep), STAYS),
+        ("preload", flag(*preload), RESTS),
+    ];
+    let set = set.into_iter().filter_map(|(field, value, remedy)| {
+        let remedy = match target {
+            Target::Machine => "hearth up keeps its workers: remove it".to_owned(),
+            Target::Cluster if !spec.may_rest() => remedy.to_owned(),
+            Target::Cluster => {
+                let others = match (keep, preload) {
+                    (true, true) => "autoscaling.keep and autoscaling.preload",
+                    (true, false) => "autoscaling.keep",
+                    (false, true) => "autoscaling.preload",
+                    (false, false) => return None,
+                };
+                let is_excluded = field == "scaleToZeroAfter";
+                is_excluded.then(|| format!("with {others} workers stay without requests: remove scaleToZeroAfter, or remove {others}"))?
+            }
+        };
+        let field = format!("spec.autoscaling.{field}");
+        Some(FieldError::new(field, value?, remedy))
+    });
+    errors.extend(set);
 }
 
 /// Rejects placement fields: placement applies only in a cluster.

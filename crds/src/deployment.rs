@@ -4,6 +4,7 @@
 //! messages. A message gives the remedy; the field and its value are added around it.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -44,6 +45,7 @@ use crate::status::InferenceDeploymentStatus;
         ),
         printcolumn(name = "Model", type_ = "string", json_path = ".status.model.servedName"),
         printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),
+        printcolumn(name = "Fetch", type_ = "string", json_path = ".status.model.fetch"),
         printcolumn(name = "Plan", type_ = "integer", json_path = ".status.plan.generation"),
         printcolumn(name = "Prefill", type_ = "string", json_path = ".status.poolStatuses[?(@.name==\"prefill\")].summary"),
         printcolumn(name = "Decode", type_ = "string", json_path = ".status.poolStatuses[?(@.name==\"decode\")].summary"),
@@ -51,6 +53,7 @@ use crate::status::InferenceDeploymentStatus;
         printcolumn(name = "TPOT-ms", type_ = "number", json_path = ".status.measured.timePerOutputTokenMilliseconds"),
         printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
         printcolumn(name = "Strategy", type_ = "string", json_path = ".status.topology", priority = 1),
+        printcolumn(name = "Members", type_ = "string", json_path = ".status.groups[0].summary", priority = 1),
         printcolumn(name = "Reason", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].reason", priority = 1),
         printcolumn(name = "Message", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].message", priority = 1),
         printcolumn(name = "Endpoint", type_ = "string", json_path = ".status.endpointUrl", priority = 1),
@@ -62,6 +65,7 @@ use crate::status::InferenceDeploymentStatus;
         validation = Rule::new("!has(self.placement) || !has(self.placement.runtimeClassName) || !has(self.podTemplate) || !has(self.podTemplate.runtimeClassName)")
             .message("write podTemplate.runtimeClassName alone: placement.runtimeClassName is its deprecated name")
             .field_path(".placement.runtimeClassName"),
+        validation = Rule::new(rules::PREFILL_ZERO).message(rules::PREFILL_ZERO_SAYS).field_path(".prefill.scaling.minReplicas"),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -87,7 +91,7 @@ pub struct InferenceDeploymentSpec {
     /// Latency objectives of the service. The plan warns if its prediction misses them.
     #[serde(default)]
     pub objectives: ObjectivesSpec,
-    /// Autoscaling of pools with scaling.mode Auto. All of it is refused: this engine does not scale by itself yet.
+    /// Settings of pools with scaling.mode Auto.
     #[serde(default)]
     pub autoscaling: AutoscalingSpec,
     /// Client access to the service.
@@ -102,10 +106,20 @@ pub struct InferenceDeploymentSpec {
     /// Additions to the Pods that Hearth creates for the deployment.
     #[serde(default, skip_serializing_if = "PodTemplateSpec::is_empty")]
     pub pod_template: PodTemplateSpec,
+    /// Which deployment comes first where nodes hold the workers of one and not of both, from -1000 to 1000: workers that may all
+    /// end (decode.scaling.minReplicas 0) give way to a higher priority as soon as they have been ready for a minute, and while they
+    /// are idle to any other that may scale to zero as well. By default 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new("self >= -1000 && self <= 1000").message("write a priority from -1000 to 1000; the default is 0")))]
+    pub priority: i32,
     /// Whether the deployment is suspended: its Pods end as in a rollout, its nodes are free for others, and its plan,
     /// objects and fetched models stay. Changes made meanwhile are planned when it is false again. By default false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspend: bool,
+}
+
+fn is_zero(number: &i32) -> bool {
+    *number == 0
 }
 
 /// Distribution of the model over devices and nodes.
@@ -320,19 +334,40 @@ pub struct ObjectivesSpec {
     pub time_per_output_token: Option<DurationText>,
 }
 
-/// Autoscaling of pools.
+/// See [`AutoscalingSpec::scale_to_zero_after`].
+const SCALE_TO_ZERO_AFTER: Duration = Duration::from_secs(600);
+/// See [`AutoscalingSpec::hold_timeout`].
+const HOLD_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Settings of pools that Hearth scales.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct AutoscalingSpec {
-    /// Idle time after which a pool is stopped, such as 15m. Refused: this engine does not scale by itself yet.
+    /// Time without a request after which all workers end, where decode.scaling.minReplicas is 0. The gateway stays, and the next
+    /// request starts them again. From 10s to 30 days (720h). By default 10m.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_AUTOSCALING_SAYS)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::IDLE_TIME).message(rules::IDLE_TIME_SAYS)))]
     pub scale_to_zero_after: Option<DurationText>,
-    /// Time for which a lower number of workers must suffice before the pool shrinks, such as 5m. Refused: this engine
-    /// does not scale by itself yet.
+    /// Longest time that a request waits that finds no ready worker, where decode.scaling.minReplicas is 0. From 1s to 24h. By
+    /// default 10m. Clients may give up earlier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_AUTOSCALING_SAYS)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::HOLD_TIME).message(rules::HOLD_TIME_SAYS)))]
+    pub hold_timeout: Option<DurationText>,
+    /// Whether the workers stay however long there is no request, and end for a higher priority only, where
+    /// decode.scaling.minReplicas is 0. Not beside scaleToZeroAfter. By default false: they end for want of requests, and while they
+    /// are idle for any deployment that needs their place.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keep: bool,
+    /// Whether workers that have ended start again without a request, as soon as nodes have room for them, where
+    /// decode.scaling.minReplicas is 0. They take nobody's place for that, stay until others need it, and end for these at once
+    /// while nothing has been asked. Not beside scaleToZeroAfter. By default false: the next request starts them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub preload: bool,
+    /// Time for which a lower number of workers must suffice before the pool shrinks, such as 5m. Refused: it is twice
+    /// the time that a worker takes to start, 1 to 5 minutes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_STABILIZATION_SAYS)))]
     pub scale_down_stabilization: Option<DurationText>,
 }
 
@@ -451,6 +486,26 @@ pub struct GatewayRef {
 }
 
 impl InferenceDeploymentSpec {
+    /// Whether all workers may end, for want of requests or for other deployments.
+    pub fn may_rest(&self) -> bool {
+        let scaling = self.decode.scaling.as_ref();
+        scaling.is_some_and(ScalingSpec::may_rest)
+    }
+
+    /// Time without a request after which all workers end; `None` if they never do for want of requests.
+    pub fn scale_to_zero_after(&self) -> Option<Duration> {
+        let after = self.autoscaling.scale_to_zero_after;
+        let stays = self.autoscaling.keep || self.autoscaling.preload;
+        (self.may_rest() && !stays).then(|| after.map_or(SCALE_TO_ZERO_AFTER, DurationText::get))
+    }
+
+    /// Longest time that a request waits for workers that have ended; `None` if they never do.
+    pub fn hold_timeout(&self) -> Option<Duration> {
+        let hold = self.autoscaling.hold_timeout;
+        self.may_rest()
+            .then(|| hold.map_or(HOLD_TIMEOUT, DurationText::get))
+    }
+
     /// Returns the model's name in the OpenAI API: `servedName`, or the source's default name.
     pub fn served_name(&self) -> String {
         if let Some(name) = &self.model.served_name {

@@ -77,7 +77,7 @@ pub use process::{
     END_MARGIN, HUNG_AFTER, LAST_WORDS, LastError, MAX_FAILED_STARTS, Restarts, how_it_ended,
 };
 pub use profile::*;
-pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes};
+pub use quantity::{DurationText, MemoryQuantity, QuantityError, format_bytes, format_remaining};
 pub use reader::{
     PEERS_VERSION, READER_VERSION, RING_VERSION, ReadError, STREAMED_DENSE_VERSION, read_versioned,
     read_versioned_value,
@@ -86,7 +86,7 @@ pub use routes::{Route, Routes};
 pub use scaler::*;
 pub use scaling::{ScalingMode, ScalingSpec};
 pub use status::*;
-pub use store::{STORE_KEY_DIGITS, store_key};
+pub use store::{HUB_ENDPOINT, HUB_REVISION, STORE_KEY_DIGITS, hub_store_key, store_key};
 pub use url::shown_url;
 pub use worker_report::{StreamedPrompts, WorkerReport};
 

@@ -11,7 +11,7 @@ use crate::url::shown_url;
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ModelSpec {
-    /// Source of the model's files: exactly one of builtin, persistentVolumeClaim, hostPath, http.
+    /// Source of the model's files: exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http.
     pub source: ModelSource,
     /// The model's name in the OpenAI API. By default the name that the source gives it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -53,7 +53,7 @@ pub struct ModelSpec {
     feature = "kube",
     x_kube(
         validation = Rule::new("[has(self.builtin), has(self.huggingFace), has(self.persistentVolumeClaim), has(self.hostPath), has(self.http)].exists_one(chosen, chosen)")
-            .message("write exactly one of builtin, persistentVolumeClaim, hostPath, http; for the model that comes with Hearth: builtin: {name: hearth-demo}")
+            .message("write exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http; for the model that comes with Hearth: builtin: {name: hearth-demo}")
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -61,9 +61,9 @@ pub struct ModelSource {
     /// A model that comes with Hearth.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub builtin: Option<BuiltinSource>,
-    /// A repository of the Hugging Face Hub. Refused: this engine does not download from it yet.
+    /// A repository of the Hugging Face Hub, or of its mirror, fetched by the nodes' agents: of its files only those that
+    /// serving needs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_HUB_SAYS)))]
     pub hugging_face: Option<HuggingFaceSource>,
     /// A directory on a persistent volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -102,15 +102,17 @@ pub struct HuggingFaceSource {
         x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$')").message("write the repository as owner/name, such as Qwen/Qwen3-30B-A3B, without https:// and without a revision"))
     )]
     pub repo: String,
-    /// A branch, tag or commit. By default main.
+    /// A branch, tag or commit. By default main. The commit that it stands for is chosen when the model is first fetched;
+    /// what a node has is used again without asking the hub.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
     #[cfg_attr(
         feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._/-]*$')").message("write a branch, tag or commit, such as main"))
+        x_kube(validation = Rule::new("self.matches('^[A-Za-z0-9][A-Za-z0-9._/-]*$') && !self.contains('..')").message("write a branch, tag or commit, such as main"))
     )]
     pub revision: Option<String>,
-    /// The Secret with the token for a gated repository, under the key `token`.
+    /// The Secret with the token for a gated or private repository, in the deployment's namespace, under the key `token`.
+    /// Its type is Opaque.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_secret_ref: Option<SecretRef>,
 }

@@ -223,6 +223,10 @@ pub struct PlanRank {
     pub chunk_tokens: u32,
     /// The same while no stream waits for its next token, if that is more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new("self >= 1 && self <= 8192").message("write 1 to 8192 tokens: the members of a ring have memory for no longer pass"))
+    )]
     pub idle_chunk_tokens: Option<u32>,
     /// Bytes of the node's memory for activations and logits in addition to weights and KV; includes the process
     /// itself.
@@ -243,6 +247,9 @@ fn is_zero(count: &u32) -> bool {
 pub(crate) fn is_none_of_bytes(bytes: &u64) -> bool {
     *bytes == 0
 }
+
+/// Most tokens of `idleChunkTokens`: longer passes gain nothing, and each member has memory for the rows of one.
+pub const MOST_IDLE_CHUNK_TOKENS: u32 = 8192;
 
 /// CPU request of a rank's Pod in millicores. With `Exclusive` it is all of its logical CPUs, since the kubelet's
 /// static policy assigns only whole ones; otherwise a tenth of a CPU per thread, since idle CPUs are for any process
@@ -379,6 +386,12 @@ impl PlanRank {
     pub fn has_expert_budget(&self) -> bool {
         let residency = self.residency.as_ref();
         residency.is_some_and(|residency| residency.host_budget_bytes.is_some())
+    }
+
+    /// Bytes of its weights that have no room in its node's memory, so that they are read from the disk again and again.
+    pub fn disk_weight_bytes(&self) -> u64 {
+        let residency = self.residency.as_ref();
+        residency.map_or(0, PlanResidency::disk_bytes)
     }
 
     /// Bytes of KV cache that it keeps in its node's memory.
@@ -539,6 +552,10 @@ pub struct PlanRouting {
     pub max_queue: u32,
     /// Milliseconds that a request may wait before it gets 503.
     pub queue_timeout_ms: u64,
+    /// The same for one that arrives while no decode worker is ready, where these end for want of requests; unset where they do
+    /// not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hold_timeout_ms: Option<u64>,
 }
 
 impl PlanRouting {

@@ -32,6 +32,31 @@ pub struct PlanPeers {
     pub ranks: u32,
     /// How rows come to the experts that they chose.
     pub experts: PlanExpertParallel,
+    /// Whether it is a follower that maps the experts of all, which another rank of its node keeps in memory anyway: it can share
+    /// prompts with fewer peers while others are lost.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stands_in: bool,
+    /// How keys and values come to all peers; the head's counts.
+    #[serde(default, skip_serializing_if = "PlanKvGather::is_direct")]
+    pub kv: PlanKvGather,
+}
+
+/// How the keys and values of a peer's rows come to the others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum PlanKvGather {
+    /// From each peer to each other.
+    #[default]
+    Direct,
+    /// To one peer on each other node, which passes them on to those that are there.
+    PassedOn,
+}
+
+impl PlanKvGather {
+    /// Whether each peer sends to each other.
+    pub fn is_direct(&self) -> bool {
+        *self == Self::Direct
+    }
 }
 
 /// How rows come to experts of other ranks.

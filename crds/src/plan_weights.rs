@@ -22,7 +22,7 @@ pub struct PlanResidency {
     pub read_ahead_bytes: Option<u64>,
     /// Bytes of them that a rank on a GPU reads from the node's memory in every pass: the routed experts with
     /// StreamLoading and HostExperts, and with `streamsDense` the modules that it names; of a follower of peers, its share
-    /// of the experts alone. Ranks of one node share one copy, unless `hostBudgetBytes` is set.
+    /// of the experts alone, unless it stands in for others. Ranks of one node share one copy, unless `hostBudgetBytes` is set.
     #[serde(default, skip_serializing_if = "is_none_of_bytes")]
     pub host_bytes: u64,
     /// Bytes of `hostBytes` that are in memory at a time, where it cannot hold all of them: the others are read from the disk
@@ -44,6 +44,20 @@ pub struct PlanResidency {
     /// Experts that are kept on the GPU too, those used most; set with HostExperts where that pays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_slots: Option<u32>,
+}
+
+impl PlanResidency {
+    /// Bytes of the weights that have no room in the node's memory.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        match self.policy {
+            ResidencyPolicy::MmapPrefetch => self.weight_bytes.saturating_sub(self.budget_bytes),
+            ResidencyPolicy::HostExperts => {
+                let at_a_time = self.host_budget_bytes.unwrap_or(self.host_bytes);
+                self.host_bytes.saturating_sub(at_a_time)
+            }
+            ResidencyPolicy::Resident | ResidencyPolicy::StreamLoading => 0,
+        }
+    }
 }
 
 /// What a rank's share of a GPU's memory is for, in bytes.

@@ -161,6 +161,13 @@ pub struct MemoryProfile {
     pub total_bytes: u64,
     /// Memory available to a new program, page cache counted as free, in bytes.
     pub available_bytes: u64,
+    /// The least that was available at any time of the last `leastOverSeconds`, in bytes: plans leave the rest to the
+    /// programs that took it, where they fit without it. Unset if it was not watched.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub least_available_bytes: Option<u64>,
+    /// How long it was watched, in seconds, at most a day; renewed when something else is.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub least_over_seconds: u32,
     /// Read bandwidth of one thread in GB/s.
     pub read_one_thread_gbps: f64,
     /// Read bandwidth of one thread on each core in GB/s.
@@ -180,6 +187,24 @@ pub struct ComputeProfile {
     pub f32_one_thread_gflops: f64,
     /// Fused multiply-adds of float32, one thread on each core.
     pub f32_all_threads_gflops: f64,
+    /// Products of FP8 weights with a scale per 128×128 block and f32 activations, one thread; 0 if they were not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub fp8_one_thread_gflops: f64,
+    /// The same, one thread on each core.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub fp8_all_threads_gflops: f64,
+    /// Products of float16 weights with f32 activations, one thread; 0 if they were not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub f16_one_thread_gflops: f64,
+    /// The same, one thread on each core.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub f16_all_threads_gflops: f64,
+    /// Products of float32 weights with f32 activations, one thread; 0 if they were not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub f32_weights_one_thread_gflops: f64,
+    /// The same, one thread on each core.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub f32_weights_all_threads_gflops: f64,
 }
 
 /// One GPU. Values that the driver does not report are unset, or 0.
@@ -215,6 +240,9 @@ pub struct GpuProfile {
     /// the number of multiprocessors and their highest clock.
     #[serde(default)]
     pub bf16_gflops: f64,
+    /// Measured products of FP8 weights with a scale per 128×128 block, in GFLOP/s; 0 if they were not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub fp8_gflops: f64,
     /// Measured rate of copies from the node's memory to the GPU's, in GB/s; 0 if it was not measured.
     #[serde(default, skip_serializing_if = "is_unmeasured")]
     pub copy_gbps: f64,
@@ -252,6 +280,7 @@ impl GpuProfile {
         self.copy_beside_reads_gbps = measured.copy_beside_reads_gbps;
         self.read_gbps = measured.read_gbps;
         self.bf16_gflops = measured.bf16_gflops;
+        self.fp8_gflops = measured.fp8_gflops;
         self.operation_us = measured.operation_us;
         self.exchange_us = measured.exchange_us;
     }
@@ -269,6 +298,10 @@ impl GpuProfile {
 
 fn is_unmeasured(rate: &f64) -> bool {
     *rate == 0.0
+}
+
+fn is_zero(seconds: &u32) -> bool {
+    *seconds == 0
 }
 
 /// CUDA compute capability, such as 8.9; ordered.
@@ -310,8 +343,12 @@ pub struct PcieLink {
 pub struct DiskProfile {
     /// The directory that was measured.
     pub path: String,
-    /// Sequential read bandwidth in GB/s.
+    /// Sequential read bandwidth past the page cache in GB/s.
     pub read_gbps: f64,
+    /// The same through the page cache, which is asked ahead of what is read, as weights that exceed memory arrive; 0 if it
+    /// was not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub mapped_read_gbps: f64,
     /// Free bytes of its file system.
     pub free_bytes: u64,
     /// Bytes of the directory's own files that the page cache held, by samples; unset when that was not measured.

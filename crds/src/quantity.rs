@@ -214,6 +214,23 @@ pub fn format_bytes(bytes: u64) -> String {
     format!("{bytes} B")
 }
 
+/// Formats the time that the rest of a transfer takes at its rate: `40 s`, `3 min`, `2 h 10 min`, `3 d 4 h`. `None` while
+/// nothing arrives, and when nothing is left.
+pub fn format_remaining(bytes: u64, total_bytes: u64, bytes_per_second: u64) -> Option<String> {
+    let left_bytes = total_bytes.checked_sub(bytes).filter(|left| *left > 0)?;
+    if bytes_per_second == 0 {
+        return None;
+    }
+    let seconds = left_bytes.div_ceil(bytes_per_second);
+    let minutes = seconds.div_ceil(60);
+    Some(match minutes {
+        0 | 1 => format!("{seconds} s"),
+        2..60 => format!("{minutes} min"),
+        60..1440 => format!("{} h {} min", minutes / 60, minutes % 60),
+        _ => format!("{} d {} h", minutes / 1440, minutes % 1440 / 60),
+    })
+}
+
 macro_rules! text_serde {
     ($type:ty, $schema_name:literal, $pattern:ident, $message:literal) => {
         impl Serialize for $type {
@@ -342,5 +359,23 @@ mod tests {
         assert_eq!(format_bytes(512), "512 B");
         assert_eq!(format_bytes(256 << 20), "256 MiB");
         assert_eq!(format_bytes(12_025_908_429), "11.2 GiB");
+    }
+
+    #[test]
+    fn the_rest_of_a_transfer_is_told_in_two_units() {
+        let left = |seconds: u64| format_remaining(1_000, 1_000 + seconds * 10, 10);
+        for (seconds, text) in [
+            (1, "1 s"),
+            (60, "60 s"),
+            (61, "2 min"),
+            (3_540, "59 min"),
+            (7_800, "2 h 10 min"),
+            (273_600, "3 d 4 h"),
+        ] {
+            assert_eq!(left(seconds).as_deref(), Some(text));
+        }
+        assert_eq!(format_remaining(5, 100, 0), None);
+        assert_eq!(format_remaining(100, 100, 10), None);
+        assert_eq!(format_remaining(5, 0, 10), None);
     }
 }

@@ -8,10 +8,10 @@ pub(crate) const SCALING_XOR_RANGE: &str =
     "!has(self.scaling) || (!has(self.minReplicas) && !has(self.maxReplicas))";
 pub(crate) const SCALING_XOR_RANGE_SAYS: &str =
     "write scaling alone: minReplicas and maxReplicas beside it are deprecated, and belong in it";
-/// Rule for the deprecated bounds, which asked this engine to scale a pool; no value passes.
+/// Rule for the deprecated bounds, which belong in scaling; no value passes.
 pub(crate) const NO_RANGE: &str = "self < 0";
-pub(crate) const NO_PREFILL_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.prefill.replicas: 1 or another number instead; in a cluster, scaling: {mode: External, minReplicas, maxReplicas} lets an autoscaler change it within bounds";
-pub(crate) const NO_DECODE_RANGE_SAYS: &str = "this engine does not scale by itself: write spec.decode.replicas: 1 or another number instead; in a cluster, scaling: {mode: External, minReplicas, maxReplicas} lets an autoscaler change it within bounds (manifests/examples/hpa.yaml)";
+pub(crate) const NO_PREFILL_RANGE_SAYS: &str = "bounds are deprecated here: write spec.prefill.replicas: 1 or another number instead; in a cluster, scaling: {mode: Auto, minReplicas, maxReplicas} lets Hearth change it within bounds, and mode External an autoscaler";
+pub(crate) const NO_DECODE_RANGE_SAYS: &str = "bounds are deprecated here: write spec.decode.replicas: 1 or another number instead; in a cluster, scaling: {mode: Auto, minReplicas, maxReplicas} lets Hearth change it within bounds, and mode External an autoscaler (manifests/examples/hpa.yaml)";
 pub(crate) const MIN_UP_TO_MAX: &str =
     "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas";
 pub(crate) const MIN_UP_TO_MAX_SAYS: &str = "write a minReplicas that is not above maxReplicas";
@@ -57,7 +57,6 @@ pub(crate) const NO_ITEMS: &str = "self.size() == 0";
 /// The models that come with Hearth.
 pub(crate) const BUILTIN_NAME: &str = "self == 'hearth-demo'";
 pub(crate) const BUILTIN_NAME_SAYS: &str = "the models that come with Hearth are: hearth-demo";
-pub(crate) const NO_HUB_SAYS: &str = "this engine does not download from the hub: fetch the files yourself and name their directory by hostPath: {path: /models/NAME}, or offer them as an archive by http: {url, sha256}";
 pub(crate) const NATIVE_WEIGHTS: &str = "self == 'Native'";
 pub(crate) const NATIVE_WEIGHTS_SAYS: &str = "this engine runs weights as the checkpoint has them: write Native, and choose a checkpoint in FP8 for less memory";
 pub(crate) const NO_ADAPTERS_SAYS: &str =
@@ -69,8 +68,8 @@ pub(crate) const PEERS_NUMBER_SAYS: &str = "with mode DistributedStreamLoading g
 /// Rule for one group of peers.
 pub(crate) const PEERS_ONE_GROUP: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.replicas) || self.replicas == 1";
 pub(crate) const PEERS_ONE_GROUP_SAYS: &str = "with mode DistributedStreamLoading all prefill workers read one prompt together: write replicas: 1 or remove it, and set the number of GPUs by gpusPerWorker";
-/// Rule against an autoscaler of peers.
-pub(crate) const PEERS_NOT_SCALED: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External'";
+/// Rule against another number of peers.
+pub(crate) const PEERS_NOT_SCALED: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode == 'Static'";
 pub(crate) const PEERS_NOT_SCALED_SAYS: &str = "with mode DistributedStreamLoading all prefill workers read one prompt together, and none can be added by itself: remove scaling, or write mode: StreamLoading";
 /// Rule for a time that only the planner's own choice of peers waits for.
 pub(crate) const QUIET_WINDOW_HAS_EFFECT: &str = "!has(self.quietWindow) || !has(self.mode) || self.mode in ['Auto', 'DistributedStreamLoading']";
@@ -88,7 +87,18 @@ pub(crate) const DUAL_BATCH_HAS_TWO: &str =
 pub(crate) const DUAL_BATCH_HAS_TWO_SAYS: &str = "dualBatch On halves a batch of at least 2 streams: raise maxBatch to 2 or more, or write dualBatch: \"Off\"";
 pub(crate) const KV_TYPES: &str = "self in ['BF16', 'F32']";
 pub(crate) const NO_SPILL_SAYS: &str = "this engine keeps the KV cache in memory: remove spill, and lower contextLength or maxBatch if memory is short";
-pub(crate) const NO_AUTOSCALING_SAYS: &str =
-    "this engine does not scale by itself: remove spec.autoscaling";
+pub(crate) const NO_STABILIZATION_SAYS: &str = "pools with scaling.mode Auto shrink after twice the time that a worker takes to start, 1 to 5 minutes: remove scaleDownStabilization";
+/// Rule against prefill workers that end without the decode workers.
+pub(crate) const PREFILL_ZERO: &str = "!has(self.prefill) || !has(self.prefill.scaling) || !has(self.prefill.scaling.minReplicas) || self.prefill.scaling.minReplicas > 0 || !has(self.prefill.scaling.mode) || self.prefill.scaling.mode != 'Auto' || (has(self.decode) && has(self.decode.scaling) && has(self.decode.scaling.minReplicas) && self.decode.scaling.minReplicas == 0)";
+pub(crate) const PREFILL_ZERO_SAYS: &str = "prefill workers end for want of requests together with the decode workers: write decode.scaling: {mode: Auto, minReplicas: 0} too, or 1 here";
+/// Rule for a pool that may have no worker.
+pub(crate) const ZERO_IS_AUTO: &str =
+    "!has(self.minReplicas) || self.minReplicas > 0 || (has(self.mode) && self.mode == 'Auto')";
+pub(crate) const ZERO_IS_AUTO_SAYS: &str = "with mode Auto requests start the workers again, and with mode External nothing does: write 1 to 64 workers, or mode: Auto";
+/// Rules for durations within bounds; what is none has a rule of its own.
+pub(crate) const IDLE_TIME: &str = "!self.matches('^([0-9.]+(ms|s|m|h))+$') || (self.matches('^([0-9]{1,8}([.][0-9]{1,9})?(ms|s)|[0-9]{1,5}([.][0-9]{1,9})?(m|h))+$') && duration(self) >= duration('10s') && duration(self) <= duration('720h'))";
+pub(crate) const IDLE_TIME_SAYS: &str = "write 10s to 720h; the default is 10m";
+pub(crate) const HOLD_TIME: &str = "!self.matches('^([0-9.]+(ms|s|m|h))+$') || (self.matches('^([0-9]{1,8}([.][0-9]{1,9})?(ms|s)|[0-9]{1,5}([.][0-9]{1,9})?(m|h))+$') && duration(self) >= duration('1s') && duration(self) <= duration('24h'))";
+pub(crate) const HOLD_TIME_SAYS: &str = "write 1s to 24h; the default is 10m";
 pub(crate) const NO_ROUTES_SAYS: &str =
     "this engine does not attach routes to a Gateway: remove it and use the endpoint directly";

@@ -12,7 +12,8 @@ use crate::rules;
     feature = "kube",
     x_kube(
         validation = Rule::new("(has(self.mode) && self.mode != 'Static') || (!has(self.minReplicas) && !has(self.maxReplicas))")
-            .message("remove minReplicas and maxReplicas: with mode Static the number is that of replicas. In a cluster, mode External keeps an autoscaler's number within them"),
+            .message("remove minReplicas and maxReplicas: with mode Static the number is that of replicas. In a cluster, mode Auto lets Hearth follow the load within them, and External keeps an autoscaler's number within them"),
+        validation = Rule::new(rules::ZERO_IS_AUTO).message(rules::ZERO_IS_AUTO_SAYS).field_path(".minReplicas"),
         validation = Rule::new(rules::MIN_UP_TO_MAX).message(rules::MIN_UP_TO_MAX_SAYS).field_path(".minReplicas"),
     )
 )]
@@ -22,22 +23,22 @@ pub struct ScalingSpec {
     /// External: an
     /// autoscaler changes it, such as a HorizontalPodAutoscaler or KEDA, for decode through the deployment's scale
     /// subresource, for prefill through that of the InferencePoolScaler NAME-prefill, which the operator creates.
-    /// Auto: Hearth itself, between minReplicas and maxReplicas; this engine does not do that yet and refuses it.
+    /// Auto: Hearth itself, between minReplicas and maxReplicas, so that objectives are kept: more workers at once, also for load
+    /// that is expected when they are ready; fewer when they have sufficed for twice the time that a worker takes to start, 1 to 5
+    /// minutes. replicas is the number to begin with.
     #[serde(default)]
     #[cfg_attr(feature = "kube", schemars(extend("maxLength" = 16)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self != 'Auto'").message("this engine does not scale by itself: write Static and the number in replicas; in a cluster, External lets an autoscaler change it"))
-    )]
     pub mode: ScalingMode,
-    /// Minimum number of workers, whatever the autoscaler requests. Only with mode External. By default 1.
+    /// Minimum number of workers, whatever the load or the autoscaler requests. Only with mode Auto or External. By default 1. With
+    /// mode Auto, 0 for decode lets all workers end while there are no requests (autoscaling.scaleToZeroAfter).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
-        x_kube(validation = Rule::new("self >= 1 && self <= 64").message("write 1 to 64 workers: this engine keeps at least one worker of a pool"))
+        x_kube(validation = Rule::new("self >= 0 && self <= 64").message("write 0 to 64 workers"))
     )]
     pub min_replicas: Option<u32>,
-    /// Maximum number of workers, whatever the autoscaler requests. Only with mode External. By default 64.
+    /// Maximum number of workers, whatever the load or the autoscaler requests. Only with mode Auto or External. By default 64.
+    /// Nodes bound it, too: a worker that fits on none is not added.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
@@ -53,13 +54,28 @@ pub enum ScalingMode {
     /// The author of the deployment.
     #[default]
     Static,
-    /// Hearth.
+    /// Hearth, by the load that gateways measure.
     Auto,
     /// An autoscaler in the cluster.
     External,
 }
 
 impl ScalingSpec {
+    /// Whether an autoscaler in the cluster changes the number of workers.
+    pub fn is_external(&self) -> bool {
+        self.mode == ScalingMode::External
+    }
+
+    /// Whether the number of workers is changed while the deployment's author does nothing.
+    pub fn is_dynamic(&self) -> bool {
+        self.mode != ScalingMode::Static
+    }
+
+    /// Whether the pool's workers may all end while there are no requests.
+    pub fn may_rest(&self) -> bool {
+        self.mode == ScalingMode::Auto && self.min_replicas == Some(0)
+    }
+
     /// Returns the number within the bounds that is nearest to `replicas`; at least 1.
     pub fn bounded(&self, replicas: u32) -> u32 {
         let at_least = replicas.max(self.min_replicas.unwrap_or(1));

@@ -24,6 +24,9 @@ pub struct InferenceDeploymentStatus {
     #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
     pub pool_statuses: Vec<PoolStatus>,
+    /// Where the workers end for want of requests, whether they have; unset before they first did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale_to_zero: Option<ScaleToZeroStatus>,
     /// The model and the progress of its files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<ModelStatus>,
@@ -35,6 +38,12 @@ pub struct InferenceDeploymentStatus {
     #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["rank".into()])))]
     pub placement: Vec<RankPlacement>,
+    /// Ranks that run one model together, rings and peers, with the state of each member: those of the plan in force, and
+    /// those of an earlier one that still run.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 128)))]
+    #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["plan".into(), "head".into()])))]
+    pub groups: Vec<GroupStatus>,
     /// Latencies that the plan predicts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<LatencyStatus>,
@@ -105,6 +114,57 @@ pub struct PoolStatus {
     pub updated: u32,
     /// Ready and desired Pods in one text for the printed column, such as `1/2`.
     pub summary: String,
+    /// With scaling.mode Auto, what Hearth decided about the number of workers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub autoscaling: Option<PoolAutoscaling>,
+}
+
+/// What Hearth decided about the number of workers of a pool, and what the next decision has to know.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct PoolAutoscaling {
+    /// Number of workers that was decided, within the bounds of scaling.
+    pub replicas: u32,
+    /// The last decision and the figures behind it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+    /// Time of the last decision (RFC 3339).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
+    pub changed_at: Option<String>,
+    /// Why there are fewer workers than the load asks for; unset if there are as many.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limited_by: Option<String>,
+    /// Time since which fewer workers would have sufficed (RFC 3339); unset if they would not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
+    pub fewer_since: Option<String>,
+    /// The most workers that were needed since then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fewer: Option<u32>,
+}
+
+/// Whether all workers have ended for want of requests.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct ScaleToZeroStatus {
+    /// Whether there are no workers until a request comes.
+    pub at_zero: bool,
+    /// Time of the last change (RFC 3339).
+    #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
+    pub since: String,
+    /// Why it changed.
+    pub reason: String,
+}
+
+impl InferenceDeploymentStatus {
+    /// Whether all workers have ended for want of requests.
+    pub fn is_at_zero(&self) -> bool {
+        let zero = self.scale_to_zero.as_ref();
+        zero.is_some_and(|zero| zero.at_zero)
+    }
 }
 
 /// The model and the progress of its files.
@@ -123,6 +183,10 @@ pub struct ModelStatus {
     /// Present and verified share in whole percent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub percent: Option<u32>,
+    /// How far its fetch is, at which rate, and how long the rest takes at that rate, such as
+    /// `43 %, 110.5 MiB/s, 3 min left`; unset when it is not being fetched.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fetch: Option<String>,
 }
 
 /// Resources of a rank, as reported by its process. Lists use the kernel's format, such as `0-3,8`.
@@ -153,6 +217,62 @@ pub struct RankPlacement {
     /// again. Unset: it has lost none, or leads none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
+}
+
+/// Ranks that run one model together, as a ring or as peers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct GroupStatus {
+    /// Generation of its plan.
+    pub plan: u64,
+    /// Name of the rank that leads it, such as `decode-0`.
+    pub head: String,
+    /// Ring or Peers.
+    pub kind: String,
+    /// Ready members and all members in one text for the printed column, such as `2/3`.
+    pub summary: String,
+    /// Its members in the order of their places, the head first.
+    #[cfg_attr(feature = "kube", schemars(length(max = 256)))]
+    #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["rank".into()])))]
+    pub members: Vec<GroupMember>,
+}
+
+/// A member of a group, and its state.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct GroupMember {
+    /// The rank's name in the plan, such as `stage-1`.
+    pub rank: String,
+    /// The node that the plan gives it.
+    pub node: String,
+    /// Its layers, such as `0-3, 12-15`; unset among peers, which have all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<String>,
+    /// Its Pod; unset while there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod: Option<String>,
+    /// Ready; Starting: it has not been ready with this plan yet; Failing: that, and something keeps it from it; Lost: it was
+    /// ready before.
+    pub state: String,
+    /// A CamelCase word that a program can match, as in the conditions; unset if it is Ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Why it is not Ready, and what is done about it; unset if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+}
+
+impl GroupMember {
+    /// State of a member that computes.
+    pub const READY: &'static str = "Ready";
+    /// State of a member that comes.
+    pub const STARTING: &'static str = "Starting";
+    /// State of a member that is kept from coming.
+    pub const FAILING: &'static str = "Failing";
+    /// State of a member that was there.
+    pub const LOST: &'static str = "Lost";
 }
 
 /// Latencies in milliseconds with two significant digits, such as 1400 and 41.

@@ -95,7 +95,6 @@ fn every_field_of_the_design_is_read_and_what_the_engine_lacks_is_refused() {
         other => panic!("{other:?}"),
     };
     for field in [
-        "spec.model.source.huggingFace",
         "spec.model.quantization",
         "spec.model.adapters",
         "spec.strategy",
@@ -149,7 +148,7 @@ fn numbers_out_of_range_say_what_to_write() {
 fn sources_are_exactly_one_and_well_formed() {
     let source = |text: &str| refusal(&deployment(&format!("  model: {{source: {text}}}\n")));
     assert!(source("{}").starts_with(
-        "spec.model.source is empty\n  write exactly one of builtin, persistentVolumeClaim,"
+        "spec.model.source is empty\n  write exactly one of builtin, huggingFace, persistentVolumeClaim,"
     ));
     assert!(
         source("{builtin: {name: hearth-demo}, hostPath: {path: /m}}")
@@ -160,13 +159,28 @@ fn sources_are_exactly_one_and_well_formed() {
         "spec.model.source.hostPath.path is \"models/qwen3\"\n  write the absolute path of the model's directory, such as /models/qwen3-30b-a3b, without .."
     );
     assert!(source("{hostPath: {path: /models/../etc}}").contains("without .."));
-    let hub = source("{huggingFace: {repo: Qwen3}}");
-    assert!(hub.starts_with(
-        "spec.model.source.huggingFace sets repo\n  this engine does not download from the hub: fetch the files yourself"
-    ));
-    assert!(hub.contains(
-        "spec.model.source.huggingFace.repo is \"Qwen3\"\n  write the repository as owner/name"
-    ));
+    for repo in [
+        "Qwen3",
+        "https://hub/Qwen/Qwen3",
+        "Qwen/Qwen3@main",
+        "../Qwen3",
+        "Qwen/..",
+    ] {
+        assert!(
+            source(&format!("{{huggingFace: {{repo: {repo:?}}}}}")).starts_with(&format!(
+                "spec.model.source.huggingFace.repo is {repo:?}\n  write the repository as owner/name"
+            ))
+        );
+    }
+    assert!(
+        source("{huggingFace: {repo: Qwen/Qwen3, revision: ../main}}").starts_with(
+            "spec.model.source.huggingFace.revision is \"../main\"\n  write a branch, tag or commit"
+        )
+    );
+    let hub = "  model: {source: {huggingFace: {repo: Qwen/Qwen3, revision: refs/pr/1, tokenSecretRef: {name: hub}}}}\n";
+    for target in [Target::Machine, Target::Cluster] {
+        parse_deployment_for(&deployment(hub), target).unwrap();
+    }
     assert!(
         source("{http: {url: ftp://x/y, sha256: abc}}")
             .contains("spec.model.source.http.sha256 is \"abc\"")
@@ -247,7 +261,7 @@ fn shapes_are_checked_before_rules() {
     );
     assert_eq!(
         refusal(&deployment("  model: {}\n")),
-        "spec.model.source is missing\n  write it: source of the model's files: exactly one of builtin, persistentVolumeClaim, hostPath, http"
+        "spec.model.source is missing\n  write it: source of the model's files: exactly one of builtin, huggingFace, persistentVolumeClaim, hostPath, http"
     );
     refused(
         "  placement: {nodeSelector: {disk: 1}}",
@@ -411,10 +425,12 @@ fn peers_are_one_group_of_2_4_or_8_gpus() {
         &format!("  prefill: {{{mode}, replicas: 2}}"),
         "spec.prefill.replicas is 2\n  with mode DistributedStreamLoading all prefill workers read one prompt together: write replicas: 1 or remove it, and set the number of GPUs by gpusPerWorker",
     );
-    refused(
-        &format!("  prefill: {{{mode}, scaling: {{mode: External}}}}"),
-        "spec.prefill.scaling sets mode\n  with mode DistributedStreamLoading all prefill workers read one prompt together, and none can be added by itself: remove scaling, or write mode: StreamLoading",
-    );
+    for scaling in ["External", "Auto"] {
+        refused(
+            &format!("  prefill: {{{mode}, scaling: {{mode: {scaling}}}}}"),
+            "spec.prefill.scaling sets mode\n  with mode DistributedStreamLoading all prefill workers read one prompt together, and none can be added by itself: remove scaling, or write mode: StreamLoading",
+        );
+    }
     for other in ["StreamLoading", "Chunked"] {
         refused(
             &format!("  prefill: {{mode: {other}, quietWindow: 1m}}"),
@@ -469,14 +485,9 @@ fn what_the_engine_lacks_is_refused_in_the_same_words_at_either_target() {
             "spec.decode.kvCache.spill sets path and size\n  this engine keeps the KV cache in memory: remove spill, and lower contextLength or maxBatch if memory is short",
         ),
         (
-            "autoscaling.scaleToZeroAfter",
-            "15m",
-            "spec.autoscaling.scaleToZeroAfter is \"15m\"\n  this engine does not scale by itself: remove spec.autoscaling",
-        ),
-        (
             "autoscaling.scaleDownStabilization",
             "soon",
-            "spec.autoscaling.scaleDownStabilization is \"soon\"\n  this engine does not scale by itself: remove spec.autoscaling",
+            "spec.autoscaling.scaleDownStabilization is \"soon\"\n  pools with scaling.mode Auto shrink after twice the time that a worker takes to start, 1 to 5 minutes: remove scaleDownStabilization",
         ),
         (
             "endpoint.gateway",

@@ -105,10 +105,10 @@ fn a_field_that_only_a_cluster_has_is_meant_and_not_offered() {
 fn only_sources_that_are_accepted_are_offered() {
     let two = json!({"builtin": {"name": "hearth-demo"}, "hostPath": {"path": "/m"}});
     for (target, sources) in [
-        (Target::Machine, "builtin, hostPath, http"),
+        (Target::Machine, "builtin, huggingFace, hostPath, http"),
         (
             Target::Cluster,
-            "builtin, persistentVolumeClaim, hostPath, http",
+            "builtin, huggingFace, persistentVolumeClaim, hostPath, http",
         ),
     ] {
         for (source, begin) in [
@@ -171,7 +171,7 @@ fn a_broken_rule_and_what_the_engine_lacks_come_together() {
         "{message}"
     );
     assert!(
-        message.contains("this engine does not scale by itself: write spec.decode.replicas: 1"),
+        message.contains("bounds are deprecated here: write spec.decode.replicas: 1"),
         "{message}"
     );
 }

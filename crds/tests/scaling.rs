@@ -2,6 +2,8 @@
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use hearth_crds::{ParseError, ScalingMode, Target, parse_deployment, parse_deployment_for};
 
 fn text(spec: &str) -> String {
@@ -28,6 +30,8 @@ fn an_autoscaler_s_number_is_kept_within_bounds_in_a_cluster() {
             ("{mode: External, minReplicas: 4}", 4),
             ("{mode: External, maxReplicas: 2}", 2),
             ("{mode: External, minReplicas: 2, maxReplicas: 2}", 2),
+            ("{mode: Auto}", 3),
+            ("{mode: Auto, minReplicas: 1, maxReplicas: 2}", 2),
             ("{mode: Static}", 3),
             ("{}", 3),
         ] {
@@ -55,11 +59,19 @@ fn an_autoscaler_s_number_is_kept_within_bounds_in_a_cluster() {
 #[test]
 fn one_machine_has_no_autoscaler() {
     for pool in ["prefill", "decode"] {
-        let spec = format!("{pool}: {{scaling: {{mode: External}}}}");
-        let refusal = format!(
-            "spec.{pool}.scaling.mode is \"External\"\n  autoscalers exist only in a cluster: remove scaling, and write the number in replicas"
-        );
-        assert_eq!(faults(&spec, Target::Machine), [refusal]);
+        for (mode, why) in [
+            ("External", "autoscalers exist only in a cluster"),
+            (
+                "Auto",
+                "on one machine there is no room that could be given back",
+            ),
+        ] {
+            let spec = format!("{pool}: {{scaling: {{mode: {mode}}}}}");
+            let refusal = format!(
+                "spec.{pool}.scaling.mode is \"{mode}\"\n  {why}: remove scaling, and write the number in replicas"
+            );
+            assert_eq!(faults(&spec, Target::Machine), [refusal]);
+        }
     }
 }
 
@@ -67,12 +79,12 @@ fn one_machine_has_no_autoscaler() {
 fn what_does_not_go_together_is_refused_with_what_to_write() {
     for (scaling, refusal) in [
         (
-            "{mode: Auto}",
-            ".mode is \"Auto\"\n  this engine does not scale by itself: write Static and the number in replicas; in a cluster, External lets an autoscaler change it",
+            "{mode: Auto, minReplicas: 3, maxReplicas: 2}",
+            ".minReplicas is 3\n  write a minReplicas that is not above maxReplicas",
         ),
         (
             "{minReplicas: 1, maxReplicas: 4}",
-            " sets minReplicas and maxReplicas\n  remove minReplicas and maxReplicas: with mode Static the number is that of replicas. In a cluster, mode External keeps an autoscaler's number within them",
+            " sets minReplicas and maxReplicas\n  remove minReplicas and maxReplicas: with mode Static the number is that of replicas. In a cluster, mode Auto lets Hearth follow the load within them, and External keeps an autoscaler's number within them",
         ),
         (
             "{mode: External, minReplicas: 3, maxReplicas: 2}",
@@ -80,7 +92,11 @@ fn what_does_not_go_together_is_refused_with_what_to_write() {
         ),
         (
             "{mode: External, minReplicas: 0}",
-            ".minReplicas is 0\n  write 1 to 64 workers: this engine keeps at least one worker of a pool",
+            ".minReplicas is 0\n  with mode Auto requests start the workers again, and with mode External nothing does: write 1 to 64 workers, or mode: Auto",
+        ),
+        (
+            "{mode: Auto, minReplicas: 65}",
+            ".minReplicas is 65\n  write 0 to 64 workers",
         ),
         (
             "{mode: External, maxReplicas: 65}",
@@ -104,9 +120,80 @@ fn what_does_not_go_together_is_refused_with_what_to_write() {
 }
 
 #[test]
+fn workers_may_end_for_want_of_requests_where_decode_says_so() {
+    let zero = "decode: {scaling: {mode: Auto, minReplicas: 0}}";
+    let read = |spec: &str| {
+        let read = parse_deployment_for(&text(spec), Target::Cluster);
+        read.unwrap_or_else(|error| panic!("{spec}: {error}")).spec
+    };
+    let spec = read(zero);
+    assert_eq!(spec.decode.planned_replicas(), 1);
+    let ten_minutes = Some(Duration::from_secs(600));
+    assert_eq!(spec.scale_to_zero_after(), ten_minutes);
+    assert_eq!(spec.hold_timeout(), ten_minutes);
+    let spec = read(&format!(
+        "{zero}\n  prefill: {{scaling: {{mode: Auto, minReplicas: 0}}}}\n  \
+         autoscaling: {{scaleToZeroAfter: 15m, holdTimeout: 90s}}"
+    ));
+    assert_eq!(spec.scale_to_zero_after(), Some(Duration::from_secs(900)));
+    assert_eq!(spec.hold_timeout(), Some(Duration::from_secs(90)));
+    for stays in ["keep: true", "preload: true", "keep: true, preload: true"] {
+        let spec = read(&format!("{zero}\n  autoscaling: {{{stays}}}"));
+        assert!(spec.may_rest());
+        assert_eq!(spec.scale_to_zero_after(), None);
+        assert_eq!(spec.hold_timeout(), ten_minutes);
+    }
+    let kept = read("decode: {scaling: {mode: Auto}}");
+    assert_eq!(
+        (kept.scale_to_zero_after(), kept.hold_timeout()),
+        (None, None)
+    );
+    for (spec, refusal) in [
+        (
+            "prefill: {scaling: {mode: Auto, minReplicas: 0}}".to_owned(),
+            "spec.prefill.scaling.minReplicas is 0\n  prefill workers end for want of requests together with the decode workers: write decode.scaling: {mode: Auto, minReplicas: 0} too, or 1 here",
+        ),
+        (
+            "autoscaling: {holdTimeout: 5m}".to_owned(),
+            "spec.autoscaling.holdTimeout is \"5m\"\n  it counts only where workers end for want of requests: write decode.scaling: {mode: Auto, minReplicas: 0}, or remove it",
+        ),
+        (
+            format!("{zero}\n  autoscaling: {{scaleToZeroAfter: 9s}}"),
+            "spec.autoscaling.scaleToZeroAfter is \"9s\"\n  write 10s to 720h; the default is 10m",
+        ),
+        (
+            format!("{zero}\n  autoscaling: {{holdTimeout: 25h}}"),
+            "spec.autoscaling.holdTimeout is \"25h\"\n  write 1s to 24h; the default is 10m",
+        ),
+        (
+            format!("{zero}\n  autoscaling: {{preload: true, scaleToZeroAfter: 5m}}"),
+            "spec.autoscaling.scaleToZeroAfter is \"5m\"\n  with autoscaling.preload workers stay without requests: remove scaleToZeroAfter, or remove autoscaling.preload",
+        ),
+        (
+            format!("{zero}\n  autoscaling: {{keep: true, scaleToZeroAfter: 5m}}"),
+            "spec.autoscaling.scaleToZeroAfter is \"5m\"\n  with autoscaling.keep workers stay without requests: remove scaleToZeroAfter, or remove autoscaling.keep",
+        ),
+        (
+            format!("{zero}\n  autoscaling: {{keep: true, preload: true, scaleToZeroAfter: 5m}}"),
+            "spec.autoscaling.scaleToZeroAfter is \"5m\"\n  with autoscaling.keep and autoscaling.preload workers stay without requests: remove scaleToZeroAfter, or remove autoscaling.keep and autoscaling.preload",
+        ),
+        (
+            "autoscaling: {keep: true}".to_owned(),
+            "spec.autoscaling.keep is true\n  as it is, workers end for nobody: remove it, or write decode.scaling: {mode: Auto, minReplicas: 0} for workers that end for a higher priority",
+        ),
+        (
+            "autoscaling: {preload: true}".to_owned(),
+            "spec.autoscaling.preload is true\n  it counts only where workers end for want of requests: write decode.scaling: {mode: Auto, minReplicas: 0}, or remove it",
+        ),
+    ] {
+        assert_eq!(faults(&spec, Target::Cluster), [refusal], "{spec}");
+    }
+}
+
+#[test]
 fn the_deprecated_bounds_are_refused_at_their_own_leaf() {
-    const DECODE: &str = "this engine does not scale by itself: write spec.decode.replicas: 1 or another number instead; in a cluster, scaling: {mode: External, minReplicas, maxReplicas} lets an autoscaler change it within bounds (manifests/examples/hpa.yaml)";
-    const PREFILL: &str = "this engine does not scale by itself: write spec.prefill.replicas: 1 or another number instead; in a cluster, scaling: {mode: External, minReplicas, maxReplicas} lets an autoscaler change it within bounds";
+    const DECODE: &str = "bounds are deprecated here: write spec.decode.replicas: 1 or another number instead; in a cluster, scaling: {mode: Auto, minReplicas, maxReplicas} lets Hearth change it within bounds, and mode External an autoscaler (manifests/examples/hpa.yaml)";
+    const PREFILL: &str = "bounds are deprecated here: write spec.prefill.replicas: 1 or another number instead; in a cluster, scaling: {mode: Auto, minReplicas, maxReplicas} lets Hearth change it within bounds, and mode External an autoscaler";
     for (pool, remedy) in [("prefill", PREFILL), ("decode", DECODE)] {
         for target in [Target::Machine, Target::Cluster] {
             assert_eq!(

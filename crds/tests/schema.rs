@@ -141,7 +141,7 @@ fn names_columns_and_scale_are_as_designed() {
     assert_eq!(
         columns,
         [
-            "Model", "Ready", "Plan", "Prefill", "Decode", "TTFT-ms", "TPOT-ms", "Age"
+            "Model", "Ready", "Fetch", "Plan", "Prefill", "Decode", "TTFT-ms", "TPOT-ms", "Age"
         ]
     );
     assert_eq!(

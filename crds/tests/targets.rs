@@ -8,7 +8,7 @@ use hearth_crds::{Target, parse_deployment_for};
 use serde_json::{Value, json};
 
 /// Fields that `hearth up` obeys, whatever value admission lets through.
-const OBEYED: [&str; 25] = [
+const OBEYED: [&str; 28] = [
     "decode.dualBatch",
     "decode.expertCache",
     "decode.kvCache.keyType",
@@ -22,6 +22,9 @@ const OBEYED: [&str; 25] = [
     "model.servedName",
     "model.source.builtin.name",
     "model.source.hostPath.path",
+    "model.source.huggingFace.repo",
+    "model.source.huggingFace.revision",
+    "model.source.huggingFace.tokenSecretRef.name",
     "model.source.http.secretRef.name",
     "model.source.http.sha256",
     "model.source.http.url",
@@ -75,6 +78,7 @@ fn cluster_only() -> Vec<(&'static str, Value)> {
         ),
         ("podTemplate.runtimeClassName", json!("nvidia")),
         ("prefill.gpusPerWorker", json!(2)),
+        ("priority", json!(5)),
         ("rollout.progressDeadline", json!("5m")),
         ("suspend", json!(true)),
     ]
@@ -82,8 +86,10 @@ fn cluster_only() -> Vec<(&'static str, Value)> {
 
 /// A value of each field that nothing obeys yet.
 fn refused_anywhere() -> Vec<(&'static str, Value)> {
-    let hub = json!({"huggingFace": {"repo": "a/b", "revision": "main", "tokenSecretRef": {"name": "a"}}});
     vec![
+        ("autoscaling.holdTimeout", json!("5m")),
+        ("autoscaling.keep", json!(true)),
+        ("autoscaling.preload", json!(true)),
         ("autoscaling.scaleDownStabilization", json!("5m")),
         ("autoscaling.scaleToZeroAfter", json!("5m")),
         ("decode.kvCache.spill", json!({"path": "/a", "size": "1Gi"})),
@@ -94,7 +100,6 @@ fn refused_anywhere() -> Vec<(&'static str, Value)> {
             "model.adapters",
             json!([{"name": "a", "source": {"hostPath": {"path": "/a"}}}]),
         ),
-        ("model.source", hub),
         ("prefill.maxReplicas", json!(2)),
         ("prefill.minReplicas", json!(2)),
     ]

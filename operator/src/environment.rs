@@ -22,6 +22,8 @@ pub(crate) struct Environment {
     pub(crate) worker: Option<PathBuf>,
     /// Whether `HEARTH_MODEL_TOKEN` or `HEARTH_MODEL_USERNAME` provides credentials for models.
     pub(crate) has_model_credentials: bool,
+    /// Whether there is a token for a model's source, which is all that a hub takes.
+    pub(crate) has_model_token: bool,
     /// `POD_NAMESPACE`: the namespace of the operator's Pod.
     pub(crate) pod_namespace: Option<String>,
     /// Whether the terminal can move its cursor, by `TERM`.
@@ -43,6 +45,7 @@ impl Environment {
             path: variable("PATH").unwrap_or_default(),
             models: path("HEARTH_MODELS"),
             worker: path("HEARTH_WORKER"),
+            has_model_token: filled("HEARTH_MODEL_TOKEN").is_some(),
             has_model_credentials: filled("HEARTH_MODEL_TOKEN")
                 .or_else(|| filled("HEARTH_MODEL_USERNAME"))
                 .is_some(),
@@ -123,6 +126,8 @@ mod tests {
         ] {
             let read = environment(&[(name, value)]);
             assert_eq!(read.has_model_credentials, is_there, "{name}={value}");
+            let is_token = is_there && name == "HEARTH_MODEL_TOKEN";
+            assert_eq!(read.has_model_token, is_token, "{name}={value}");
         }
     }
 }

@@ -1,16 +1,20 @@
 //! `hearth`: serves InferenceDeployments, on this machine or as the operator of a cluster, and shows what runs and why.
+//! Called `kubectl-hearth` it is kubectl's plugin, which shows a cluster.
 
 #![forbid(unsafe_code)]
 
+use std::ffi::OsStr;
+use std::path::Path;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 mod apply;
 mod cluster;
 mod commands;
 mod controller;
 mod environment;
+mod exposition;
 mod http;
 mod services;
 mod signals;
@@ -18,7 +22,7 @@ mod telemetry;
 mod terminal;
 mod up;
 
-use commands::{chat, convert, logs, plan, probe, status, trace};
+use commands::{chat, cluster as remote, convert, logs, models, plan, probe, status, trace};
 use environment::Environment;
 use terminal::ui;
 
@@ -29,13 +33,53 @@ static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
     let environment = Environment::read(|name| std::env::var_os(name));
-    match Cli::parse().run(&environment) {
+    let called = std::env::args_os().next().unwrap_or_default();
+    let outcome = if is_plugin(&called) {
+        let plugin = parsed::<Plugin>(Plugin::command());
+        remote::run(&plugin.args, remote::PLUGIN, &environment)
+    } else {
+        let command = Cli::command().mut_subcommand("cluster", in_own_name);
+        parsed::<Cli>(command).run(&environment)
+    };
+    match outcome {
         Ok(code) => code,
         Err(error) => {
             ui::print_error(&error);
             ExitCode::FAILURE
         }
     }
+}
+
+/// Whether the program was found by kubectl, or called as kubectl would.
+fn is_plugin(called: &OsStr) -> bool {
+    Path::new(called).file_name() == Some(OsStr::new("kubectl-hearth"))
+}
+
+/// Parses the arguments of the process; ends it with 2 if they are wrong.
+fn parsed<A: FromArgMatches>(mut command: clap::Command) -> A {
+    let matches = command.get_matches_mut();
+    A::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())
+}
+
+/// The plugin's commands under the program's own name: their examples are written for the plugin.
+fn in_own_name(command: clap::Command) -> clap::Command {
+    let examples = command.get_after_help().map(ToString::to_string);
+    let command = match examples {
+        Some(examples) => command.after_help(examples.replace(remote::PLUGIN, remote::OWN)),
+        None => command,
+    };
+    command.mut_subcommands(in_own_name)
+}
+
+/// Shows the InferenceDeployments of a Kubernetes cluster: what runs where, why, and how fast.
+#[derive(Parser)]
+#[command(
+    name = "kubectl-hearth", bin_name = "kubectl hearth", version, arg_required_else_help = true,
+    after_help = remote::EXAMPLES
+)]
+struct Plugin {
+    #[command(flatten)]
+    args: remote::ClusterArgs,
 }
 
 /// Serves large language models on machines that people already own.
@@ -62,6 +106,11 @@ enum Command {
     Chat(chat::ChatArgs),
     /// Show the logs of a deployment's processes
     Logs(logs::LogsArgs),
+    /// Fetch, list and remove the models in this user's cache
+    Models(models::ModelsArgs),
+    /// Show the deployments of a Kubernetes cluster: the same as kubectl hearth
+    #[command(arg_required_else_help = true, after_help = remote::EXAMPLES)]
+    Cluster(Box<remote::ClusterArgs>),
     /// Record what the devices of a deployment's workers do, for chrome://tracing
     Trace(trace::TraceArgs),
     /// Serve the InferenceDeployments of a Kubernetes cluster: runs in the cluster, installed by the chart
@@ -94,6 +143,8 @@ impl Cli {
             Command::Status(args) => return status::run(&args, environment),
             Command::Chat(args) => chat::run(&args, environment)?,
             Command::Logs(args) => logs::run(&args, environment)?,
+            Command::Models(args) => models::run(&args, environment)?,
+            Command::Cluster(args) => return remote::run(&args, remote::OWN, environment),
             Command::Trace(args) => trace::run(&args, environment)?,
             Command::Probe(args) => probe::run(&args)?,
             Command::Operator(args) => return controller::run(&args, environment),
@@ -106,5 +157,69 @@ impl Cli {
             }
         }
         Ok(ExitCode::SUCCESS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Calls `check` with each command that has none below it, and its path.
+    fn each(command: &clap::Command, path: &str, check: &mut impl FnMut(&str, &clap::Command)) {
+        if !command.has_subcommands() {
+            check(path, command);
+        }
+        for below in command.get_subcommands() {
+            each(below, &format!("{path} {}", below.get_name()), check);
+        }
+    }
+
+    #[test]
+    fn the_plugin_is_known_by_its_name() {
+        for (called, is) in [
+            ("kubectl-hearth", true),
+            ("/usr/local/bin/kubectl-hearth", true),
+            ("hearth", false),
+            ("/opt/kubectl-hearth/hearth", false),
+            ("", false),
+        ] {
+            assert_eq!(is_plugin(OsStr::new(called)), is, "{called}");
+        }
+    }
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        Plugin::command().debug_assert();
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_of_the_cluster_has_two_examples_in_the_words_of_its_caller() {
+        let own = Cli::command().mut_subcommand("cluster", in_own_name);
+        let own = own.find_subcommand("cluster").unwrap().clone();
+        for (command, name, other) in [
+            (Plugin::command(), remote::PLUGIN, remote::OWN),
+            (own, remote::OWN, remote::PLUGIN),
+        ] {
+            each(&command, "", &mut |path, command| {
+                let help = command.get_after_help().map(ToString::to_string);
+                let help = help.unwrap_or_default();
+                assert_eq!(help.matches(&format!("{name}{path}")).count(), 2, "{help}");
+                assert!(!help.contains(other), "{help}");
+            });
+        }
+    }
+
+    #[test]
+    fn the_cluster_is_named_before_or_after_the_command() {
+        for line in [
+            "kubectl-hearth -n team --context home status",
+            "kubectl-hearth status -n team --context home",
+        ] {
+            let parsed = Plugin::try_parse_from(line.split(' '));
+            assert!(parsed.is_ok(), "{line}");
+        }
+        let wrong = Plugin::try_parse_from("kubectl-hearth status demo -A".split(' '));
+        assert_eq!(wrong.err().map(|error| error.exit_code()), Some(2));
     }
 }

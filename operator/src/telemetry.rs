@@ -1,10 +1,15 @@
 //! Metrics and logs of the operator.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+pub(crate) mod cluster;
+mod deployments;
+mod series;
+
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
 use anyhow::Context as _;
 use clap::ValueEnum;
-use prometheus_client::encoding::{EncodeLabelSet, text::encode};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -12,6 +17,9 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
+
+use cluster::ClusterFigures;
+use deployments::Deployments;
 
 /// Metrics of the operator's activity.
 #[derive(Debug)]
@@ -21,10 +29,14 @@ pub(crate) struct Telemetry {
     durations: Histogram,
     requests: Family<ApiRequest, Counter>,
     gauges: Gauges,
+    /// What is exported of each deployment.
+    pub(crate) deployments: Deployments,
     /// Whether all caches have been filled once.
     pub(crate) is_synced: AtomicBool,
     /// Whether this replica is the leader.
     pub(crate) is_leader: AtomicBool,
+    /// End of the validity of the certificate authority, in seconds since 1970; 0 before it is known.
+    pub(crate) authority_s: AtomicI64,
 }
 
 #[derive(Debug, Default)]
@@ -67,45 +79,53 @@ struct Kind {
 impl Telemetry {
     /// Creates the metrics with all counts at zero.
     pub(crate) fn new() -> Self {
-        let mut registry = Registry::with_prefix("hearth_operator");
+        let mut registry = Registry::default();
         let reconciles = Family::<Outcome, Counter>::default();
         registry.register(
-            "reconciles",
+            "hearth_operator_reconciles",
             "Reconciles by how they ended",
             reconciles.clone(),
         );
         let durations = Histogram::new(exponential_buckets(0.001, 2.0, 16));
         registry.register(
-            "reconcile_seconds",
+            "hearth_operator_reconcile_seconds",
             "Time of one reconcile",
             durations.clone(),
         );
         let requests = Family::<ApiRequest, Counter>::default();
         registry.register(
-            "api_requests",
+            "hearth_operator_api_requests",
             "Requests to the API server but for watches, by verb, resource and answer (0: none)",
             requests.clone(),
         );
         let gauges = Gauges::default();
-        registry.register("queue", "Deployments that are due", gauges.queue.clone());
         registry.register(
-            "at_work",
+            "hearth_operator_queue",
+            "Deployments that are due",
+            gauges.queue.clone(),
+        );
+        registry.register(
+            "hearth_operator_at_work",
             "Deployments that are worked on",
             gauges.at_work.clone(),
         );
         registry.register(
-            "leader",
+            "hearth_operator_leader",
             "1 if this replica works, 0 if it waits",
             gauges.leader.clone(),
         );
         registry.register(
-            "worker_image_turn",
+            "hearth_operator_worker_image_turn",
             "1 for the deployment that others wait for before they change to their worker image",
             gauges.turn.clone(),
         );
-        registry.register("cached", "Objects in the caches", gauges.objects.clone());
         registry.register(
-            "agents_outside_known_ranges",
+            "hearth_operator_cached",
+            "Objects in the caches",
+            gauges.objects.clone(),
+        );
+        registry.register(
+            "hearth_operator_agents_outside_known_ranges",
             "Agents whose addresses no known range of the cluster holds: name the Pods' range in agent.fetch.clusterRanges",
             gauges.outside.clone(),
         );
@@ -115,8 +135,10 @@ impl Telemetry {
             durations,
             requests,
             gauges,
+            deployments: Deployments::default(),
             is_synced: AtomicBool::new(false),
             is_leader: AtomicBool::new(false),
+            authority_s: AtomicI64::new(0),
         }
     }
 
@@ -141,11 +163,12 @@ impl Telemetry {
         self.gauges.outside.set(agents as i64);
     }
 
-    /// Encodes all metrics as OpenMetrics, with the current contents of the caches.
+    /// Encodes all metrics as OpenMetrics, with the current contents of the caches. Only the leader tells of deployments and nodes:
+    /// otherwise each replica would have them.
     ///
     /// # Errors
     /// A metric cannot be written as text.
-    pub(crate) fn encode(&self, held: &Held) -> Result<String, std::fmt::Error> {
+    pub(crate) fn encode(&self, held: Held) -> Result<String, std::fmt::Error> {
         self.gauges.queue.set(held.due as i64);
         self.gauges.at_work.set(held.at_work as i64);
         let is_leader = self.is_leader.load(Ordering::Relaxed);
@@ -154,12 +177,19 @@ impl Telemetry {
         if let Some(holder) = &held.turn_holder {
             self.gauges.turn.get_or_create(holder).set(1);
         }
-        for (kind, count) in &held.objects {
+        for (kind, count) in held.objects {
             let gauge = self.gauges.objects.get_or_create(&Kind { kind });
-            gauge.set(*count as i64);
+            gauge.set(count as i64);
         }
         let mut text = String::new();
-        encode(&mut text, &self.registry)?;
+        encode_registry(&mut text, &self.registry)?;
+        if let Some(cluster) = held.cluster {
+            let mut found = Registry::default();
+            found.register_collector(Box::new(self.deployments.clone()));
+            found.register_collector(Box::new(cluster));
+            encode_registry(&mut text, &found)?;
+        }
+        encode_eof(&mut text)?;
         Ok(text)
     }
 }
@@ -175,6 +205,8 @@ pub(crate) struct Held {
     pub(crate) turn_holder: Option<Holder>,
     /// Objects in the caches, by kind.
     pub(crate) objects: Vec<(&'static str, usize)>,
+    /// The nodes, if this replica is the leader.
+    pub(crate) cluster: Option<ClusterFigures>,
 }
 
 /// How log lines are written.

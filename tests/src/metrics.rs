@@ -1,5 +1,6 @@
 //! `/metrics` of a running deployment, read without an async runtime, so also from inside a stream's callback.
 
+use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -67,6 +68,29 @@ impl Metrics {
             );
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+
+    /// Returns the names that queries may use: those of gauges, those of counters with `_total`, and of histograms those with
+    /// `_bucket`, `_count` and `_sum`.
+    pub fn names(&self) -> BTreeSet<String> {
+        let lines = self.0.lines();
+        let types = lines.filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
+        types
+            .flat_map(|(name, kind)| {
+                let suffixes: &[&str] = match kind {
+                    "counter" => &["_total"],
+                    "histogram" => &["_bucket", "_count", "_sum"],
+                    _ => &[""],
+                };
+                suffixes.iter().map(move |suffix| format!("{name}{suffix}"))
+            })
+            .collect()
+    }
+
+    /// Returns the lines of series whose names begin like this, for messages.
+    pub fn about(&self, prefix: &str) -> String {
+        let lines = self.0.lines().filter(|line| line.starts_with(prefix));
+        lines.map(|line| format!("{line}\n")).collect()
     }
 
     /// Returns the values of a metric's series that have all of `labels` (`role="decode"`).

@@ -94,3 +94,14 @@ pub fn run(command: &mut Command) -> (i32, String, String) {
         .unwrap_or_else(|| panic!("{command:?} was killed: {status}\n{stderr}"));
     (code, stdout, stderr)
 }
+
+/// Gives a virtual device the fault that a file tells of: it is read at any moment, so it is there with all its text or not at all.
+///
+/// # Panics
+/// When the file cannot be written.
+pub fn write_fault(file: &Path, text: &str) {
+    let written = file.with_extension("new");
+    std::fs::write(&written, text)
+        .and_then(|()| std::fs::rename(&written, file))
+        .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+}

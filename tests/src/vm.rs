@@ -1,5 +1,5 @@
 //! An emulated machine for features that this one may lack: cgroup v2, several NUMA nodes, a kernel older than 6.2.
-//! Programs run in it ten to twenty times slower, so it shows behaviour, never speed.
+//! Its CPU has no AVX, so workers run their scalar kernels, ten to twenty times slower than here: it shows behaviour, never speed.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

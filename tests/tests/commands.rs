@@ -88,6 +88,51 @@ fn a_url_that_is_none_is_a_wrong_call() {
     }
 }
 
+/// A kubeconfig of a cluster that is not there: nobody listens on port 1.
+const NO_CLUSTER: &str = "{apiVersion: v1, kind: Config, current-context: home,
+clusters: [{name: home, cluster: {server: 'http://127.0.0.1:1'}}],
+users: [{name: ann, user: {}}],
+contexts: [{name: home, context: {cluster: home, user: ann, namespace: team}}]}";
+
+#[test]
+fn the_plugin_of_kubectl_says_what_it_needs() {
+    let directory = tempfile::tempdir().expect("directory");
+    let link = directory.path().join("kubectl-hearth");
+    std::os::unix::fs::symlink(hearth().get_program(), &link).expect("link");
+    let plugin = |arguments: &[&str], kubeconfig: &str| {
+        let mut command = Command::new(&link);
+        command.env("HOME", directory.path());
+        run(command.env("KUBECONFIG", kubeconfig).args(arguments))
+    };
+    let (code, help, _) = plugin(&["--help"], "");
+    assert_eq!(code, 0);
+    assert!(help.contains("Usage: kubectl hearth "), "{help}");
+    assert!(help.contains("  kubectl hearth status\n"), "{help}");
+    let (_, help, _) = run(hearth().args(["cluster", "status", "--help"]));
+    assert!(help.contains("  hearth cluster status demo"), "{help}");
+    let (code, _, stderr) = plugin(&["up"], "");
+    assert_eq!(code, 2, "{stderr}");
+
+    let nowhere = directory.path().join("nowhere").display().to_string();
+    let (code, _, stderr) = plugin(&["status"], &nowhere);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(stderr.contains("name one: --kubeconfig FILE"), "{stderr}");
+    let config = directory.path().join("config").display().to_string();
+    std::fs::write(&config, NO_CLUSTER).expect("write");
+    for (arguments, words) in [
+        (&["status"][..], "http://127.0.0.1:1 does not answer"),
+        (&["status", "--context", "work"], "there are: home"),
+        (
+            &["nodes", "--kubeconfig", &nowhere],
+            "cannot be read as a kubeconfig",
+        ),
+    ] {
+        let (code, _, stderr) = plugin(arguments, &config);
+        assert_eq!(code, 1, "{stderr}");
+        assert!(stderr.contains(words), "no {words:?} in {stderr}");
+    }
+}
+
 #[test]
 fn the_last_deployment_is_shown_when_it_no_longer_runs() {
     let state = tempfile::tempdir().expect("directory");

@@ -208,9 +208,9 @@ fn module_imports(path: &Path) -> BTreeSet<String> {
     let mut files = Vec::new();
     if path.is_dir() {
         source_files(path, &mut files);
-    } else {
-        files.push(path.with_extension("rs"));
     }
+    let file = path.with_extension("rs");
+    files.extend(file.exists().then_some(file));
     let mut named = BTreeSet::new();
     for file in files {
         let text = std::fs::read_to_string(&file);

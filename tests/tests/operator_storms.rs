@@ -1,10 +1,11 @@
 //! The operator while the API server is busy, refuses requests, delivers events late, or is down: it reaches the same
 //! end state and does not make things worse. When nothing changes, it writes nothing.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use hearth_tests::cluster::{Options, try_wait_until, wait_until};
 use hearth_tests::operator::{Faults, Operator, Proxy, Stand, is_settled};
+use hearth_tests::{Metrics, queried_metrics};
 use serde_json::json;
 
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -168,8 +169,7 @@ fn what_changes_nothing_writes_nothing() {
     };
     let on_record = audited(&stand);
     let metrics = format!("http://{}", operator.metrics_address());
-    let reconciles =
-        || hearth_tests::Metrics::of(&metrics).count("hearth_operator_reconciles_total");
+    let reconciles = || Metrics::of(&metrics).count("hearth_operator_reconciles_total");
     let before = reconciles();
     let began = Instant::now();
     std::thread::sleep(Duration::from_secs(20));
@@ -191,10 +191,81 @@ fn what_changes_nothing_writes_nothing() {
     let asked = proxy.request_count() - requests;
     assert!(asked < 10, "{asked} requests though nothing changed");
 
+    tells_of_deployments(&stand, &metrics);
+
     // It terminates cleanly when asked to.
     assert_eq!(operator.terminate(), Some(0), "{}", operator.log());
     let log = operator.log();
     assert!(log.contains("ending"), "{log}");
+}
+
+/// Asserts what the operator exports of the deployment and its node, and that nothing of it is left once it is deleted.
+fn tells_of_deployments(stand: &Stand, metrics: &str) {
+    let read = || Metrics::of(metrics);
+    let now = read();
+    let of_operator = ["hearth_operator_", "hearth_deployment_", "hearth_node_"];
+    let asked: Vec<String> = queried_metrics()
+        .into_iter()
+        .filter(|name| of_operator.iter().any(|start| name.starts_with(start)))
+        .filter(|name| !now.names().contains(name))
+        .collect();
+    assert!(asked.is_empty(), "the dashboard asks for {asked:?}");
+
+    let whose = [r#"namespace="idle""#, r#"name="demo""#];
+    let value = |name: &str, label: &str| now.sum(name, &[whose[0], whose[1], label]);
+    let flag = |kind: &str| value("hearth_deployment_condition", &format!(r#"type="{kind}""#));
+    assert_eq!((flag("Ready"), flag("Degraded")), (1.0, 0.0));
+    for pool in ["gateway", "prefill", "decode"] {
+        let pool = format!(r#"pool="{pool}""#);
+        assert_eq!(value("hearth_deployment_pool_wanted", &pool), 1.0);
+        assert_eq!(value("hearth_deployment_pool_ready", &pool), 1.0);
+    }
+    assert_eq!(value("hearth_deployment_plan_generation", ""), 1.0);
+    assert_eq!(value("hearth_deployment_plans_made_total", ""), 1.0);
+    assert_eq!(value("hearth_deployment_plans_replaced_total", ""), 0.0);
+    let soon = SystemTime::now() + Duration::from_secs(30 * 86_400);
+    let soon = soon
+        .duration_since(UNIX_EPOCH)
+        .expect("a time")
+        .as_secs_f64();
+    let expiry = "hearth_deployment_certificate_expiry_timestamp_seconds";
+    assert!(value(expiry, "") > soon);
+    let authority = "hearth_operator_certificate_authority_expiry_timestamp_seconds";
+    assert!(now.sum(authority, &[]) > value(expiry, ""));
+
+    let node = r#"node="large""#;
+    let memory = |state: &str| {
+        let state = format!(r#"state="{state}""#);
+        now.sum("hearth_node_memory_bytes", &[node, &state])
+    };
+    let held = value("hearth_deployment_held_memory_bytes", node);
+    assert!(held > 0.0);
+    assert_eq!(memory("hearth"), held);
+    assert_eq!(memory("allocatable"), 16.0 * f64::from(1 << 30));
+    assert!(memory("free") > 0.0 && memory("free") < memory("allocatable") - held);
+
+    // Another number of workers is a decision.
+    let fields = json!({"spec": {"decode": {"replicas": 2}}});
+    stand.patch_deployment("idle", "demo", "", &fields);
+    let more = [r#"pool="decode""#, r#"direction="up""#];
+    Metrics::wait_for(metrics, "a second decode worker was decided", |now| {
+        now.values("hearth_deployment_scalings_total", &more) == [1.0]
+            && now.count("hearth_deployment_plans_replaced_total") == 1.0
+    });
+    stand.delete_deployment("idle", "demo");
+    Metrics::wait_for(metrics, "nothing is left of the deployment", |now| {
+        let left = now.names();
+        let left = left
+            .iter()
+            .filter(|it| it.starts_with("hearth_deployment_"));
+        left.map(|name| now.values(name, &[]))
+            .all(|it| it.is_empty())
+    });
+    let kept = read().sum(
+        "hearth_node_memory_bytes",
+        &[node, r#"state="allocatable""#],
+    );
+    assert_eq!(kept, memory("allocatable"));
 }
 
 #[test]

@@ -197,6 +197,33 @@ async fn a_peer_that_dies_in_the_middle_of_a_prompt_costs_no_answer() {
     }
 }
 
+/// The head reads on, and finds the successor when the next prompt comes.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_is_told_to_end_alone_finishes_its_pass_and_makes_room() {
+    let one = Peers::start(1, "SmallEp");
+    let want = one.ask(9).await;
+    drop(one);
+    let mut peers = Peers::start(2, "SmallEp");
+    let mut leaver = peers.members.remove(1);
+    leaver.signal(Signal::TERM);
+    let told = Instant::now();
+    // The head has no less to do than before.
+    while told.elapsed() < Duration::from_secs(4) {
+        assert_eq!(peers.ask(9).await, want);
+    }
+    assert!(leaver.wait().success(), "{}", leaver.output());
+    assert!(
+        told.elapsed() < Duration::from_secs(15),
+        "{:?}",
+        told.elapsed()
+    );
+    assert_eq!(lost(&peers.members[0]), 0, "no pass was lost");
+    let successor = peers.process(1);
+    peers.members.push(successor);
+    peers.members[1].wait_until_ready();
+    assert_eq!(peers.ask(9).await, want);
+}
+
 /// How often a head has lost a member while it was reading a prompt.
 fn lost(head: &Rank) -> usize {
     let output = head.output();

@@ -83,11 +83,7 @@ fn refused_now() -> [Value; 2] {
 }
 
 /// Fields of [`refused_now`], and a few words of each refusal.
-const REFUSALS: [(&str, &str); 15] = [
-    (
-        "spec.model.source.huggingFace",
-        "does not download from the hub",
-    ),
+const REFUSALS: [(&str, &str); 13] = [
     (
         "spec.model.source.builtin.name",
         "the models that come with Hearth are: hearth-demo",
@@ -103,12 +99,8 @@ const REFUSALS: [(&str, &str); 15] = [
     ("spec.decode.kvCache.valueType", "BF16 or F32"),
     ("spec.decode.kvCache.spill", "remove spill"),
     (
-        "spec.autoscaling.scaleToZeroAfter",
-        "remove spec.autoscaling",
-    ),
-    (
         "spec.autoscaling.scaleDownStabilization",
-        "remove spec.autoscaling",
+        "remove scaleDownStabilization",
     ),
     ("spec.endpoint.gateway", "does not attach routes"),
 ];

@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use hearth_tests::{Metrics, Up, UpOptions, chat_body, chat_stream, cpu_time, hearth, run};
+use hearth_tests::{
+    Metrics, Up, UpOptions, chat_body, chat_stream, cpu_time, hearth, queried_metrics, run,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt;
@@ -56,6 +58,21 @@ async fn only_holders_of_a_key_are_served() {
         "a key is in the logs: {}",
         up.logs()
     );
+    assert_dashboard_is_answered(&up.metrics());
+}
+
+/// Asserts that a gateway that has answered exports what the dashboard and the alerts ask of gateways.
+fn assert_dashboard_is_answered(metrics: &Metrics) {
+    let of_operator = ["hearth_operator_", "hearth_deployment_", "hearth_node_"];
+    // They appear with the first one.
+    let rare = ["hearth_failovers_total", "hearth_clients_cut_total"];
+    let names = metrics.names();
+    let missing: Vec<String> = queried_metrics()
+        .into_iter()
+        .filter(|name| !of_operator.iter().any(|start| name.starts_with(start)))
+        .filter(|name| !names.contains(name) && !rare.contains(&&**name))
+        .collect();
+    assert!(missing.is_empty(), "nobody exports {missing:?}: {names:?}");
 }
 
 /// Returns a prompt near the context length that shares no prefix with another.

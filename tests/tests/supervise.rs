@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use hearth_tests::{
-    Answer, Metrics, Rank, Ranks, chat_body, chat_stream, free_port, probe, worker,
+    Answer, Metrics, Rank, Ranks, chat_body, chat_stream, free_port, probe, worker, write_fault,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -367,7 +367,7 @@ async fn a_lost_device_ends_both_with_its_exit_code() {
     let gateway = pair.gateway();
     ask(&gateway, &body(0, 4), |_, _| {}).await;
     let processes = pair.processes();
-    std::fs::write(&fault, "Xid 79: it has fallen off the bus\n").expect("the fault");
+    write_fault(&fault, "Xid 79: it has fallen off the bus\n");
     let v1 = format!("{}/v1", gateway.base());
     let lost = body(1, 4);
     let asking = tokio::spawn(async move { chat_stream(&v1, &lost, |_, _| {}).await });

@@ -153,8 +153,15 @@ fn steps_of_several_sequences_are_the_same_bits_in_halves_and_beside_a_cache() {
     let (plain, [attentions, ..]) = bench("4", &[]);
     let (split, [of_both, copies, ..]) = bench("4", &[&host[..], &["--dual-batch"]].concat());
     let cache = ["--cache-slots", "24", "--chunk", "40"];
-    let (cached, [.., loads, on_device]) = bench("4", &[&host[..], &cache].concat());
-    assert_eq!((&split, &cached), (&plain, &plain));
+    assert_eq!(split, plain);
+    // What is chosen is copied while steps go on: on a busy machine few of them may be left once it is there.
+    let is_used = (0..5).any(|_| {
+        let (cached, [.., loads, on_device]) = bench("4", &[&host[..], &cache].concat());
+        assert_eq!(cached, plain);
+        assert!(loads > 0);
+        on_device > 0
+    });
+    assert!(is_used, "no expert was used where it was cached");
     let other = ["--threads", "1", "--chunk", "7"];
     assert_eq!(bench("4", &[&host[..], &other].concat()).0, plain);
     let (more, _) = bench("3", &[]);
@@ -164,10 +171,6 @@ fn steps_of_several_sequences_are_the_same_bits_in_halves_and_beside_a_cache() {
     let layers = layers["layers"].as_u64().expect("layers") as usize;
     assert_eq!(of_both, attentions + 8 * layers);
     assert_eq!(copies, 0);
-    assert!(
-        loads > 0 && on_device > 0,
-        "{loads} copies, {on_device} used"
-    );
 }
 
 /// Times are the device's own, and its trace has an event for each copy.

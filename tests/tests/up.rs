@@ -39,6 +39,11 @@ fn one_command_answers_a_question_and_ends_cleanly() {
 #[tokio::test]
 async fn commands_beside_it_see_what_runs() {
     let up = Up::demo();
+    // It is ready when every worker is reached: the first prompt goes where the plan says.
+    let reached = reqwest::get(format!("{}/ready", up.base())).await;
+    let reached: Value = reached.expect("a response").json().await.expect("JSON");
+    assert_eq!(reached["prefill"], json!({"ready": 1, "of": 1}));
+    assert_eq!(reached["decode"], json!({"ready": 1, "of": 1}));
     chat_stream(
         &up.v1(),
         &chat_body("hearth-demo", "What is Hearth?", 16),

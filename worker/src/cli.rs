@@ -57,8 +57,10 @@ enum Command {
     Profile(tools::ProfileArgs),
     /// Print a model's facts: parameters, bytes by kind of module, KV bytes per token
     Facts(tools::FactsArgs),
-    /// Fetch a model from an archive behind a URL into a cache
+    /// Fetch a model from an archive behind a URL, or from a hub, into a cache
     Fetch(tools::FetchArgs),
+    /// List the models of a cache, or remove one
+    Models(tools::ModelsArgs),
     /// Check that a model can be served and leave its facts in a file
     Inspect(tools::InspectArgs),
     /// Change the owner of a directory, as an agent's Pod does before it starts
@@ -88,6 +90,7 @@ impl Cli {
             Command::Profile(args) => tools::profile(&args, environment),
             Command::Facts(args) => tools::facts(&args),
             Command::Fetch(args) => tools::fetch(&args, environment),
+            Command::Models(args) => tools::models(&args),
             Command::Inspect(args) => tools::inspect(&args),
             Command::Own(args) => tools::own(&args),
             Command::Linger(args) => roles::linger(&args),

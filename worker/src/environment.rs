@@ -17,6 +17,8 @@ pub(crate) struct Environment {
     pub(crate) model_username: Option<String>,
     /// `HEARTH_MODEL_PASSWORD`.
     pub(crate) model_password: Option<String>,
+    /// `HF_ENDPOINT`: address of the hub, if it is a mirror.
+    pub(crate) hub_endpoint: Option<String>,
 }
 
 impl Environment {
@@ -34,6 +36,7 @@ impl Environment {
             model_token: filled("HEARTH_MODEL_TOKEN"),
             model_username: filled("HEARTH_MODEL_USERNAME"),
             model_password: filled("HEARTH_MODEL_PASSWORD"),
+            hub_endpoint: filled("HF_ENDPOINT"),
         }
     }
 

@@ -46,6 +46,8 @@ pub(crate) struct LoadOptions<'a> {
     pub(crate) part: Option<Part>,
     /// The experts of each layer that are needed here.
     pub(crate) share: ExpertShare,
+    /// Those of them whose first copies are prepared ahead.
+    pub(crate) prepared: ExpertShare,
     /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
     pub(crate) placing: Option<Placing<'a>>,
 }
@@ -138,6 +140,7 @@ impl LoadOptions<'_> {
             is_dual_batch: args.dual_batch,
             part: None,
             share: ExpertShare::ALL,
+            prepared: ExpertShare::ALL,
             placing: None,
         })
     }
@@ -261,6 +264,7 @@ pub(crate) fn open(
             (Some(part), _) => part.of(all),
             (None, share) => modules_of(share, all),
         },
+        prepared: options.prepared,
         config,
         checkpoint,
         is_alone: options.part.is_some(),

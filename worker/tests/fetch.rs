@@ -265,3 +265,50 @@ async fn certificates_are_checked_and_own_authorities_can_be_named() {
     let (code, _, stderr) = run(command).await;
     assert_eq!(code, 0, "{stderr}");
 }
+
+#[tokio::test]
+async fn a_repository_is_fetched_listed_and_removed() {
+    let config: (&str, &[u8]) = ("config.json", b"{\"model_type\":\"llama\"}");
+    let weights = server::noise(2_000_000, 7);
+    let files = [config, ("model.safetensors", &weights)];
+    let hub = server::hub::HubServer::start("acme/poems", &files).await;
+    hub.pace(Duration::from_millis(2));
+    let cache = TempDir::new().unwrap();
+    let command = |words: &[&str]| {
+        let mut command = program();
+        command
+            .args(words)
+            .arg(cache.path())
+            .env("NO_PROXY", "127.0.0.1")
+            .env("HF_ENDPOINT", hub.url())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    };
+    let (code, stdout, stderr) = run(command(&["fetch", "--repo", "acme/poems", "--into"])).await;
+    assert_eq!(code, 0, "{stderr}");
+    let directory = Path::new(stdout.trim_end());
+    assert_eq!(
+        fs::read(directory.join("model.safetensors")).unwrap(),
+        weights
+    );
+    // The rate and what is left of the time stand beside the bytes.
+    assert!(
+        stderr.contains(" of 1.9 MiB, ") && stderr.contains(" left"),
+        "{stderr}"
+    );
+    let (code, stdout, stderr) = run(command(&["models", "--json", "--in"])).await;
+    assert_eq!(code, 0, "{stderr}");
+    let listed: Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(listed[0]["source"], "acme/poems@main");
+    assert_eq!(listed[0]["commit"], hub.listing()["sha"]);
+    let key = listed[0]["key"].as_str().unwrap();
+    assert_eq!(directory.file_name().unwrap(), key);
+    let (code, stdout, stderr) = run(command(&["models", "--json", "--remove", key, "--in"])).await;
+    assert_eq!((code, stdout.trim_end()), (0, "[]"), "{stderr}");
+    assert!(!directory.exists());
+    let (code, _, stderr) = run(command(&["models", "--remove", key, "--in"])).await;
+    assert!(code == 1 && stderr.contains("no such model"), "{stderr}");
+    let (code, _, stderr) = run(command(&["fetch", "--repo", "poems", "--into"])).await;
+    assert!(code == 1 && stderr.contains("owner/name"), "{stderr}");
+}

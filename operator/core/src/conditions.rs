@@ -104,18 +104,38 @@ pub const SUSPENDED: &str = "Suspended";
 pub const SUSPENDING: &str = "Suspending";
 /// Reason of Progressing from the resumption until the plan serves again.
 pub const RESUMING: &str = "Resuming";
+/// Reason of conditions of a deployment whose workers have ended for want of requests.
+pub const AT_ZERO: &str = "ScaledToZero";
+/// Reason of Progressing while these workers end.
+pub const TO_ZERO: &str = "ScalingToZero";
+/// Reason of Ready from the request that starts them again until they are ready.
+pub const FROM_ZERO: &str = "ScalingFromZero";
 
-/// Time at which a deployment was last suspended, according to its status; `None` once its plan has served again.
+/// Reason of Degraded of a deployment whose nodes others have taken while it had no workers.
+pub const NODES_TAKEN: &str = "NodesTaken";
+
+/// Whether a deployment's workers are not made, because there are none for want of requests, or others have their place: its plan
+/// holds nothing.
+pub fn holds_nothing(status: Option<&InferenceDeploymentStatus>) -> bool {
+    let has_no_place = || {
+        let degraded = of(status, DEGRADED);
+        degraded.is_some_and(|it| it.status == "True" && it.reason == NODES_TAKEN)
+    };
+    status.is_some_and(InferenceDeploymentStatus::is_at_zero) || has_no_place()
+}
+
+/// Time at which a deployment was last suspended or without workers, according to its status; `None` once its plan has served
+/// again.
 pub(crate) fn last_suspended(observed: &Observed) -> Option<Timestamp> {
     let old = of(observed.deployment.status.as_ref(), PROGRESSING)?;
     match old.reason.as_str() {
-        SUSPENDED | SUSPENDING => Some(observed.now),
+        SUSPENDED | SUSPENDING | AT_ZERO | TO_ZERO => Some(observed.now),
         RESUMING => Some(old.last_transition_time.parse().unwrap_or(observed.now)),
         _ => None,
     }
 }
 
-/// Whether a deployment is being resumed.
+/// Whether a deployment is being resumed, or its workers start again for a request.
 pub(crate) fn is_resuming(observed: &Observed) -> bool {
     !observed.deployment.spec.suspend && last_suspended(observed).is_some()
 }

@@ -1,5 +1,6 @@
 //! Everything that one reconcile wants, decided from [`crate::observed::Observed`] alone.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use hearth_crds::{
@@ -8,6 +9,7 @@ use hearth_crds::{
 use k8s_openapi::api::core::v1::Pod;
 use kube_core::DynamicObject;
 
+use crate::key::Key;
 use crate::plan_record::PlanStatusChange;
 
 /// Seconds that a Pod without streams gets for an orderly exit before the kubelet kills it.
@@ -45,6 +47,10 @@ pub struct Decision {
     pub events: Vec<Transition>,
     /// Whether it is waiting for its turn with a worker image.
     pub waits_for_turn: bool,
+    /// Other deployments whose workers are to end, so that this one's have room.
+    pub asks: Vec<Key>,
+    /// Nodes that its workers will have once others have ended theirs: nobody starts there without a request meanwhile.
+    pub awaits: BTreeSet<String>,
     /// Time after which to look again even if nothing is reported; `None`: at the next resync.
     pub requeue_after: Option<Duration>,
 }

@@ -3,11 +3,11 @@
 //! Each is derived from a difference between the status as last written and the new one, so a reconcile that changes
 //! nothing reports nothing.
 
-use hearth_crds::{Condition, InferenceDeploymentStatus};
+use hearth_crds::{Condition, GroupMember, InferenceDeploymentStatus, PoolAutoscaling};
 
 use crate::conditions::{
-    DECODE_READY, DEGRADED, GATEWAY_READY, MODEL_READY, PLANNED, PREFILL_READY, PROGRESSING, READY,
-    ROLLED_BACK, SUSPENDED, of,
+    AT_ZERO, DECODE_READY, DEGRADED, FROM_ZERO, GATEWAY_READY, MODEL_READY, PLANNED, PREFILL_READY,
+    PROGRESSING, READY, ROLLED_BACK, SUSPENDED, of,
 };
 use crate::decision::Transition;
 
@@ -22,9 +22,15 @@ pub(crate) fn transitions(
     events.extend(change.refused());
     events.extend(change.model());
     events.extend(change.scaled());
+    events.extend(change.zero());
     events.extend(change.gateway());
-    events.extend(change.pool(PREFILL_READY, "prefill"));
-    events.extend(change.pool(DECODE_READY, "decode"));
+    let members = change.members();
+    let pools = [(PREFILL_READY, "prefill"), (DECODE_READY, "decode")];
+    let pools = pools.map(|(type_, pool)| change.pool(type_, pool));
+    // The loss of a member is told once, in the same words.
+    let is_new = |it: &Transition| members.iter().all(|member| member.message != it.message);
+    events.extend(pools.into_iter().flatten().filter(is_new));
+    events.extend(members);
     events.extend(change.degraded());
     events.extend(change.late());
     events.extend(change.ready());
@@ -115,9 +121,23 @@ impl<'a> Change<'a> {
             .filter_map(|(reason, pool)| Some((reason, pool, self.desired(pool)?)))
             .filter(|(_, _, (old, new))| old != new)
             .map(|(reason, pool, (old, new))| {
-                normal(reason, format!("{old} to {new} {pool} workers"))
+                let why = self.why_scaled(pool);
+                normal(reason, format!("{old} to {new} {pool} workers{why}"))
             })
             .collect()
+    }
+
+    /// The figures behind a number that was decided just now; empty if somebody else changed it.
+    fn why_scaled(&self, pool: &str) -> String {
+        let decided = |status: Option<&'a InferenceDeploymentStatus>| {
+            status?.pool(pool)?.autoscaling.as_ref()
+        };
+        let (old, new) = (decided(self.old), decided(Some(self.new)));
+        let at = |decided: Option<&PoolAutoscaling>| decided?.changed_at.clone();
+        let news = new.filter(|_| at(old) != at(new));
+        // It begins with both numbers.
+        let figures = news.and_then(|new| Some(new.reason.split_once(": ")?.1));
+        figures.map_or_else(String::new, |figures| format!(": {figures}"))
     }
 
     fn pool(&self, type_: &str, pool: &str) -> Option<Transition> {
@@ -131,12 +151,45 @@ impl<'a> Change<'a> {
             ));
         }
         let lost = self.turned(type_, "False")?;
-        if lost.reason == SUSPENDED {
+        if matches!(&*lost.reason, SUSPENDED | AT_ZERO) {
             return None;
         }
         // More workers are wanted than before: none was lost.
         let has_grown = self.desired(pool).is_some_and(|(old, new)| new > old);
         (!has_grown).then(|| warning("WorkerLost", lost.message.clone()))
+    }
+
+    /// Members that a group has lost, and those that are back while it waits for others.
+    fn members(&self) -> Vec<Transition> {
+        let old = self.old.map_or(&[][..], |old| &old.groups);
+        let mut told = Vec::new();
+        for group in &self.new.groups {
+            let mut before = old.iter();
+            let before = before.find(|old| (old.plan, &old.head) == (group.plan, &group.head));
+            let was = |member: &GroupMember| {
+                let mut members = before?.members.iter();
+                let old = members.find(|old| old.rank == member.rank)?;
+                Some(&*old.state)
+            };
+            let is_whole = group
+                .members
+                .iter()
+                .all(|it| it.state == GroupMember::READY);
+            for member in &group.members {
+                let message = member.message.clone().unwrap_or_default();
+                match (was(member), &*member.state) {
+                    (Some(GroupMember::READY), GroupMember::LOST) => {
+                        told.push(warning("MemberLost", message));
+                    }
+                    (Some(GroupMember::LOST), GroupMember::READY) if !is_whole => {
+                        let message = format!("{} is ready again on {}", member.rank, member.node);
+                        told.push(normal("MemberReady", message));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        told
     }
 
     /// One of several gateways is missing; if none is left, the deployment is not Ready.
@@ -163,15 +216,40 @@ impl<'a> Change<'a> {
     }
 
     /// Whether the deployment is suspended, according to that status.
-    fn is_at_rest(&self, status: Option<&InferenceDeploymentStatus>) -> bool {
+    fn is_suspended(&self, status: Option<&InferenceDeploymentStatus>) -> bool {
         of(status, READY).is_some_and(|ready| ready.reason == SUSPENDED)
+    }
+
+    /// Whether it is suspended, or without workers for want of requests.
+    fn is_at_rest(&self, status: Option<&InferenceDeploymentStatus>) -> bool {
+        self.is_suspended(status) || status.is_some_and(InferenceDeploymentStatus::is_at_zero)
+    }
+
+    /// Its workers have ended for want of requests, or start again.
+    fn zero(&self) -> Option<Transition> {
+        let is_at_zero = |status: Option<&'a InferenceDeploymentStatus>| {
+            let zero = status?.scale_to_zero.as_ref()?;
+            Some((zero.at_zero, &*zero.reason))
+        };
+        let was = is_at_zero(self.old).is_some_and(|(was, _)| was);
+        match is_at_zero(Some(self.new)) {
+            Some((true, why)) if !was => Some(normal(
+                AT_ZERO,
+                format!("{why}: the workers end, and the next request starts them again"),
+            )),
+            Some((false, why)) if was => Some(normal(FROM_ZERO, why)),
+            _ => None,
+        }
     }
 
     fn ready(&self) -> Option<Transition> {
         if let Some(ready) = self.turned(READY, "True") {
             return Some(normal("Ready", ready.message.clone()));
         }
-        let (was, is) = (self.is_at_rest(self.old), self.is_at_rest(Some(self.new)));
+        let (was, is) = (
+            self.is_suspended(self.old),
+            self.is_suspended(Some(self.new)),
+        );
         match (was, is) {
             (false, true) => {
                 let ready = of(Some(self.new), READY)?;

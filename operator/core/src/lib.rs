@@ -11,14 +11,17 @@
 #![forbid(unsafe_code)]
 
 pub mod age;
+pub mod autoscale;
 pub mod build;
-mod candidates;
+pub mod calls;
+pub mod candidates;
 mod cause;
 mod choose;
 pub mod conditions;
 pub mod decide;
 pub mod decision;
 mod events;
+mod follow;
 pub mod host_paths;
 pub mod key;
 pub mod ledger;
@@ -26,10 +29,12 @@ mod model;
 pub mod names;
 pub mod observed;
 pub mod plan_record;
+pub mod preload;
 pub mod quantity;
 mod rollout;
 pub mod routes;
-mod scaling;
+pub mod scaling;
+mod sharing;
 pub mod status;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -37,3 +42,4 @@ pub mod testing;
 mod tests;
 pub mod turns;
 pub mod validate;
+mod zero;

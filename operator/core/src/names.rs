@@ -77,7 +77,7 @@ pub const METRICS_PORT: u16 = 9402;
 pub const WORKER_PORT: u16 = 9400;
 /// Port of the gRPC service of a Pod's second rank.
 pub const SECOND_WORKER_PORT: u16 = 9403;
-/// Port on which an agent awaits the measurement of a link, with mutual TLS. The chart's NetworkPolicy names it.
+/// Port on which an agent awaits that of another node, to measure a link or to give it a model, with mutual TLS. The chart's NetworkPolicy names it.
 pub const LINK_PORT: u16 = 9404;
 /// Port of workers' and agents' plain gRPC health service, for the kubelet.
 pub const HEALTH_PORT: u16 = 9401;
@@ -120,7 +120,7 @@ pub fn agent_tls_name(node: &str) -> String {
     format!("{node}.node.{AGENT_TLS_NAME}")
 }
 
-/// DNS name in the certificate of one node's agent for measurements of links; nothing else accepts it.
+/// DNS name in the certificate of one node's agent towards agents of other nodes; nothing else accepts it.
 pub fn link_tls_name(node: &str) -> String {
     format!("{node}.link.{AGENT_TLS_NAME}")
 }

@@ -3,6 +3,7 @@
 //! Plans of earlier versions have them in annotations; each field is read from there if the plan itself lacks it.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use hearth_crds::{
     GivenUpPlan, InferenceDeploymentSpec, InferencePlan, InferencePlanStatus, ModelFacts,
@@ -47,6 +48,19 @@ pub fn has_served(plan: &InferencePlan) -> bool {
 /// Whether the plan was given up.
 pub fn has_failed(plan: &InferencePlan) -> bool {
     outcome(plan) == OUTCOME_FAILED
+}
+
+/// The plan whose nodes a deployment holds, of its plans in the order of their generations: the newest; once that was given up, the
+/// one that came back, whose generation is the `followed` one of the deployment's status, and until that says so the newest that has
+/// served.
+pub fn ahead(plans: &[Arc<InferencePlan>], followed: Option<u64>) -> Option<&Arc<InferencePlan>> {
+    let newest = plans.last()?;
+    if !has_failed(newest) {
+        return Some(newest);
+    }
+    let served = || plans.iter().rev().filter(|plan| has_served(plan));
+    let told = served().find(|plan| Some(plan.spec.generation) == followed);
+    told.or_else(|| served().next()).or(Some(newest))
 }
 
 /// Reason why a plan was given up.

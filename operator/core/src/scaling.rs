@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus,
-    InferencePoolScalerStatus, PlanRole, ScalingMode,
+    InferencePoolScalerStatus, PlanRole, ScalingMode, ScalingSpec,
 };
 use kube_core::ResourceExt;
 
@@ -18,6 +18,13 @@ use crate::choose::in_force;
 use crate::decision::ScalerStep;
 use crate::observed::Observed;
 use crate::plan_record::spec_of_plan;
+
+/// Whether the number of a pool's workers follows the load.
+pub fn follows_load(spec: &InferenceDeploymentSpec) -> bool {
+    let pools = [&spec.prefill.scaling, &spec.decode.scaling];
+    let mut pools = pools.into_iter().flatten();
+    pools.any(|scaling| scaling.mode == ScalingMode::Auto)
+}
 
 /// The observation with the effective spec: in today's fields, and with the number of prefill workers from their
 /// scaler. Validity is decided before, for the spec as it was written.
@@ -82,7 +89,7 @@ fn creation(observed: &Observed) -> ScalerStep {
 
 fn is_external(spec: &InferenceDeploymentSpec) -> bool {
     let scaling = spec.prefill.scaling.as_ref();
-    scaling.is_some_and(|scaling| scaling.mode == ScalingMode::External)
+    scaling.is_some_and(ScalingSpec::is_external)
 }
 
 /// The number of prefill workers that their scaler asks for. If the scaler cannot be seen, because it was deleted or

@@ -13,9 +13,6 @@ use crate::memory::{BLOCK_TOKENS, Demand, Shortage, available_for};
 use crate::node_ranks::{Devices, NodeRanks};
 use crate::place::{Cost, NoRoom, Wanted, place};
 
-/// The shortest context that a spec may ask for.
-const LEAST_CONTEXT_TOKENS: u32 = 16;
-
 /// Rejects an explicit KV budget that does not hold one stream of the whole context.
 pub(crate) fn check_kv_budget(
     spec: &InferenceDeploymentSpec,
@@ -33,7 +30,7 @@ pub(crate) fn check_kv_budget(
     let fitting = u32::try_from(holds_tokens)
         .unwrap_or(u32::MAX)
         .min(demand.context_length);
-    if fitting < LEAST_CONTEXT_TOKENS {
+    if fitting < Advice::LEAST_CONTEXT_TOKENS {
         return Err(PlanError::KvBudgetTiny {
             memory,
             holds_tokens,

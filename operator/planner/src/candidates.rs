@@ -2,7 +2,7 @@
 
 use hearth_crds::{
     DualBatch, FieldError, InferenceDeploymentSpec, ModelFacts, PrefillMode, PrefillSpec,
-    STREAMED_DENSE_VERSION, ScalingMode, ScalingSpec, Strategy,
+    STREAMED_DENSE_VERSION, ScalingSpec, Strategy,
 };
 
 use crate::error::{AskedBy, PlanError};
@@ -202,7 +202,6 @@ fn errors_of_peers(prefill: &PrefillSpec) -> Vec<(&'static str, &'static str, St
         );
         return errors;
     }
-    let is_external = |scaling: &ScalingSpec| scaling.mode == ScalingMode::External;
     refuse(
         prefill
             .gpus_per_worker
@@ -218,9 +217,12 @@ fn errors_of_peers(prefill: &PrefillSpec) -> Vec<(&'static str, &'static str, St
         "with mode DistributedStreamLoading all prefill workers read one prompt together: write 1",
     );
     refuse(
-        prefill.scaling.as_ref().is_some_and(is_external),
+        prefill
+            .scaling
+            .as_ref()
+            .is_some_and(ScalingSpec::is_dynamic),
         "spec.prefill.scaling.mode",
-        "is \"External\"",
+        "is not \"Static\"",
         "with mode DistributedStreamLoading no prefill worker can be added by itself: remove scaling",
     );
     errors

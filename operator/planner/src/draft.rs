@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use hearth_crds::{
-    DurationText, NodeProfileStatus, PlanKvType, PlanPrediction, PlanRank, PlanRole, PlanRouting,
-    PlanStrategy, PrefillMode, RankDevice, ResidencyPolicy,
+    DurationText, NodeProfileStatus, PlanKvGather, PlanKvType, PlanPrediction, PlanRank, PlanRole,
+    PlanRouting, PlanStrategy, PrefillMode, RankDevice,
 };
 
 use crate::gpus::GpuSlot;
@@ -15,7 +15,7 @@ use crate::cpus::CpuSet;
 use crate::estimator::Estimator;
 use crate::input::PlanInput;
 use crate::memory::{Demand, NodeBudget};
-use crate::peers::Peer;
+use crate::peers::{OtherPeer, Peer};
 use crate::place::{Placement, Refused};
 use crate::stream_loading::StreamedTime;
 
@@ -116,8 +116,28 @@ impl<'a> Draft<'a> {
         Some(time.total_ms + predictor.hand_over_ms(tokens, link))
     }
 
+    /// How keys and values come to all peers: as it takes less time for a long prompt.
+    pub(crate) fn kv_gather(&self) -> PlanKvGather {
+        let tokens = self.long_prompt_tokens();
+        let total_ms = |gather| self.gathered(tokens, gather).map(|time| time.total_ms);
+        match (
+            total_ms(PlanKvGather::Direct),
+            total_ms(PlanKvGather::PassedOn),
+        ) {
+            (Some(direct_ms), Some(passed_on_ms)) if passed_on_ms < direct_ms => {
+                PlanKvGather::PassedOn
+            }
+            _ => PlanKvGather::Direct,
+        }
+    }
+
     /// What the slowest peer does in a prompt of `tokens` that all read together.
     pub(crate) fn together(&self, tokens: u32) -> Option<StreamedTime> {
+        self.gathered(tokens, self.kv_gather())
+    }
+
+    /// The same with keys and values that come to all peers in this way.
+    pub(crate) fn gathered(&self, tokens: u32, gather: PlanKvGather) -> Option<StreamedTime> {
         let members = self.members();
         let (_, head) = members.first()?;
         let times = members.iter().enumerate().filter_map(|(own, (n, member))| {
@@ -125,12 +145,21 @@ impl<'a> Draft<'a> {
                 .iter()
                 .enumerate()
                 .filter(|(other, _)| *other != own);
-            let hops = others.map(|(_, (m, _))| self.estimator.hop(*n, *m));
+            // The peers of a node share its way to other nodes.
+            let here = members.iter().filter(|(m, _)| m == n).count();
+            let others = others.map(|(_, (m, _))| OtherPeer {
+                node: *m,
+                hop: match n == m {
+                    true => self.estimator.hop(*n, *m),
+                    false => self.estimator.hop(*n, *m).shared_by(here),
+                },
+            });
+            let others: Vec<OtherPeer> = others.collect();
             let member = Predictor {
                 mla_form: head.mla_form,
                 ..*member
             };
-            member.together(tokens, Peer::new(self.peers(), hops))
+            member.together(tokens, Peer::among(*n, &others, gather))
         });
         times.max_by(|a, b| a.total_ms.total_cmp(&b.total_ms))
     }
@@ -194,15 +223,6 @@ impl<'a> Draft<'a> {
         let budget = self.placement.budgets[n].as_ref()?;
         let slot = self.slot_of(rank)?;
         self.estimator.host_choice(n, &set_of(rank), &slot, budget)
-    }
-
-    /// Whether any node keeps only part of the weights in memory.
-    pub(crate) fn is_prefetching(&self) -> bool {
-        self.placement
-            .budgets
-            .iter()
-            .flatten()
-            .any(|budget| budget.policy == ResidencyPolicy::MmapPrefetch)
     }
 }
 

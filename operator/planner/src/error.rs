@@ -40,6 +40,11 @@ pub enum Advice {
     MoreCores(usize),
 }
 
+impl Advice {
+    /// The shortest context that is suggested, in tokens.
+    pub(crate) const LEAST_CONTEXT_TOKENS: u32 = 16;
+}
+
 impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -206,9 +211,27 @@ pub enum PlanError {
         /// Changes that fit, each on its own; at least one.
         advice: Vec<Advice>,
     },
-    /// No ring of the nodes has room, or its problem is none.
-    #[error("the model fits no ring of the nodes\n  {0}")]
+    /// The problem of a ring is none: a value that no machine or model has.
+    #[error("no ring can be planned\n  {0}")]
     NoRing(RingError),
+    /// No ring of the nodes has room.
+    #[error(
+        "the model fits no ring of the nodes: weights take {}, and KV {} ({kv_of})\n  \
+         there is room for {accounts}\n  {}",
+        format_bytes(*.weights_bytes), format_bytes(*.kv_bytes), any_of(.advice)
+    )]
+    NoRoomInRing {
+        /// Bytes of the weights.
+        weights_bytes: u64,
+        /// Bytes of KV.
+        kv_bytes: u64,
+        /// What says how much KV.
+        kv_of: String,
+        /// What each node has, in words.
+        accounts: String,
+        /// Changes that fit, each on its own; at least one.
+        advice: Vec<Advice>,
+    },
     /// A KV budget that does not hold one stream of the requested length.
     #[error(
         "spec.decode.kvCache.memory is {memory} and holds {holds_tokens} tokens, contextLength is {context_length}\n  \

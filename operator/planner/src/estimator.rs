@@ -1,15 +1,15 @@
 //! Predicted costs of placing a rank.
 
 use hearth_crds::{
-    ExpertCache, GpuProfile, InferenceDeploymentSpec, LinkProfile, NodeProfileStatus, Pinning,
-    PlanActivations, PlanMlaForm, ScalingMode,
+    ExpertCache, GpuProfile, InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanActivations,
+    PlanMlaForm, ScalingSpec,
 };
 
 use crate::cpus::{Binding, CpuLack, CpuOffer, CpuRoom, CpuSet, NodeCpus, divide};
 use crate::gpus::{GpuLack, GpuOffer, GpuRules, GpuSlot, GpuSlots, activations_on, assign_slots};
 use crate::host_experts::{HostChoice, HostExperts};
 use crate::latents::Latents;
-use crate::link::LinkRates;
+use crate::link::{LinkRates, measured_link};
 use crate::memory::{Demand, NodeBudget};
 use crate::node_ranks::Device;
 use crate::node_ranks::NodeRanks;
@@ -97,11 +97,11 @@ impl<'a> Estimator<'a> {
     }
 
     /// Whether a prefill and a decode rank may be in one Pod: not where one holds several GPUs, where the kubelet gives a
-    /// container CPUs of its own, which both would use, or where an autoscaler counts the Pods of prefill ranks.
+    /// container CPUs of its own, which both would use, or where the number of prefill ranks changes by itself.
     fn may_share_pods(&self, gpus_per_worker: u32) -> bool {
         let scaling = self.spec.prefill.scaling.as_ref();
         gpus_per_worker <= 1
-            && scaling.is_none_or(|scaling| scaling.mode != ScalingMode::External)
+            && !scaling.is_some_and(ScalingSpec::is_dynamic)
             && !self.is_exclusive()
     }
 
@@ -124,7 +124,7 @@ impl<'a> Estimator<'a> {
     ) -> Predictor<'a> {
         Predictor {
             facts: self.demand.facts,
-            rates: Rates::of_gpu(gpu, activations),
+            rates: Rates::of_gpu(gpu, activations, self.demand.facts),
             kv_bytes_per_token: self.demand.kv_bytes_per_token,
             kept_bytes: u64::MAX,
             mapped_bytes: u64::MAX,
@@ -206,7 +206,7 @@ impl<'a> Estimator<'a> {
             }
             None => Predictor {
                 facts: self.demand.facts,
-                rates: Rates::of(self.nodes[node], set),
+                rates: Rates::of(self.nodes[node], set, self.demand.facts),
                 kv_bytes_per_token: self.demand.kv_bytes_per_token,
                 kept_bytes: self.kept_bytes(node, budget),
                 mapped_bytes: budget.weight_budget_bytes,
@@ -269,7 +269,7 @@ impl<'a> Estimator<'a> {
                     })
             }
             Device::GpuAndCpus => ExpertsAt::Host {
-                rates: Rates::of(self.nodes[node], set),
+                rates: Rates::of_experts(self.nodes[node], set, self.demand.facts),
                 copy_gbps,
                 cached_share: 0.0,
                 kept_share: budget.expert_budget_bytes.map_or(1.0, kept_share),
@@ -308,10 +308,8 @@ impl<'a> Estimator<'a> {
                 latency_ms: LOOPBACK_MS,
             };
         }
-        let mut links = self.nodes[from].links.iter();
-        let is_to_peer =
-            |link: &&LinkProfile| link.is_possible() && link.peer == self.nodes[to].node;
-        links.find(is_to_peer).map_or(UNMEASURED_HOP, |link| Hop {
+        let link = measured_link(self.nodes[from], self.nodes[to]);
+        link.map_or(UNMEASURED_HOP, |link| Hop {
             gbps: link.gbps,
             latency_ms: link.rtt_us / 2e3,
         })

@@ -1,6 +1,6 @@
-//! The link between a node's memory and one of its GPUs.
+//! Links as they were measured: between a node's memory and one of its GPUs, and between two nodes.
 
-use hearth_crds::GpuProfile;
+use hearth_crds::{GpuProfile, LinkProfile, NodeProfileStatus};
 
 /// Share of the bandwidth that a PCIe link has by its generation and width which copies from pinned memory reach.
 pub const LINK_EFFICIENCY: f64 = 0.8;
@@ -30,4 +30,17 @@ impl LinkRates {
             beside_decode_gbps,
         })
     }
+}
+
+/// The link between two nodes as either of them measured it. Values that no link has are as good as none: one odd profile
+/// must not keep all plans from being made.
+pub(crate) fn measured_link<'a>(
+    from: &'a NodeProfileStatus,
+    to: &'a NodeProfileStatus,
+) -> Option<&'a LinkProfile> {
+    let of = |at: &'a NodeProfileStatus, peer: &NodeProfileStatus| {
+        let mut links = at.links.iter().filter(|link| link.is_possible());
+        links.find(|link| link.peer == peer.node)
+    };
+    of(from, to).or_else(|| of(to, from))
 }

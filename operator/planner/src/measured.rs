@@ -44,7 +44,7 @@ struct Measured {
 }
 
 impl Measured {
-    fn rates(self) -> Rates {
+    fn rates(self, facts: &ModelFacts) -> Rates {
         let profile = GpuProfile {
             copy_gbps: self.copy_gbps,
             copy_beside_reads_gbps: self.copy_beside_reads_gbps,
@@ -55,7 +55,7 @@ impl Measured {
             virtual_device: Some(String::new()),
             ..GpuProfile::default()
         };
-        Rates::of_gpu(&profile, PlanActivations::F32)
+        Rates::of_gpu(&profile, PlanActivations::F32, facts)
     }
 }
 
@@ -95,7 +95,7 @@ impl Cell {
                 copy_gbps,
             },
             (None, Some(host)) => ExpertsAt::Host {
-                rates: host.rates(),
+                rates: host.rates(facts),
                 copy_gbps,
                 cached_share: f64::from(self.cache) / all_experts,
                 kept_share: 1.0,
@@ -105,7 +105,7 @@ impl Cell {
         };
         let predictor = Predictor {
             facts,
-            rates: places.device.rates(),
+            rates: places.device.rates(facts),
             kv_bytes_per_token: facts.kv_bytes_per_token(2, 2),
             kept_bytes: u64::MAX,
             mapped_bytes: u64::MAX,

@@ -27,6 +27,7 @@ pub(crate) struct Operations {
     attention: f64,
     feed_forward: f64,
     expert_layers: f64,
+    ends: f64,
 }
 
 impl Operations {
@@ -47,6 +48,11 @@ impl Operations {
             feed_forward: (layers - expert_layers) * DENSE_OPERATIONS
                 + expert_layers * (ROUTER_OPERATIONS + shared),
             expert_layers,
+            // Facts of single layers, as members of a ring have them, are of no model with ends.
+            ends: match facts.bytes.embedding + facts.bytes.head {
+                0 => 0.0,
+                _ => ENDS_OPERATIONS,
+            },
         }
     }
 
@@ -97,7 +103,7 @@ impl Operations {
 
     /// All of a pass whose attention runs in `tiles` of rows.
     pub(crate) fn total(self, tiles: f64) -> f64 {
-        self.attention * tiles + self.feed_forward + ENDS_OPERATIONS
+        self.attention * tiles + self.feed_forward + self.ends
     }
 
     /// Those of `experts` routed experts in each of their layers, where the device has them.

@@ -1,6 +1,8 @@
 //! Ranks of a plan that read prompts together: the prefill rank, their head, and followers.
 
-use hearth_crds::{PlanMlaForm, PlanPeers, PlanRank, PlanRole};
+use std::collections::BTreeSet;
+
+use hearth_crds::{PlanKvGather, PlanMlaForm, PlanPeers, PlanRank, PlanRole};
 
 use crate::draft::Draft;
 use crate::expert_parallel::expert_parallel;
@@ -14,6 +16,7 @@ pub(crate) fn form(draft: &Draft<'_>, ranks: &mut [PlanRank]) {
     let Some(head) = heads.cloned().filter(|_| peers > 0) else {
         return;
     };
+    let stand_ins = stand_ins(draft, ranks, peers);
     let kv = |rank: &PlanRank| rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
     let kv_bytes = ranks
         .iter_mut()
@@ -27,6 +30,12 @@ pub(crate) fn form(draft: &Draft<'_>, ranks: &mut [PlanRank]) {
             place,
             ranks: peers,
             experts: expert_parallel(draft.demand.facts, peers),
+            stands_in: place > 0 && stand_ins.contains(&rank.node),
+            // Followers learn it from the head.
+            kv: match place {
+                0 => draft.kv_gather(),
+                _ => PlanKvGather::Direct,
+            },
         });
         keep_kv(rank, kv_bytes.unwrap_or(0));
         if place > 0 {
@@ -35,10 +44,26 @@ pub(crate) fn form(draft: &Draft<'_>, ranks: &mut [PlanRank]) {
     }
 }
 
-/// What differs from a rank that reads prompts alone: it maps its own experts and no others, and has the head's form of
-/// attention.
+/// Nodes whose followers can share prompts with fewer peers: a rank there keeps all experts in the node's memory, so that those of
+/// others cost a follower nothing. Of two peers, nobody is left to share with.
+fn stand_ins(draft: &Draft<'_>, ranks: &[PlanRank], peers: u32) -> BTreeSet<String> {
+    let experts = draft.demand.facts.bytes.routed_experts;
+    let has_all = |rank: &&PlanRank| {
+        rank.role != PlanRole::Stage
+            && !rank.has_expert_budget()
+            && rank.host_weight_bytes() >= experts
+    };
+    let having = ranks.iter().filter(|_| peers > 2).filter(has_all);
+    having.map(|rank| rank.node.clone()).collect()
+}
+
+/// What differs from a rank that reads prompts alone: it has the head's form of attention, and maps its own experts and no others,
+/// unless it stands in for those who have them.
 fn follow(draft: &Draft<'_>, rank: &mut PlanRank, (place, peers): (u32, u32), form: PlanMlaForm) {
     rank.mla_form = form;
+    if rank.peers.as_ref().is_some_and(|peers| peers.stands_in) {
+        return;
+    }
     let facts = draft.demand.facts;
     let first = |place: u32| u64::from(place) * u64::from(facts.experts) / u64::from(peers);
     let own = (first(place + 1) - first(place)) * u64::from(facts.routed_layers());

@@ -1,7 +1,7 @@
 //! Ranks that read a prompt together, each with its share of the rows and of each layer's experts (hybrid MoE paper, section
 //! 3.2): what each exchanges, and how long it takes.
 
-use hearth_crds::{ModelFacts, PlanExpertParallel, PlanMlaForm};
+use hearth_crds::{ModelFacts, PlanExpertParallel, PlanKvGather, PlanMlaForm};
 
 use crate::expert_parallel::expert_parallel;
 use crate::predict::{ExpertsAt, Predictor, Step};
@@ -15,6 +15,16 @@ pub(crate) struct Hop {
     pub latency_ms: f64,
 }
 
+impl Hop {
+    /// The same where so many processes of a node send at once.
+    pub(crate) fn shared_by(self, senders: usize) -> Self {
+        Self {
+            gbps: self.gbps / senders.max(1) as f64,
+            ..self
+        }
+    }
+}
+
 /// One of several peers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Peer {
@@ -24,32 +34,87 @@ pub(crate) struct Peer {
     gb_to_each_s: f64,
     /// Milliseconds that a message takes to the farthest of the others besides its bytes.
     latency_ms: f64,
+    /// Its way for keys and values.
+    kv: KvWay,
+}
+
+/// The way of a peer's keys and values to the others, and of those of others that it passes on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct KvWay {
+    /// Seconds to send them, of a GB that each of the peers has.
+    gb_s: f64,
+    /// Milliseconds until they are with the farthest besides their bytes.
+    latency_ms: f64,
+}
+
+/// Another peer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct OtherPeer {
+    /// Its node, as the planner counts them.
+    pub node: usize,
+    /// The way to it.
+    pub hop: Hop,
 }
 
 impl Peer {
-    /// One of `ranks` peers, with its ways to the others.
+    /// One of `ranks` peers, with its ways to the others; keys and values go from each to each.
     pub(crate) fn new(ranks: u32, others: impl Iterator<Item = Hop>) -> Self {
-        let alone = Self {
+        let (gb_s, latency_ms) = others.fold((0.0, 0.0_f64), |(gb_s, latency_ms), hop| {
+            (gb_s + 1.0 / hop.gbps, latency_ms.max(hop.latency_ms))
+        });
+        Self {
             ranks: ranks.max(1),
-            gb_to_each_s: 0.0,
-            latency_ms: 0.0,
+            gb_to_each_s: gb_s,
+            latency_ms,
+            kv: KvWay { gb_s, latency_ms },
+        }
+    }
+
+    /// One of peers on these nodes, itself on `node`. Passed on, its keys and values go to the peers of its own node and to one
+    /// on each other node; and it hands on, to the peers of its node, those of its part of all peers elsewhere.
+    pub(crate) fn among(node: usize, others: &[OtherPeer], gather: PlanKvGather) -> Self {
+        let peer = Self::new(
+            others.len() as u32 + 1,
+            others.iter().map(|other| other.hop),
+        );
+        if gather.is_direct() {
+            return peer;
+        }
+        let (here, elsewhere): (Vec<OtherPeer>, Vec<OtherPeer>) =
+            others.iter().partition(|other| other.node == node);
+        let mut gates = elsewhere.clone();
+        gates.sort_by_key(|gate| gate.node);
+        gates.dedup_by_key(|gate| gate.node);
+        let gb_s = |to: &[OtherPeer]| to.iter().map(|other| 1.0 / other.hop.gbps).sum::<f64>();
+        let latency_ms = |to: &[OtherPeer]| {
+            let latencies = to.iter().map(|other| other.hop.latency_ms);
+            latencies.fold(0.0, f64::max)
         };
-        others.fold(alone, |peer, hop| Self {
-            gb_to_each_s: peer.gb_to_each_s + 1.0 / hop.gbps,
-            latency_ms: peer.latency_ms.max(hop.latency_ms),
+        let passed_on = elsewhere.len().div_ceil(here.len() + 1) as f64;
+        Self {
+            kv: KvWay {
+                gb_s: gb_s(&gates) + gb_s(&here) * (1.0 + passed_on),
+                latency_ms: latency_ms(&elsewhere) + latency_ms(&here),
+            },
             ..peer
-        })
+        }
     }
 
     /// Milliseconds to send so many bytes to each of the others, while as many come.
     fn exchange_ms(self, bytes: f64) -> f64 {
         bytes / 1e9 * self.gb_to_each_s * 1e3
     }
+
+    /// Milliseconds until so many bytes of keys and values of each peer are with all.
+    fn gather_ms(self, bytes: f64) -> f64 {
+        bytes / 1e9 * self.kv.gb_s * 1e3 + self.kv.latency_ms
+    }
 }
 
 impl Predictor<'_> {
     /// Duration of a prompt of `tokens` for one of several peers, which has its share of the rows and of each layer's experts;
-    /// `None` if it streams none. No peer computes while they exchange; copies of experts go on.
+    /// `None` if it streams none. As if no peer computed while they exchange, though rows attend
+    /// while keys that they do not see are on their way; copies of experts go on.
     pub(crate) fn together(&self, tokens: u32, peer: Peer) -> Option<StreamedTime> {
         let ExpertsAt::Ring {
             slots,
@@ -63,14 +128,23 @@ impl Predictor<'_> {
         let whole = Step::of_prompt(tokens);
         let all = self.streamed_prompt(whole, slots.at(tokens), dense, copy_gbps);
         let layers = f64::from(facts.layers.max(1));
-        // Rows of a message come from the device, and those that come go there.
+        // Rows of a message come from the device, and those that come go there, over its link.
         let message_ms = peer.latency_ms + self.rates.exchange_ms;
+        let crossing_ms = |bytes: f64| {
+            let others = f64::from(peer.ranks - 1);
+            2.0 * bytes * others / 1e9 / copy_gbps * 1e3
+        };
         let kv_bytes = self.kv_bytes_per_token as f64 / layers * own_rows(tokens, peer);
+        let rows_bytes = rows_bytes(facts, tokens, peer);
         let prompt = StreamedPrompt {
             experts: all.experts.div_ceil(peer.ranks),
             dense_ms: self.beside_experts_ms(self.own_step(whole, peer)) / layers,
-            kv_exchange_ms: peer.exchange_ms(kv_bytes) + message_ms,
-            rows_exchange_ms: peer.exchange_ms(rows_bytes(facts, tokens, peer)) + 2.0 * message_ms,
+            kv_exchange_ms: peer.gather_ms(kv_bytes)
+                + crossing_ms(kv_bytes)
+                + self.rates.exchange_ms,
+            rows_exchange_ms: peer.exchange_ms(rows_bytes)
+                + crossing_ms(rows_bytes)
+                + 2.0 * message_ms,
             ..all
         };
         Some(prompt.simulate())
@@ -140,5 +214,33 @@ mod tests {
         let peer = Peer::new(3, [hop(1.0, 0.1), hop(0.25, 2.0)].into_iter());
         assert!((peer.exchange_ms(1e6) - 5.0).abs() < 1e-9, "{peer:?}");
         assert_eq!(peer.latency_ms, 2.0);
+    }
+
+    #[test]
+    fn passed_on_keys_and_values_cross_to_a_node_once() {
+        let hop = |gbps, latency_ms| Hop { gbps, latency_ms };
+        // Two nodes of four: the way between them is 1 GB/s, of which each of four that send at once has a quarter.
+        let other = |node| OtherPeer {
+            node,
+            hop: match node {
+                0 => hop(100.0, 0.025),
+                _ => hop(1.0, 0.2).shared_by(4),
+            },
+        };
+        let others = [0, 0, 0, 1, 1, 1, 1].map(other);
+        let gather_ms = |gather| Peer::among(0, &others, gather).gather_ms(1e6);
+        let direct = 4.0 * 4.0 + 3.0 * 0.01 + 0.2;
+        assert!((gather_ms(PlanKvGather::Direct) - direct).abs() < 1e-9);
+        // Its own to three beside it and to one elsewhere, and one of the others' to three.
+        let passed_on = 4.0 + 2.0 * 3.0 * 0.01 + 0.2 + 0.025;
+        assert!((gather_ms(PlanKvGather::PassedOn) - passed_on).abs() < 1e-9);
+        // Rows go from each to each in either case.
+        let ways = [PlanKvGather::Direct, PlanKvGather::PassedOn];
+        let [direct, passed_on] = ways.map(|gather| Peer::among(0, &others, gather));
+        assert_eq!(direct.exchange_ms(1e6), passed_on.exchange_ms(1e6));
+        // Where each node has one, nothing is passed on.
+        let alone = [1, 2].map(other);
+        let [direct, passed_on] = ways.map(|gather| Peer::among(0, &alone, gather).kv.gb_s);
+        assert_eq!(direct, passed_on);
     }
 }

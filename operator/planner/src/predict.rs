@@ -3,7 +3,10 @@
 //! A roofline with a few constants per kind of device; the measured values next to each prediction (metrics, status)
 //! show how far off it is.
 
-use hearth_crds::{GpuProfile, ModelFacts, NodeProfileStatus, PlanActivations, PlanMlaForm};
+use hearth_crds::{
+    ComputeProfile, DiskProfile, GpuProfile, ModelFacts, NodeProfileStatus, PlanActivations,
+    PlanMlaForm,
+};
 
 use crate::cpus::CpuSet;
 use crate::node_ranks::DenseModules;
@@ -14,6 +17,9 @@ use crate::ring::RingLengths;
 pub const READ_EFFICIENCY: f64 = 0.87;
 /// Share of the measured rate of products that a chunk of a prompt reaches: between them lie norms, activations and hand-overs.
 pub const COMPUTE_EFFICIENCY: f64 = 0.9;
+/// Share of a disk's rate past the page cache at which weights arrive through it, where that was not measured: reads ahead
+/// of rings reach 0.8 to 0.9 of it; docs/benchmarks.md, "Rings of short nodes".
+pub const PAGE_CACHE_EFFICIENCY: f64 = 0.85;
 /// Share of the peak of multiply-adds that products reach, where they were not measured.
 const PRODUCTS_OF_PEAK: f64 = 0.45;
 /// Milliseconds that a layer adds to a step besides its weights: hand-overs between threads, norms, routing.
@@ -52,7 +58,7 @@ pub(crate) struct Rates {
     pub operation_ms: f64,
     /// Milliseconds to hand a layer's activations to CPUs and their sum back, besides their bytes.
     pub exchange_ms: f64,
-    /// Read bandwidth of the disk that holds the weights, in GB/s; 0 if unknown.
+    /// Rate at which weights arrive from the disk that holds them, in GB/s; 0 if unknown.
     pub disk_gbps: f64,
     /// Time to map weights that are in the page cache, and to unmap others for them, in milliseconds per GB.
     pub map_ms_per_gb: f64,
@@ -60,8 +66,8 @@ pub(crate) struct Rates {
 
 impl Rates {
     /// The rates of `set` on `node`: one thread's rate times the threads, capped at that of all threads and at the
-    /// read bandwidth of the set's NUMA nodes.
-    pub(crate) fn of(node: &NodeProfileStatus, set: &CpuSet) -> Self {
+    /// read bandwidth of the set's NUMA nodes. Products are those of the format that `facts` says most weights have.
+    pub(crate) fn of(node: &NodeProfileStatus, set: &CpuSet, facts: &ModelFacts) -> Self {
         let threads = f64::from(set.threads);
         let of_numa: f64 = node
             .numa_nodes
@@ -78,36 +84,33 @@ impl Rates {
         if of_numa > 0.0 {
             read_gbps = read_gbps.min(of_numa);
         }
-        let compute = &node.compute;
-        let (one, all) = match compute.bf16_one_thread_gflops > 0.0 {
-            true => (
-                compute.bf16_one_thread_gflops,
-                compute.bf16_all_threads_gflops,
-            ),
-            false => (
-                compute.f32_one_thread_gflops * PRODUCTS_OF_PEAK,
-                compute.f32_all_threads_gflops * PRODUCTS_OF_PEAK,
-            ),
-        };
-        let disk_gbps = node
-            .disks
-            .iter()
-            .map(|disk| disk.read_gbps)
-            .fold(0.0, f64::max);
+        let (one, all) = product_gflops(&node.compute, &facts.dtype);
         Self {
             read_gbps: read_gbps * READ_EFFICIENCY,
             gflops: (one * threads).min(all.max(one)) * COMPUTE_EFFICIENCY,
             layer_overhead_ms: LAYER_OVERHEAD_MS,
             operation_ms: 0.0,
             exchange_ms: 0.0,
-            disk_gbps,
+            disk_gbps: fastest(&node.disks, mapped_gbps),
             map_ms_per_gb: MAP_THREAD_MS_PER_GB / threads.max(1.0) + UNMAP_MS_PER_GB,
         }
     }
 
+    /// The same for experts that exceed memory: workers read them past the page cache, unless it is faster.
+    pub(crate) fn of_experts(node: &NodeProfileStatus, set: &CpuSet, facts: &ModelFacts) -> Self {
+        Self {
+            disk_gbps: fastest(&node.disks, |disk| disk.read_gbps),
+            ..Self::of(node, set, facts)
+        }
+    }
+
     /// The rates of a GPU: those that were measured as they are, and shares of estimates. Weights on a GPU are not read
-    /// from disk.
-    pub(crate) fn of_gpu(gpu: &GpuProfile, activations: PlanActivations) -> Self {
+    /// from disk. Products are those of the format that `facts` says most weights have, if they were measured.
+    pub(crate) fn of_gpu(
+        gpu: &GpuProfile,
+        activations: PlanActivations,
+        facts: &ModelFacts,
+    ) -> Self {
         // Unrounded activations are three bf16 terms; what was measured is one.
         let exact = match (&gpu.virtual_device, activations) {
             (None, PlanActivations::F32) => GPU_EXACT_COMPUTE_EFFICIENCY / GPU_COMPUTE_EFFICIENCY,
@@ -117,9 +120,13 @@ impl Rates {
             true => (1.0, exact),
             false => (GPU_READ_EFFICIENCY, GPU_COMPUTE_EFFICIENCY * exact),
         };
+        let gflops = match (facts.dtype.as_str(), gpu.fp8_gflops > 0.0) {
+            ("FP8", true) => gpu.fp8_gflops,
+            _ => gpu.bf16_gflops,
+        };
         Self {
             read_gbps: gpu.read_gbps * read,
-            gflops: gpu.bf16_gflops * compute,
+            gflops: gflops * compute,
             layer_overhead_ms: GPU_LAYER_OVERHEAD_MS,
             operation_ms: gpu.operation_us / 1e3,
             exchange_ms: match gpu.exchange_us {
@@ -173,6 +180,49 @@ impl Rates {
             map_ms_per_gb: self.map_ms_per_gb * n,
             ..self
         }
+    }
+}
+
+/// Rates of products with weights of a format in GFLOP/s, of one thread and of one on each core; those with bf16 weights
+/// where the format's were not measured.
+fn product_gflops(compute: &ComputeProfile, dtype: &str) -> (f64, f64) {
+    let bf16 = (
+        compute.bf16_one_thread_gflops,
+        compute.bf16_all_threads_gflops,
+    );
+    let measured = match dtype {
+        "FP8" => (
+            compute.fp8_one_thread_gflops,
+            compute.fp8_all_threads_gflops,
+        ),
+        "F16" => (
+            compute.f16_one_thread_gflops,
+            compute.f16_all_threads_gflops,
+        ),
+        "F32" => (
+            compute.f32_weights_one_thread_gflops,
+            compute.f32_weights_all_threads_gflops,
+        ),
+        _ => bf16,
+    };
+    let peak = (
+        compute.f32_one_thread_gflops * PRODUCTS_OF_PEAK,
+        compute.f32_all_threads_gflops * PRODUCTS_OF_PEAK,
+    );
+    let known = [measured, bf16].into_iter().find(|(one, _)| *one > 0.0);
+    known.unwrap_or(peak)
+}
+
+/// The rate of the fastest disk in GB/s; 0 if none was measured.
+fn fastest(disks: &[DiskProfile], gbps: impl Fn(&DiskProfile) -> f64) -> f64 {
+    disks.iter().map(gbps).fold(0.0, f64::max)
+}
+
+/// Rate in GB/s at which mapped weights arrive from a disk; 0 if it was not measured.
+fn mapped_gbps(disk: &DiskProfile) -> f64 {
+    match disk.mapped_read_gbps > 0.0 {
+        true => disk.mapped_read_gbps,
+        false => disk.read_gbps * PAGE_CACHE_EFFICIENCY,
     }
 }
 

@@ -22,6 +22,9 @@ pub struct Problem {
     pub head: Head,
     /// `links[from][to]`; a device's link to itself is not read.
     pub links: Vec<Vec<Link>>,
+    /// Bytes of weights that a device must have room for beside its KV where not all of its weights stay in memory: they pass
+    /// through so much of it.
+    pub window_bytes: u64,
     /// Bytes that a token's hidden state takes between two devices.
     pub hidden_bytes: u64,
     /// The prompt whose time to first token is predicted.
@@ -101,6 +104,14 @@ impl Layer {
     pub(crate) fn dense_bytes(&self) -> u64 {
         self.read_bytes - self.routed_bytes
     }
+
+    /// Bytes of its routed experts, as stored: all that a token reads a part of by choice.
+    pub(crate) fn expert_bytes(&self) -> u64 {
+        match self.routed_bytes {
+            0 => 0,
+            _ => self.stored_bytes - self.dense_bytes(),
+        }
+    }
 }
 
 /// Embedding and output head.
@@ -174,15 +185,36 @@ impl Problem {
         gpu.map_or(0, |gpu| gpu.memory_bytes.saturating_sub(gpu.buffer_bytes))
     }
 
-    /// Whether tokens choose experts.
-    pub(crate) fn has_experts(&self) -> bool {
-        self.layers.iter().any(|layer| layer.routed_bytes > 0)
+    /// Whether some ring may have room, by what all devices have together: `false` is certain, `true` is not.
+    pub(crate) fn may_have_room(&self) -> bool {
+        let layers = self.layers.iter();
+        let mut bytes: Vec<u64> = layers
+            .map(|layer| layer.stored_bytes + layer.kv_bytes)
+            .collect();
+        let mut rooms = Vec::new();
+        for (index, device) in self.devices.iter().enumerate() {
+            let room_bytes = self.room_bytes(index);
+            if !device.must_fit && room_bytes >= self.window_bytes {
+                return true;
+            }
+            rooms.extend([room_bytes, self.gpu_room_bytes(index)]);
+        }
+        // For each size, all layers that are at least as large must be somewhere, whole.
+        bytes.sort_unstable_by(|a, b| b.cmp(a));
+        let is_room_for = |(index, &bytes): (usize, &u64)| {
+            let held = rooms.iter().map(|room| room / bytes.max(1));
+            held.sum::<u64>() > index as u64
+        };
+        bytes.iter().sum::<u64>() <= rooms.iter().sum() && bytes.iter().enumerate().all(is_room_for)
     }
 
-    /// The share of stored weights that one token reads, of all layers together.
-    pub(crate) fn read_share(&self) -> f64 {
-        let sum = |of: fn(&Layer) -> u64| self.layers.iter().map(of).sum::<u64>() as f64;
-        sum(|layer| layer.read_bytes) / sum(|layer| layer.stored_bytes).max(1.0)
+    /// The share of the routed experts of all layers that one token chooses, by bytes; 1 without any.
+    pub(crate) fn chosen_share(&self) -> f64 {
+        let sum = |of: fn(&Layer) -> u64| self.layers.iter().map(of).sum::<u64>();
+        match sum(Layer::expert_bytes) {
+            0 => 1.0,
+            experts => sum(|layer| layer.routed_bytes) as f64 / experts as f64,
+        }
     }
 
     /// Checks all that the other functions rely on.
@@ -380,6 +412,7 @@ mod tests {
                 token_ms: 0.5,
             },
             links: vec![vec![link; 2]; 2],
+            window_bytes: 0,
             hidden_bytes: 64,
             prompt: Prompt {
                 tokens: 10,

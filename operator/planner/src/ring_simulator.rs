@@ -6,8 +6,9 @@
 //! as soon as there is room, while the device and others compute and hidden states travel. A layer waits for what has not
 //! arrived. What is read is what has no room (equation 15 counts as much) and the room itself, since what passes through
 //! cannot stay. A window may be larger than that room: nothing is read so early that it would have to be read again
-//! (prefetch-release). Of a model with experts, these alone are read, and never ahead, as they are known only when their
-//! layer runs. A device whose layers all fit reads nothing after the first token.
+//! (prefetch-release). A device that has experts reads these first, and never ahead, as they are known only when their
+//! layer runs. Where even the other weights have no room beside those of one layer, a part of them is read at each token,
+//! too, and not ahead either: the experts are in the way. A device whose layers all fit reads nothing after the first token.
 //!
 //! Architecture invariant: no clock; the same windows give the same times.
 
@@ -59,6 +60,8 @@ pub struct Share {
     pub gpu_layers: usize,
     /// Bytes of the weights of its layers on CPUs.
     pub stored_bytes: u64,
+    /// Of these, bytes of routed experts.
+    pub expert_bytes: u64,
     /// Bytes of the KV of its layers on CPUs.
     pub kv_bytes: u64,
     /// Bytes of weights and KV on its GPU.
@@ -69,15 +72,24 @@ pub struct Share {
     pub read_ahead_bytes: u64,
 }
 
+impl Share {
+    /// Whether weights without room are read ahead: all of them are of every token.
+    fn reads_ahead(&self) -> bool {
+        self.overflow_bytes > 0 && self.expert_bytes == 0
+    }
+}
+
 /// A problem prepared for many simulations.
 #[derive(Clone, Debug)]
 pub(crate) struct Simulator<'a> {
     problem: &'a Problem,
     stored: Vec<u64>,
-    /// Sums over the first layers of the bytes that each token reads.
-    dense: Vec<u64>,
+    /// Sums over the first layers of the bytes of routed experts.
+    experts: Vec<u64>,
     kv: Vec<u64>,
     largest_layer_bytes: u64,
+    /// Most bytes of experts that a token chooses in a layer.
+    most_chosen_bytes: u64,
     cpus: Vec<Sums>,
     gpus: Vec<Option<Sums>>,
 }
@@ -159,16 +171,13 @@ impl<'a> Simulator<'a> {
     /// Expects a problem that [`Problem::check`] has found usable.
     pub(crate) fn new(problem: &'a Problem) -> Self {
         let devices = problem.devices.iter();
+        let most = |of: fn(&Layer) -> u64| problem.layers.iter().map(of).max().unwrap_or(0);
         Self {
             problem,
             stored: sums(problem.layers.iter().map(|layer| layer.stored_bytes)),
-            dense: sums(problem.layers.iter().map(Layer::dense_bytes)),
-            largest_layer_bytes: problem
-                .layers
-                .iter()
-                .map(|layer| layer.stored_bytes)
-                .max()
-                .unwrap_or(0),
+            experts: sums(problem.layers.iter().map(Layer::expert_bytes)),
+            largest_layer_bytes: most(|layer| layer.stored_bytes),
+            most_chosen_bytes: most(|layer| layer.routed_bytes),
             kv: sums(problem.layers.iter().map(|layer| layer.kv_bytes)),
             cpus: devices.clone().map(|d| Sums::of(&d.cpus)).collect(),
             gpus: devices
@@ -186,6 +195,7 @@ impl<'a> Simulator<'a> {
             share.gpu_layers += gpu.len();
             share.cpu_layers += cpus.len();
             share.stored_bytes += range(&self.stored, &cpus);
+            share.expert_bytes += range(&self.experts, &cpus);
             share.kv_bytes += range(&self.kv, &cpus);
             share.gpu_bytes += range(&self.stored, &gpu) + range(&self.kv, &gpu);
         }
@@ -193,8 +203,7 @@ impl<'a> Simulator<'a> {
             let taken = share.stored_bytes + share.kv_bytes;
             share.overflow_bytes = taken.saturating_sub(self.problem.room_bytes(device));
         }
-        let has_overflow = shares.iter().any(|share| share.overflow_bytes > 0);
-        if has_overflow && !self.problem.has_experts() {
+        if shares.iter().any(Share::reads_ahead) {
             self.make_room_to_read_ahead(windows, &mut shares);
         }
         shares
@@ -204,14 +213,17 @@ impl<'a> Simulator<'a> {
     /// would only take room from what stays.
     fn make_room_to_read_ahead(&self, windows: &[Window], shares: &mut [Share]) {
         let own_ms = self.own_ms(windows);
+        let chosen_share = self.problem.chosen_share();
         let read_ms = |(device, share): (usize, &Share)| {
-            share.overflow_bytes as f64 / self.problem.devices[device].disk_read_gbps / 1e6
+            let experts = share.overflow_bytes.min(share.expert_bytes);
+            let read = experts as f64 * chosen_share + (share.overflow_bytes - experts) as f64;
+            read / self.problem.devices[device].disk_read_gbps / 1e6
         };
         let reads_ms = shares.iter().enumerate().map(read_ms).fold(0.0, f64::max);
         // A token takes as long as its longest way, be that computation or a disk.
         let token_ms = (own_ms.iter().sum::<f64>() + self.between_ms(windows)).max(reads_ms);
         for (device, share) in shares.iter_mut().enumerate() {
-            if share.overflow_bytes == 0 {
+            if !share.reads_ahead() {
                 continue;
             }
             let own = windows.iter().filter(|window| window.device == device);
@@ -247,36 +259,48 @@ impl<'a> Simulator<'a> {
         total_ms + self.problem.hop_ms(at, 0, 1)
     }
 
-    /// Whether KV and GPU layers fit, and all layers of devices where these must fit.
+    /// Whether KV and GPU layers fit, and all layers of devices where these must fit; of other devices, at least as much as
+    /// weights pass through.
     pub(crate) fn fits(&self, shares: &[Share]) -> bool {
         shares.iter().enumerate().all(|(device, share)| {
-            share.kv_bytes <= self.problem.room_bytes(device)
-                && share.gpu_bytes <= self.problem.gpu_room_bytes(device)
-                && (share.overflow_bytes == 0 || !self.problem.devices[device].must_fit)
+            let passing_bytes = share.kv_bytes.saturating_add(self.problem.window_bytes);
+            let may_overflow = !self.problem.devices[device].must_fit
+                && passing_bytes <= self.problem.room_bytes(device);
+            share.gpu_bytes <= self.problem.gpu_room_bytes(device)
+                && (share.overflow_bytes == 0 || may_overflow)
         })
     }
 
-    fn lanes(&self, windows: &[Window]) -> Vec<Lane> {
+    /// Parts of a device's weights that are read at each token: of those that every token needs, and of the experts that it
+    /// chooses.
+    fn absent(&self, share: &Share) -> (f64, f64) {
         let part = |bytes: u64, of: u64| match of {
             0 => 0.0,
             _ => (bytes as f64 / of as f64).min(1.0),
         };
-        let has_experts = self.problem.has_experts();
+        let dense_bytes = share.stored_bytes - share.expert_bytes;
+        if share.expert_bytes == 0 {
+            return (
+                part(share.overflow_bytes + share.read_ahead_bytes, dense_bytes),
+                0.0,
+            );
+        }
+        // The experts of the layer at work take room, even where no others do.
+        let at_work = self.most_chosen_bytes.min(share.expert_bytes);
+        let beyond = share
+            .overflow_bytes
+            .saturating_sub(share.expert_bytes - at_work);
+        (
+            part(beyond, dense_bytes),
+            part(share.overflow_bytes, share.expert_bytes),
+        )
+    }
+
+    fn lanes(&self, windows: &[Window]) -> Vec<Lane> {
         let lane = |(device, share): (usize, Share)| {
             let rates = &self.problem.devices[device];
             let own = windows.iter().filter(|window| window.device == device);
-            let dense: u64 = own
-                .clone()
-                .map(|window| range(&self.dense, &window.on_cpus()))
-                .sum();
-            let experts = share.stored_bytes.saturating_sub(dense);
-            let (passing, missing) = match has_experts {
-                true => (0.0, part(share.overflow_bytes, experts)),
-                false => (
-                    part(share.overflow_bytes + share.read_ahead_bytes, dense),
-                    0.0,
-                ),
-            };
+            let (passing, missing) = self.absent(&share);
             Lane {
                 share,
                 windows: own.count(),
@@ -390,6 +414,8 @@ impl<'a> Simulator<'a> {
         let most = self.problem.prompt.flight_tokens;
         let tokens_of = |flight: u32| most.min(pass_tokens - flight * most);
         let mut free_ms = vec![0.0_f64; self.problem.devices.len()];
+        // A device sends one flight after the other: they share its link.
+        let mut sent_ms = free_ms.clone();
         let mut waiting: BinaryHeap<Reverse<Arrival>> = (0..pass_tokens.div_ceil(most))
             .map(|flight| Reverse(Arrival::new(0.0, flight, 0)))
             .collect();
@@ -405,7 +431,16 @@ impl<'a> Simulator<'a> {
             free_ms[device] =
                 begin_ms + self.flight_ms(window, &lanes[device], arrival.flight, tokens);
             let next = windows.get(arrival.step + 1).map_or(0, |w| w.device);
-            let ms = free_ms[device] + self.problem.hop_ms(device, next, tokens);
+            let ms = match device == next {
+                true => free_ms[device],
+                false => {
+                    let link = self.problem.links[device][next];
+                    let bytes = self.problem.hidden_bytes as f64 * f64::from(tokens);
+                    let begin_ms = free_ms[device].max(sent_ms[device]);
+                    sent_ms[device] = begin_ms + link.ms(bytes) - link.latency_ms;
+                    sent_ms[device] + link.latency_ms
+                }
+            };
             waiting.push(Reverse(Arrival::new(ms, arrival.flight, arrival.step + 1)));
         }
         end_ms
@@ -421,9 +456,9 @@ impl<'a> Simulator<'a> {
         // A flight of many tokens chooses nearly all experts.
         let bytes = |index: usize| {
             let layer = &self.problem.layers[index];
-            let experts = layer.stored_bytes - layer.dense_bytes();
             let chosen = layer.routed_bytes.saturating_mul(u64::from(tokens));
-            layer.dense_bytes() as f64 * lane.passing + chosen.min(experts) as f64 * lane.missing
+            let chosen = chosen.min(layer.expert_bytes());
+            layer.dense_bytes() as f64 * lane.passing + chosen as f64 * lane.missing
         };
         let read: f64 = cpus.clone().map(bytes).sum();
         let disk_ms = read * lane.ms_per_byte;

@@ -25,6 +25,11 @@ impl Draft<'_> {
             together_after_quiet_ms: self.together_after_quiet_ms(),
             max_queue: streams.saturating_mul(32).max(LEAST_QUEUE),
             queue_timeout_ms: QUEUE_TIMEOUT_MS,
+            hold_timeout_ms: self
+                .input
+                .spec
+                .hold_timeout()
+                .map(|hold| u64::try_from(hold.as_millis()).unwrap_or(u64::MAX)),
         }
     }
 

@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 
 use hearth_crds::{
     ComputeCapability, GpuProfile, InferencePlanSpec, LinkProfile, NodeProfileStatus,
-    PEERS_VERSION, PlanExpertParallel, PlanRank, PlanRole, RING_VERSION, ResidencyPolicy,
+    PEERS_VERSION, PlanExpertParallel, PlanKvGather, PlanRank, PlanRole, RING_VERSION,
+    ResidencyPolicy,
 };
 use hearth_planner::{Advice, GpuOffer, PlanError, PlanInput, plan};
 use support::{GIB, dense_1_7b, gpu, laptop, plan_input_here, plugin, qwen3_30b, spec};
@@ -162,6 +163,42 @@ fn as_many_gpus_read_together_as_are_a_power_of_two() {
     assert_eq!(members(&here(two, &[node("office", 60, 4)])).len(), 2);
 }
 
+/// Beside a rank that has all experts in memory, a follower can have them too.
+#[test]
+fn followers_stand_in_for_lost_ones_where_all_experts_are_in_memory_anyway() {
+    let facts = qwen3_30b();
+    let stand_ins = |plan: &InferencePlanSpec| {
+        let followers = members(plan).into_iter().skip(1);
+        let told = followers.map(|rank| {
+            let stands_in = rank.peers.as_ref().unwrap().stands_in;
+            let bytes = rank.residency.as_ref().unwrap().host_bytes;
+            let experts = facts.bytes.routed_experts;
+            let has = if stands_in { experts } else { experts / 4 };
+            assert!(bytes.abs_diff(has) < experts / 64, "{rank:?}");
+            (rank.node.clone(), stands_in)
+        });
+        told.collect::<Vec<_>>()
+    };
+    let plan = here(TOGETHER, &[node("office", 60, 4)]);
+    let office = |stands_in| ("office".to_owned(), stands_in);
+    assert_eq!(stand_ins(&plan), [office(true), office(true), office(true)]);
+    assert_line(
+        &plan.why,
+        "prompts of prefill-0 are read together",
+        "without one of them as many of those that are left as are a power of two read on, or prefill-0 alone",
+    );
+    // Two shares have room there, and all experts have not.
+    let plan = here(TOGETHER, &[node("attic", 18, 2), node("office", 60, 2)]);
+    let attic = || ("attic".to_owned(), false);
+    let mut told = stand_ins(&plan);
+    told.sort();
+    assert_eq!(told, [attic(), attic(), office(true)]);
+    assert_line(&plan.why, "prompts of prefill-0", "of prefill-0, stage-");
+    // Without the other one, the head is alone.
+    let two = here(TOGETHER, &[node("office", 60, 2)]);
+    assert!(!members(&two)[1].peers.as_ref().unwrap().stands_in);
+}
+
 #[test]
 fn rows_go_to_the_experts_that_they_choose_where_these_are_fewer_than_the_gpus() {
     let mut facts = qwen3_30b();
@@ -201,6 +238,58 @@ fn a_node_that_holds_a_share_of_the_experts_has_a_follower() {
     };
     assert_eq!((what.as_str(), node.as_str()), ("stage-0", "attic"));
     assert!(advice.contains(&Advice::ReadAlone(false)), "{refused}");
+}
+
+/// Two nodes of as many GPUs, whose link carries so much.
+fn two_nodes(gpus: u32, gbps: f64) -> Vec<NodeProfileStatus> {
+    let mut nodes = vec![node("attic", 60, gpus), node("office", 60, gpus)];
+    for link in nodes.iter_mut().flat_map(|node| &mut node.links) {
+        link.gbps = gbps;
+    }
+    nodes
+}
+
+#[test]
+fn keys_and_values_are_passed_on_where_gpus_share_a_slow_way_to_others() {
+    let kv = |plan: &InferencePlanSpec| {
+        let of = |rank: &&PlanRank| rank.peers.as_ref().unwrap().kv;
+        members(plan).iter().map(of).collect::<Vec<_>>()
+    };
+    let four = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 4}\n";
+    let slow = here(four, &two_nodes(2, 1.1));
+    // Followers are told by the head, and are not started anew where the links change.
+    let want = [
+        PlanKvGather::PassedOn,
+        PlanKvGather::Direct,
+        PlanKvGather::Direct,
+        PlanKvGather::Direct,
+    ];
+    assert_eq!(kv(&slow), want);
+    assert_line(
+        &slow.why,
+        "keys and values go to one GPU of each other node, which passes them on: with them 2048 tokens take",
+        "if each GPU sent its own to each other",
+    );
+    // A link as fast as the way within a node: two hops take longer than one.
+    let fast = here(four, &two_nodes(2, 400.0));
+    assert_eq!(kv(&fast), [PlanKvGather::Direct; 4]);
+    assert_line(
+        &fast.why,
+        "keys and values go from each GPU to each other: with them 2048 tokens take",
+        "if each went to a node once and was passed on there",
+    );
+    // On one node, or with one GPU on each, there is nothing to choose.
+    let mut plain = vec![here(TOGETHER, &[node("office", 60, 4)])];
+    let two = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 2}\n";
+    plain.push(here(two, &two_nodes(1, 0.1)));
+    for plan in plain {
+        assert!(kv(&plan).iter().all(PlanKvGather::is_direct));
+        let said = plan
+            .why
+            .iter()
+            .any(|line| line.starts_with("keys and values go"));
+        assert!(!said, "{:#?}", plan.why);
+    }
 }
 
 #[test]
@@ -281,6 +370,7 @@ fn what_peers_cannot_do_is_refused() {
         ("gpusPerWorker: 3", "spec.prefill.gpusPerWorker"),
         ("replicas: 2", "spec.prefill.replicas"),
         ("scaling: {mode: External}", "spec.prefill.scaling.mode"),
+        ("scaling: {mode: Auto}", "spec.prefill.scaling.mode"),
     ] {
         let yaml = format!("prefill: {{mode: DistributedStreamLoading, {more}}}\n");
         let refused = planned(&yaml, &nodes, GpuOffer::Machine).unwrap_err();

@@ -173,6 +173,109 @@ fn auto_makes_a_ring_only_where_no_node_holds_the_model() {
 }
 
 #[test]
+fn auto_makes_a_ring_where_a_node_would_read_from_its_disk_and_be_slower() {
+    let (facts, auto) = (qwen3_30b(), spec(""));
+    let ring = plan(&plan_input(&auto, &facts, &boxes())).unwrap();
+    assert_eq!(ring.strategy, PlanStrategy::PipedRing, "{:#?}", ring.why);
+    check(&ring, &facts, &boxes());
+    let alone = &ring.not_chosen[0];
+    assert!(
+        alone.contains("alone: ") && alone.contains("are read from its disk: predicted TPOT"),
+        "{alone}"
+    );
+    let hybrid = plan(&plan_input(&spec("strategy: Hybrid\n"), &facts, &boxes())).unwrap();
+    assert!(hybrid.ranks.iter().any(|rank| rank.disk_weight_bytes() > 0));
+    assert!(hybrid.predicted.tpot_ms > 1.2 * ring.predicted.tpot_ms);
+    let says = |plan: &InferencePlanSpec, words: &str| {
+        let mut lines = plan.not_chosen.iter();
+        lines.any(|line| line.contains(words))
+    };
+    assert!(says(&hybrid, "spec.strategy is Hybrid; Auto compares both"));
+
+    // Links that take longer than a disk.
+    let mut apart = boxes();
+    for link in apart.iter_mut().flat_map(|node| &mut node.links) {
+        link.rtt_us = 4e6;
+    }
+    let alone = plan(&plan_input(&auto, &facts, &apart)).unwrap();
+    assert_eq!(alone.strategy, PlanStrategy::Hybrid);
+    assert!(says(&alone, "a piped ring: "), "{:#?}", alone.not_chosen);
+    // What rings lack is not dropped without a word.
+    let two = spec("decode: {replicas: 2}\n");
+    if let Ok(alone) = plan(&plan_input(&two, &facts, &boxes())) {
+        assert_eq!(alone.strategy, PlanStrategy::Hybrid);
+        assert!(
+            says(&alone, "spec.decode.replicas is 2"),
+            "{:#?}",
+            alone.not_chosen
+        );
+    }
+    let quiet = spec("prefill: {chunkedBelowTokens: 64}\n");
+    let alone = plan(&plan_input(&quiet, &facts, &boxes())).unwrap();
+    assert_eq!(alone.strategy, PlanStrategy::Hybrid);
+    assert!(
+        says(&alone, "spec.prefill.chunkedBelowTokens has no effect"),
+        "{:#?}",
+        alone.not_chosen
+    );
+}
+
+#[test]
+fn a_node_without_room_for_a_layer_is_left_out_and_told() {
+    let mut nodes = boxes();
+    let mut full = machine("shed", 16, 64);
+    full.memory.available_bytes = 300 * MIB;
+    nodes.push(full);
+    let plan = ring(RING, &qwen3_30b(), &nodes);
+    assert!(plan.ranks.iter().all(|rank| rank.node != "shed"));
+    assert!(
+        plan.not_chosen
+            .iter()
+            .any(|line| line.starts_with("shed: a layer takes ")),
+        "{:#?}",
+        plan.not_chosen
+    );
+}
+
+#[test]
+fn what_no_ring_has_room_for_is_said_with_a_change_that_fits() {
+    let refused = |yaml: &str, nodes: &[NodeProfileStatus]| {
+        let spec: hearth_crds::InferenceDeploymentSpec = serde_norway::from_str(yaml).unwrap();
+        let error = plan(&plan_input(&spec, &qwen3_30b(), nodes)).unwrap_err();
+        error.to_string()
+    };
+    let yaml = |kv: &str, context: u32| {
+        format!(
+            "model: {{source: {{builtin: {{name: hearth-demo}}}}, contextLength: {context}}}\ndecode: {{kvCache: {{{kv}}}}}\nstrategy: PipedRing\n"
+        )
+    };
+    let error = refused(&yaml("memory: 32Gi", 4096), &boxes());
+    assert!(
+        error.starts_with("the model fits no ring of the nodes: weights take ")
+            && error.contains("KV 32 GiB (spec.decode.kvCache.memory)")
+            && error.contains("attic ")
+            && error.contains("lower spec.decode.kvCache.memory to "),
+        "{error}"
+    );
+    let mib = error.split("kvCache.memory to ").nth(1).unwrap();
+    let mib = mib.split("Mi").next().unwrap();
+    let smaller = yaml(&format!("memory: {mib}Mi"), 4096);
+    let spec: hearth_crds::InferenceDeploymentSpec = serde_norway::from_str(&smaller).unwrap();
+    plan(&plan_input(&spec, &qwen3_30b(), &boxes())).expect("what was suggested fits");
+
+    let mut unmeasured = [machine("attic", 8, 9), machine("cellar", 4, 9)];
+    for node in &mut unmeasured {
+        node.disks.clear();
+    }
+    let error = refused(&yaml("", 4096), &unmeasured);
+    assert!(
+        error.contains("its disk was not measured, so that all of its layers must fit"),
+        "{error}"
+    );
+    assert!(error.lines().count() <= 3, "{error}");
+}
+
+#[test]
 fn what_a_ring_does_not_have_is_refused_by_field() {
     for (yaml, field) in [
         ("prefill: {mode: StreamLoading}\n", "spec.prefill.mode"),
@@ -191,6 +294,10 @@ fn what_a_ring_does_not_have_is_refused_by_field() {
             "decode: {scaling: {mode: External, maxReplicas: 2}}\n",
             "spec.decode.scaling.mode",
         ),
+        (
+            "decode: {scaling: {mode: Auto, maxReplicas: 2}}\n",
+            "spec.decode.scaling.mode",
+        ),
         ("decode: {dualBatch: \"On\"}\n", "spec.decode.dualBatch"),
     ] {
         let spec = spec(&format!("{RING}{yaml}"));
@@ -200,10 +307,10 @@ fn what_a_ring_does_not_have_is_refused_by_field() {
     let spec = spec(RING);
     let small = [machine("attic", 8, 1)];
     let error = plan(&plan_input(&spec, &qwen3_30b(), &small)).unwrap_err();
+    let error = error.to_string();
     assert!(
-        error
-            .to_string()
-            .starts_with("the model fits no ring of the nodes"),
+        error.starts_with("the model fits no ring of the nodes")
+            && error.contains("there is room for attic 599.9 MiB"),
         "{error}"
     );
     let mut old = boxes();

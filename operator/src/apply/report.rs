@@ -92,8 +92,8 @@ impl Reporting {
         Ok(true)
     }
 
-    /// Reports that a deployment's spec cannot be read. Its current status is read from the API server, as it is not
-    /// cached.
+    /// Reports that a deployment's spec cannot be read, and returns that status. Its current status is read from the API
+    /// server, as it is not cached.
     ///
     /// # Errors
     /// The API server's error.
@@ -102,7 +102,7 @@ impl Reporting {
         metadata: &ObjectMeta,
         reason: &str,
         now: Timestamp,
-    ) -> Result<(), Failure> {
+    ) -> Result<InferenceDeploymentStatus, Failure> {
         let name = metadata.name.as_deref().unwrap_or_default();
         let namespace = metadata.namespace.as_deref().unwrap_or_default();
         let place = Collection::of::<InferenceDeployment>(namespace);
@@ -112,10 +112,10 @@ impl Reporting {
             current.and_then(|status| serde_json::from_value(status).ok());
         let wanted = undecided::unreadable(current.as_ref(), metadata.generation, reason, now);
         self.status(metadata, current.as_ref(), &wanted).await?;
-        Ok(())
+        Ok(wanted)
     }
 
-    /// Reports that a deployment is left as it is because of a plan that cannot be read.
+    /// Reports that a deployment is left as it is because of a plan that cannot be read, and returns that status.
     ///
     /// # Errors
     /// The API server's error.
@@ -125,7 +125,7 @@ impl Reporting {
         plan: &str,
         why: &str,
         now: Timestamp,
-    ) -> Result<(), Failure> {
+    ) -> Result<InferenceDeploymentStatus, Failure> {
         let current = deployment.status.as_ref();
         let namespace = deployment.namespace().unwrap_or_default();
         let message = format!(
@@ -143,7 +143,7 @@ impl Reporting {
             };
             self.events(deployment, &[transition]).await;
         }
-        Ok(())
+        Ok(wanted)
     }
 
     /// Publishes transitions as events. A failure is only logged: events are a convenience, and the conditions stay.

@@ -1,17 +1,17 @@
 //! Everything known about the cluster, kept current by watches and by the responses to our own writes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hearth_controller_core::calls;
+use hearth_controller_core::conditions::holds_nothing;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::ledger::Ledger;
 use hearth_controller_core::ledger::holdings::Holdings;
 use hearth_controller_core::observed::forbidden::Forbidden;
 use hearth_controller_core::observed::{AgentEndpoint, NodeView, PodView, ScalerView};
 use hearth_controller_core::plan_record::model_key_of;
-use hearth_controller_core::routes::is_planned_gateway;
 use hearth_controller_core::turns::Turns;
 use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileStatus};
 use jiff::Timestamp;
@@ -21,6 +21,7 @@ use crate::cluster::devices::{Claimed, Devices, Offered};
 use crate::cluster::lean::Facts;
 use crate::cluster::packed::Packed;
 use crate::cluster::queue::Queue;
+use crate::cluster::sharing::Sharing;
 use crate::cluster::table::{Identity, Put, Table};
 
 /// Delay that batches changes made at about the same time.
@@ -115,8 +116,12 @@ pub(crate) struct State {
     /// Deployments that wait for room, for a node, or for their turn to roll out a worker image.
     waiting: HashSet<Key>,
     pub(crate) turns: Turns,
-    /// Uids of suspended deployments: their plans hold no resources and no turn.
+    /// Uids of deployments that are suspended, or without workers for want of requests: their plans hold no resources and no
+    /// turn.
     pub(crate) suspended: HashSet<Arc<str>>,
+    /// Generations of the plans that deployments follow by their status, by uid.
+    pub(crate) followed: HashMap<Arc<str>, u64>,
+    pub(crate) sharing: Sharing,
     /// Deployments by uid.
     pub(crate) keys: HashMap<Arc<str>, Key>,
 }
@@ -146,30 +151,47 @@ impl State {
             Put::Changed(before) => {
                 // Its Pods and plans may have been seen first.
                 let is_new = self.keys.insert(Arc::clone(&uid), key.clone()).is_none();
-                let is_other = is_new | self.suspend(&uid, &after);
+                let (changes_rest, gives) = self.suspend(&uid, &after);
+                let is_other = is_new | changes_rest;
                 let has_freed = is_other && self.recount(&uid);
                 // The status is written by us. Changes to it by others are corrected at the next resync.
                 let mut touched = match before.is_some_and(|before| is_same_wish(&before, &after)) {
                     true => Touched::default(),
                     false => Touched::one(key),
                 };
-                touched.waiting |= has_freed;
+                touched.waiting |= has_freed || gives;
                 touched
             }
         }
     }
 
-    /// Records whether a deployment is suspended; returns whether that changed. An unreadable one keeps its state.
-    fn suspend(&mut self, uid: &Arc<str>, deployment: &ReadDeployment) -> bool {
-        let deployment = deployment
-            .as_ref()
-            .ok()
-            .and_then(|packed| packed.get().ok());
-        match deployment.map(|deployment| deployment.spec.suspend) {
-            Some(true) => self.suspended.insert(Arc::clone(uid)),
-            Some(false) => self.suspended.remove(uid),
-            None => false,
+    /// Takes the nodes of a deployment's plan again, for workers that start after there were none.
+    pub(crate) fn take_again(&mut self, uid: &str) {
+        if let Some(uid) = self.suspended.take(uid) {
+            self.recount(&uid);
         }
+    }
+
+    /// Records whether a deployment is suspended or without workers, which plan it follows, and whether its workers may end for others;
+    /// returns whether the former two changed, and whether they may from now on. An unreadable one keeps its state.
+    fn suspend(&mut self, uid: &Arc<str>, deployment: &ReadDeployment) -> (bool, bool) {
+        let deployment = deployment.as_ref().ok();
+        let Some(deployment) = deployment.and_then(|packed| packed.get().ok()) else {
+            return (false, false);
+        };
+        let gives = self.sharing.note(uid, &deployment);
+        let is_at_rest = deployment.spec.suspend || holds_nothing(deployment.status.as_ref());
+        let changes = match is_at_rest {
+            true => self.suspended.insert(Arc::clone(uid)),
+            false => self.suspended.remove(uid),
+        };
+        let status = deployment.status.as_ref();
+        let followed = status.and_then(|status| Some(status.plan.as_ref()?.generation));
+        let before = match followed {
+            Some(generation) => self.followed.insert(Arc::clone(uid), generation),
+            None => self.followed.remove(uid),
+        };
+        (changes || before != followed, gives)
     }
 
     /// Stores a plan, or the reason that it cannot be read.
@@ -350,8 +372,11 @@ impl State {
         self.keys.remove(&row.uid);
         self.reserved.remove(&row.uid);
         self.suspended.remove(&row.uid);
+        self.followed.remove(&row.uid);
         self.forbidden.remove(&row.uid);
+        let asked = self.sharing.forget(key, &row.uid);
         let mut touched = self.owned_changed(&row.uid);
+        touched.keys.extend(asked);
         touched.keys.push(key.clone());
         touched
     }
@@ -395,6 +420,11 @@ impl State {
         }
     }
 
+    /// Whether it does.
+    pub(crate) fn is_waiting(&self, key: &Key) -> bool {
+        self.waiting.contains(key)
+    }
+
     fn waiting(&self) -> Vec<Key> {
         self.waiting.iter().cloned().collect()
     }
@@ -415,44 +445,6 @@ impl State {
     /// Returns the uid of a node.
     pub(crate) fn node_uid(&self, node: &str) -> Option<&str> {
         self.node_uids.get(node).map(String::as_str)
-    }
-
-    /// Ready gateways: their deployment, and their Pod's uid and address.
-    pub(crate) fn gateways(&self) -> Vec<(Key, String, String)> {
-        let nodes: HashSet<&IpAddr> = self.nodes.values().flat_map(|it| &it.addresses).collect();
-        let ready = self.pods.all().filter(|(_, row)| {
-            let pod = &row.value;
-            pod.role.is_gateway() && pod.is_ready && !pod.is_deleting
-        });
-        ready
-            .filter_map(|(pod, row)| {
-                let key = self.keys.get(&row.owner)?.clone();
-                // Anyone can name a deployment of another namespace on a Pod, and a Pod on the host network answers
-                // with whatever the node serves there; no gateway of ours does either.
-                let is_node = nodes.contains(&row.value.ip.parse::<IpAddr>().ok()?);
-                let is_elsewhere = key.namespace != pod.namespace || is_node;
-                let plans = self.plans_of(&row.owner);
-                let is_ours = !is_elsewhere && is_planned_gateway(&row.value, &key.name, &plans);
-                is_ours.then(|| (key, row.value.uid.clone(), row.value.ip.clone()))
-            })
-            .collect()
-    }
-
-    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, or a Pod with a
-    /// second rank.
-    pub(crate) fn gateways_in_doubt(&self) -> Vec<(Key, String, String)> {
-        let rows = self.pods.all();
-        let is_doubtful = |pod: &PodView| pod.has_lost_readiness || pod.second.is_some();
-        let rows = rows.filter(|(_, row)| is_doubtful(&row.value) && !row.value.is_deleting);
-        let doubtful: HashSet<&Key> = rows
-            .filter_map(|(_, row)| self.keys.get(&row.owner))
-            .collect();
-        if doubtful.is_empty() {
-            return Vec::new();
-        }
-        let mut gateways = self.gateways();
-        gateways.retain(|(key, _, _)| doubtful.contains(key));
-        gateways
     }
 
     /// Returns a node's measured profile.
@@ -543,6 +535,7 @@ fn is_same_wish(before: &ReadDeployment, after: &ReadDeployment) -> bool {
             old.uid == new.uid
                 && old.generation == new.generation
                 && old.deletion_timestamp == new.deletion_timestamp
+                && calls::of(old) == calls::of(new)
                 && before.spec == after.spec
         }
         _ => false,

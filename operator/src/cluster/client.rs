@@ -1,26 +1,34 @@
 //! Connection to the API server: timeouts, request counts, and backoff that it requests when it is busy.
 
 use std::future::Future;
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow, bail};
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full};
 use kube::client::{Body, ClientBuilder, DynBody};
+use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use serde_json::{Value, json};
 use tower::{BoxError, Layer, Service};
 
+use crate::cluster::failure::chain;
 use crate::telemetry::Telemetry;
 
 /// Longest time that the API server may take to begin a response.
 const ANSWER: Duration = Duration::from_secs(30);
 /// Longest time that a connection may be silent within a response: longer than any watch stays quiet.
 const SILENCE: Duration = Duration::from_secs(180);
+
+/// What to do where no cluster is named.
+const NO_KUBECONFIG: &str = "neither a kubeconfig (KUBECONFIG, else ~/.kube/config) nor a Pod's service account can be used\n  name one: --kubeconfig FILE, or KUBECONFIG";
+/// The same for the operator, which takes no such argument.
+const NO_CLUSTER: &str = "neither a kubeconfig (KUBECONFIG, else ~/.kube/config) nor a Pod's service account can be used\n  correct KUBECONFIG, or run this in the cluster";
 
 /// Duration of one watch before it is renewed, in seconds: a connection that died silently is detected soon after.
 pub(crate) const WATCH_SECONDS: u32 = 120;
@@ -30,14 +38,95 @@ pub(crate) const WATCH_SECONDS: u32 = 120;
 /// # Errors
 /// There is neither.
 pub(crate) async fn connect(telemetry: Arc<Telemetry>) -> anyhow::Result<Client> {
-    let mut config = Config::infer().await.context(
-        "neither a kubeconfig (KUBECONFIG, else ~/.kube/config) nor a Pod's service account can be used\n  correct KUBECONFIG, or run this in the cluster",
-    )?;
+    let mut config = Config::infer().await.context(NO_CLUSTER)?;
+    config.read_timeout = Some(SILENCE);
+    client(config, telemetry)
+}
+
+/// Connects as a person says, for commands, and returns the address of the API server too: with the kubeconfig at `file`, or
+/// the user's own; with its context `context`, or the current one. A person may look at a quiet log for as long as they
+/// like.
+///
+/// # Errors
+/// The file cannot be read, or has no such context; the message names those that there are.
+pub(crate) async fn connect_to(
+    file: Option<&Path>,
+    context: Option<&str>,
+    telemetry: Arc<Telemetry>,
+) -> anyhow::Result<(Client, String)> {
+    let mut config = match (file, context) {
+        (None, None) => Config::infer().await.context(NO_KUBECONFIG)?,
+        (file, context) => {
+            let known = kubeconfig(file)?;
+            if let Some(context) = context {
+                check_context(&known, context)?;
+            }
+            let options = KubeConfigOptions {
+                context: context.map(str::to_owned),
+                ..KubeConfigOptions::default()
+            };
+            Config::from_custom_kubeconfig(known, &options)
+                .await
+                .map_err(|error| {
+                    anyhow!(
+                        "the kubeconfig cannot be used: {}\n  correct it, or name another: --kubeconfig FILE",
+                        chain(&error)
+                    )
+                })?
+        }
+    };
+    config.read_timeout = None;
+    let address = config.cluster_url.to_string();
+    let address = address.trim_end_matches('/').to_owned();
+    Ok((client(config, telemetry)?, address))
+}
+
+fn kubeconfig(file: Option<&Path>) -> anyhow::Result<Kubeconfig> {
+    match file {
+        Some(file) => Kubeconfig::read_from(file).map_err(|error| {
+            anyhow!(
+                "{} cannot be read as a kubeconfig: {}\n  name another: --kubeconfig FILE",
+                file.display(),
+                root(&error)
+            )
+        }),
+        None => Kubeconfig::read().map_err(|error| {
+            anyhow!(
+                "the kubeconfig cannot be read: {}\n  correct KUBECONFIG, or name another: --kubeconfig FILE",
+                root(&error)
+            )
+        }),
+    }
+}
+
+/// What is at the bottom of an error.
+fn root(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.last().map(ToString::to_string).unwrap_or_default()
+}
+
+fn check_context(known: &Kubeconfig, context: &str) -> anyhow::Result<()> {
+    let mut names = known.contexts.iter().map(|context| context.name.as_str());
+    if names.any(|name| name == context) {
+        return Ok(());
+    }
+    let names: Vec<&str> = known.contexts.iter().map(|it| it.name.as_str()).collect();
+    match &*names {
+        [] => bail!(
+            "the kubeconfig has no context {context}, nor any other\n  name another file: --kubeconfig FILE"
+        ),
+        names => bail!(
+            "the kubeconfig has no context {context}\n  there are: {}",
+            names.join(", ")
+        ),
+    }
+}
+
+fn client(mut config: Config, telemetry: Arc<Telemetry>) -> anyhow::Result<Client> {
     config.connect_timeout = Some(Duration::from_secs(10));
     config.write_timeout = Some(ANSWER);
-    config.read_timeout = Some(SILENCE);
     config.reset_reader_on_write = true;
-    // Retries are up to the reconciler, which knows the purpose of each request.
+    // Retries are up to the caller, who knows the purpose of each request.
     config.default_retry = false;
     let builder = ClientBuilder::try_from(config)?;
     Ok(builder.with_layer(&Counted { telemetry }).build())

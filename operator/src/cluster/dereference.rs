@@ -10,7 +10,7 @@ use hearth_controller_core::age::age;
 use hearth_controller_core::conditions::{self, MODEL_READY};
 use hearth_controller_core::key::Key;
 use hearth_controller_core::observed::Placement;
-use hearth_controller_core::observed::{FetchView, Measured, Observed, PodView, Settings};
+use hearth_controller_core::observed::{Demand, FetchView, Measured, Observed, PodView, Settings};
 use hearth_crds::{Condition, InferenceDeployment};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
@@ -35,6 +35,10 @@ pub(crate) struct UncachedState {
     pub(crate) claim_modes: Vec<String>,
     /// Latencies that the gateway measured recently.
     pub(crate) measured: Option<Measured>,
+    /// Load that the gateways measured recently.
+    pub(crate) demand: Option<Demand>,
+    /// Seconds since the last request, of all deployments whose gateways are read for their load.
+    pub(crate) idle_s: BTreeMap<Key, f64>,
     /// Resources that workers actually got, and whether they hang, by worker address.
     pub(crate) placements: BTreeMap<SocketAddr, Placement>,
     /// Serial of the newest certificate.
@@ -97,6 +101,9 @@ impl Dereferencer {
             scaler: state.scaler_of(&uid, &key),
             nodes: state.nodes.clone(),
             held_by_others: state.held_by_others(&uid),
+            neighbours: state.neighbours((&key, &uid), &outside.idle_s),
+            askers: state.askers_of(&key),
+            awaited_nodes: state.awaited_nodes(&key, deployment),
             others: state.others(),
             claimable: state.devices().free_for(&key),
             has_device_claims: state.has_device_claims,
@@ -106,6 +113,7 @@ impl Dereferencer {
             forbidden: state.forbidden.get(&*uid).cloned(),
             fetches: outside.fetches.clone(),
             measured: outside.measured,
+            demand: outside.demand.clone(),
             placements: outside.placements.clone(),
             certificate: outside.certificate.clone(),
             external: service.and_then(|row| row.value.external.clone()),

@@ -30,6 +30,15 @@ pub(crate) struct Claimed {
     pub(crate) devices: Vec<Device>,
 }
 
+/// GPUs of a node that can be claimed by UUID.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Claimable {
+    /// Those that a driver offers.
+    pub(crate) offered: u32,
+    /// Those of them that nobody has claimed.
+    pub(crate) unclaimed: u32,
+}
+
 /// All GPUs that drivers offer, and all GPUs that are claimed.
 #[derive(Debug, Default)]
 pub(crate) struct Devices {
@@ -58,6 +67,21 @@ impl Devices {
     /// Claims that hold GPUs.
     pub(crate) fn claims(&self) -> Vec<Key> {
         self.claimed.keys().cloned().collect()
+    }
+
+    /// GPUs of each node that can be claimed.
+    pub(crate) fn claimable(&self) -> BTreeMap<String, Claimable> {
+        let taken = self.claimed.values().flat_map(|claimed| &claimed.devices);
+        let taken: BTreeSet<&Device> = taken.collect();
+        let mut nodes: BTreeMap<String, Claimable> = BTreeMap::new();
+        for offered in self.offered.values() {
+            let node = nodes.entry(offered.node.clone()).or_default();
+            for device in offered.gpus.keys() {
+                node.offered += 1;
+                node.unclaimed += u32::from(!taken.contains(device));
+            }
+        }
+        nodes
     }
 
     /// UUIDs that no claim except those of `own` holds, by node; a node whose GPUs are all claimed is included with
@@ -131,6 +155,8 @@ mod tests {
         };
         assert_eq!(free(&demo), ["GPU-0", "GPU-2"]);
         assert_eq!(free(&Key::new("team", "another")), ["GPU-2"]);
+        let office = devices.claimable()["office"];
+        assert_eq!((office.offered, office.unclaimed), (3, 1));
         assert!(devices.claim(Key::new("other", "b"), None));
         assert_eq!(devices.free_for(&demo)["office"].len(), 3);
         assert!(devices.offer(slice, None));

@@ -11,7 +11,7 @@ use hearth_controller_core::ledger::holdings;
 use hearth_controller_core::observed::Turn;
 use hearth_controller_core::observed::forbidden::{Counted, Forbidden};
 use hearth_controller_core::observed::{Holding, Others, PodRole, PodView, Sight};
-use hearth_controller_core::plan_record::has_failed;
+use hearth_controller_core::plan_record::ahead;
 use hearth_controller_core::turns::Outcome;
 use hearth_crds::InferencePlan;
 use jiff::Timestamp;
@@ -236,7 +236,7 @@ impl State {
         deployment.is_some_and(|deployment| deployment.namespace == object.namespace)
     }
 
-    /// The plan that a deployment follows: the one just sent, otherwise the newest seen that has not failed.
+    /// The plan that a deployment follows: the one just sent, otherwise the one of those seen.
     fn plan_ahead(
         &self,
         owner: &Arc<str>,
@@ -244,8 +244,8 @@ impl State {
     ) -> Option<Arc<InferencePlan>> {
         let reserved = self.reserved.get(owner).map(|(plan, _)| Arc::clone(plan));
         let reserved = reserved.filter(|_| self.keys.contains_key(owner));
-        let is_alive = |plan: &&Arc<InferencePlan>| !has_failed(plan);
-        let ahead = reserved.or_else(|| plans.iter().rfind(is_alive).cloned())?;
+        let followed = self.followed.get(owner).copied();
+        let ahead = reserved.or_else(|| ahead(plans, followed).cloned())?;
         let dropped = self.forbidden.get(owner).filter(|it| it.is_dropped);
         let is_dropped = dropped.is_some_and(|it| it.generation == ahead.spec.generation);
         (!is_dropped).then_some(ahead)
@@ -331,6 +331,36 @@ mod tests {
         assert_eq!(state.turn_holder(at(0)), None);
         assert!(state.reserved.contains_key("0b1c"), "it is not seen yet");
         state.give_back("0b1c");
+        assert_eq!(held(&state), before);
+    }
+
+    #[test]
+    fn a_deployment_without_workers_holds_what_its_pods_hold_until_it_takes_its_nodes_again() {
+        let mut state = State::default();
+        let put = |state: &mut State, version: u64, at_zero: bool| {
+            let mut deployment = deployment("");
+            let status = deployment.status.get_or_insert_default();
+            status.scale_to_zero = Some(hearth_crds::ScaleToZeroStatus {
+                at_zero,
+                ..hearth_crds::ScaleToZeroStatus::default()
+            });
+            let read = Packed::new(&deployment).map_err(|_| unreachable!());
+            let mut identity = identity("default", "demo", "0b1c", "");
+            identity.version = version;
+            state.put_deployment(identity, read)
+        };
+        put(&mut state, 1, false);
+        let served = plan("default", 1, "x:1", OUTCOME_SERVING);
+        state.put_plan(identity("default", "demo-1", "p1", "0b1c"), Ok(&served));
+        let held = |state: &State| state.held_by_others("somebody");
+        let before = held(&state);
+        assert!(!before.is_empty());
+        assert!(put(&mut state, 2, true).waiting, "others have room");
+        assert_eq!(held(&state), BTreeMap::new());
+        // Before its Pods are there, and before its status is written.
+        state.take_again("0b1c");
+        assert_eq!(held(&state), before);
+        put(&mut state, 3, false);
         assert_eq!(held(&state), before);
     }
 

@@ -30,7 +30,7 @@ use crate::cluster::lean::{
 use crate::cluster::table::Identity;
 
 /// Objects per page of a list: the page size bounds the memory.
-const PAGE: u32 = 100;
+pub(super) const PAGE: u32 = 100;
 /// API version of dynamic resource allocation.
 const DEVICE_VERSION: &str = "resource.k8s.io/v1";
 /// Component of the agents' Pods, as the chart labels them.
@@ -50,7 +50,9 @@ pub(crate) struct Watches {
 }
 
 /// A kind that is cached.
-trait Cached: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static {
+pub(super) trait Cached:
+    Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static
+{
     /// Whether decisions require it. If watching it is forbidden, it is retried either way.
     const IS_NEEDED: bool = true;
 

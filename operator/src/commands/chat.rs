@@ -20,12 +20,6 @@ const EXAMPLES: &str = "Examples:\n  hearth chat\n  hearth chat --message 'What 
 pub(crate) struct ChatArgs {
     /// Which deployment, where several run
     name: Option<String>,
-    /// Ask this one question and print the answer
-    #[arg(short, long, value_name = "TEXT")]
-    message: Option<String>,
-    /// What the model is told before the conversation
-    #[arg(long, value_name = "TEXT")]
-    system: Option<String>,
     /// Endpoint to use instead of this machine's, such as http://host:8080
     #[arg(long, value_name = "URL", value_parser = base_url)]
     url: Option<String>,
@@ -35,11 +29,24 @@ pub(crate) struct ChatArgs {
     /// Model name at --url (default: the first that it serves)
     #[arg(long, requires = "url")]
     model: Option<String>,
-    /// API key
-    #[arg(long, env = "HEARTH_API_KEY", hide_env_values = true)]
-    api_key: Option<String>,
+    #[command(flatten)]
+    talk: TalkArgs,
     #[command(flatten)]
     state: StateArgs,
+}
+
+/// What is said, wherever the endpoint is.
+#[derive(Args)]
+pub(crate) struct TalkArgs {
+    /// Ask this one question and print the answer
+    #[arg(short, long, value_name = "TEXT")]
+    message: Option<String>,
+    /// What the model is told before the conversation
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// API key
+    #[arg(long, env = "HEARTH_API_KEY", hide_env_values = true)]
+    pub(crate) api_key: Option<String>,
 }
 
 /// Base of the API at a URL: a bare address means its `/v1`.
@@ -62,19 +69,27 @@ pub(crate) fn run(args: &ChatArgs, environment: &Environment) -> anyhow::Result<
         .build()?;
     runtime.block_on(async {
         let client = connect(args, environment).await?;
-        let mut messages = Vec::new();
-        if let Some(system) = &args.system {
-            messages.push(json!({"role": "system", "content": system}));
-        }
-        match &args.message {
-            Some(message) => turn(&client, &mut messages, message).await,
-            None => converse(&client, &mut messages).await,
-        }
+        talk(&client, &args.talk).await
     })
 }
 
+/// Asks the one question, or talks until the end of input.
+///
+/// # Errors
+/// The endpoint's, or that it cannot be reached.
+pub(crate) async fn talk(client: &Client, args: &TalkArgs) -> anyhow::Result<()> {
+    let mut messages = Vec::new();
+    if let Some(system) = &args.system {
+        messages.push(json!({"role": "system", "content": system}));
+    }
+    match &args.message {
+        Some(message) => turn(client, &mut messages, message).await,
+        None => converse(client, &mut messages).await,
+    }
+}
+
 async fn connect(args: &ChatArgs, environment: &Environment) -> anyhow::Result<Client> {
-    let key = args.api_key.as_deref();
+    let key = args.talk.api_key.as_deref();
     let Some(url) = &args.url else {
         let running = StateDir::locate(args.state.state_dir.as_deref(), environment)?
             .choose(args.name.as_deref())?;

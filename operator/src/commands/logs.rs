@@ -110,9 +110,11 @@ fn print_tail(rank: &str, file: &mut File, lines: usize) -> anyhow::Result<()> {
     let text = String::from_utf8_lossy(&bytes);
     let all: Vec<&str> = text.lines().collect();
     let shown = &all[all.len().saturating_sub(lines)..];
-    let shown: String = shown
-        .iter()
-        .map(|line| format!("{rank:<10} {line}\n"))
-        .collect();
+    let shown: String = shown.iter().map(|line| prefixed(rank, line)).collect();
     ui::print_data(&shown)
+}
+
+/// A line of the process `rank`.
+pub(crate) fn prefixed(rank: &str, line: &str) -> String {
+    format!("{rank:<10} {line}\n")
 }

@@ -5,9 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::environment::Environment;
-use crate::terminal::table::OutputFormat;
+use crate::terminal::table::{self, OutputFormat};
 use crate::terminal::ui::Steps;
-use crate::terminal::{table, ui};
 use crate::up::state::StateArgs;
 use crate::up::state::StateDir;
 use crate::up::{self, MachineArgs};
@@ -26,9 +25,10 @@ pub(crate) struct PlanArgs {
     #[arg(short, long, value_enum, default_value_t)]
     output: OutputFormat,
     /// Plan for the nodes of this file instead of this machine, as if nothing else ran there and all GPUs were offered:
-    /// NodeProfiles as kubectl prints them, or what hearth-worker profile --json prints; - reads standard input
+    /// NodeProfiles as kubectl prints them, or what hearth-worker profile --json prints; - reads standard input. Of several
+    /// files, one after each --profiles
     #[arg(long, value_name = "FILE", conflicts_with_all = ["measure", "virtual_device", "nodes"])]
-    profiles: Option<PathBuf>,
+    profiles: Vec<PathBuf>,
     #[command(flatten)]
     machine: MachineArgs,
     #[command(flatten)]
@@ -39,16 +39,10 @@ pub(crate) struct PlanArgs {
 pub(crate) fn run(args: &PlanArgs, environment: &Environment) -> anyhow::Result<()> {
     let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
     let steps = Steps::new(environment);
-    let planned = match &args.profiles {
-        Some(profiles) => up::plan_for_nodes(&args.file, profiles, environment, &steps)?,
-        None => up::plan(&args.file, &state, &args.machine, environment, &steps)?,
+    let planned = match &*args.profiles {
+        [] => up::plan(&args.file, &state, &args.machine, environment, &steps)?,
+        profiles => up::plan_for_nodes(&args.file, profiles, environment, &steps)?,
     };
-    match args.output {
-        OutputFormat::Table => ui::print_data(&table::plan(&planned.plan)),
-        OutputFormat::Json => ui::print_data(&format!(
-            "{}\n",
-            serde_json::to_string_pretty(&planned.plan)?
-        )),
-        OutputFormat::Yaml => ui::print_data(&serde_norway::to_string(&planned.plan)?),
-    }
+    let plan = &planned.plan;
+    args.output.print(plan, || table::plan(plan))
 }

@@ -4,13 +4,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use comfy_table::{Table, presets};
 use hearth_crds::InferencePlanSpec;
 use serde::Serialize;
 
 use crate::environment::Environment;
+use crate::exposition::{TPOT, TTFT, total};
 use crate::http;
-use crate::terminal::table::OutputFormat;
+use crate::terminal::table::{self, OutputFormat};
 use crate::terminal::ui::{self, milliseconds};
 use crate::up::state::StateArgs;
 use crate::up::state::{Running, RunningProcess, StateDir};
@@ -63,18 +63,13 @@ pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Resul
         let plan = state.deployment(&running.name).read_plan().ok();
         all.push(runtime.block_on(inspect(running, plan.as_ref())));
     }
-    match args.output {
-        OutputFormat::Json => {
-            ui::print_data(&format!("{}\n", serde_json::to_string_pretty(&all)?))?
-        }
-        OutputFormat::Yaml => ui::print_data(&serde_norway::to_string(&all)?)?,
-        OutputFormat::Table if all.is_empty() => {
-            ui::say(format_args!(
-                "nothing runs on this machine; looked in {}\n  start something: hearth up -f manifests/examples/demo.yaml",
-                state.path().display()
-            ));
-        }
-        OutputFormat::Table => ui::print_data(&format!("{}\n", table(&all)))?,
+    if all.is_empty() && args.output == OutputFormat::Table {
+        ui::say(format_args!(
+            "nothing runs on this machine; looked in {}\n  start something: hearth up -f manifests/examples/demo.yaml",
+            state.path().display()
+        ));
+    } else {
+        args.output.print(&all, || rows(&all))?;
     }
     Ok(if all.is_empty() {
         ExitCode::FAILURE
@@ -114,44 +109,28 @@ fn measured(metrics: &str) -> Measured {
     };
     Measured {
         requests: total(metrics, "gen_ai_server_request_duration_seconds_count") as u64,
-        ttft_ms: mean_ms("gen_ai_server_time_to_first_token_seconds"),
-        tpot_ms: mean_ms("gen_ai_server_time_per_output_token_seconds"),
+        ttft_ms: mean_ms(TTFT),
+        tpot_ms: mean_ms(TPOT),
     }
 }
 
-/// Sum of a metric over its labels.
-fn total(metrics: &str, name: &str) -> f64 {
-    metrics
-        .lines()
-        .filter_map(|line| {
-            let rest = line.strip_prefix(name)?;
-            let value = match rest.strip_prefix('{') {
-                Some(labels) => labels.rsplit_once('}')?.1,
-                None => rest.starts_with(' ').then_some(rest)?,
-            };
-            value.split_whitespace().next()?.parse::<f64>().ok()
-        })
-        .sum()
-}
-
-fn table(all: &[Status]) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table.set_header([
-        "NAME", "MODEL", "READY", "PLAN", "PREFILL", "DECODE", "RESTARTS", "TTFT", "TPOT",
-        "REQUESTS", "AGE", "ENDPOINT",
-    ]);
-    for status in all {
+fn rows(all: &[Status]) -> String {
+    let header = [
+        "NAME", "MODEL", "READY", "PLAN", "PREFILL", "DECODE", "STAGES", "RESTARTS", "TTFT",
+        "TPOT", "REQUESTS", "AGE", "ENDPOINT",
+    ];
+    let rows = all.iter().map(|status| {
         let running = &status.running;
         let measured = status.measured.as_ref();
         let show = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), milliseconds);
-        table.add_row([
+        [
             running.name.clone(),
             running.served_name.clone(),
             ready(status).to_owned(),
             running.plan_generation.to_string(),
             pool(running, "prefill"),
             pool(running, "decode"),
+            pool(running, "stage"),
             running
                 .processes
                 .iter()
@@ -163,13 +142,9 @@ fn table(all: &[Status]) -> String {
             measured.map_or_else(|| "-".to_owned(), |measured| measured.requests.to_string()),
             age(&running.started_at),
             running.endpoint.clone(),
-        ]);
-    }
-    let text = table.to_string();
-    text.lines()
-        .map(str::trim_end)
-        .collect::<Vec<_>>()
-        .join("\n")
+        ]
+    });
+    table::plain(&header, rows)
 }
 
 /// Readiness reported by the endpoint, unless its process hangs.
@@ -205,18 +180,13 @@ fn processes_of<'r>(
     running.processes.iter().filter(of_role)
 }
 
-/// Elapsed time in the largest unit that fits: `3d`, `2m`.
+/// Time since the start.
 fn age(started_at: &str) -> String {
-    let Ok(started) = started_at.parse::<jiff::Timestamp>() else {
-        return "-".to_owned();
-    };
-    let seconds = jiff::Timestamp::now().as_second() - started.as_second();
-    match seconds.max(0) {
-        seconds @ 0..120 => format!("{seconds}s"),
-        seconds @ 120..7200 => format!("{}m", seconds / 60),
-        seconds @ 7200..172_800 => format!("{}h", seconds / 3600),
-        seconds => format!("{}d", seconds / 86_400),
-    }
+    let started = started_at.parse::<jiff::Timestamp>();
+    started.map_or_else(
+        |_| "-".to_owned(),
+        |started| table::age(started.as_second()),
+    )
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use clap::Args;
 use hearth_controller_core::host_paths::HostPath;
 use hearth_controller_core::observed::{LedgerSettings, NodeSettings, Requests, Settings};
 use hearth_controller_core::quantity::millis;
-use hearth_crds::{DurationText, MemoryQuantity};
+use hearth_crds::{DurationText, HUB_ENDPOINT, MemoryQuantity};
 use ipnet::IpNet;
 
 use crate::services::agents::ranges;
@@ -107,6 +107,15 @@ pub(crate) struct OperatorArgs {
         value_parser = range
     )]
     pub(crate) cluster_ranges: Vec<Option<IpNet>>,
+    /// Address of the hub that models of spec.model.source.huggingFace come from, if not the public one: a mirror
+    #[arg(
+        long,
+        value_name = "URL",
+        env = "HEARTH_HUB_ENDPOINT",
+        default_value = HUB_ENDPOINT,
+        value_parser = hub_endpoint
+    )]
+    pub(crate) hub_endpoint: String,
     /// Address of the API server's Service, which the kubelet sets in every Pod
     #[arg(long, env = "KUBERNETES_SERVICE_HOST", hide = true)]
     pub(crate) api_address: Option<String>,
@@ -141,6 +150,14 @@ pub(crate) struct OperatorArgs {
         default_value = "5m"
     )]
     pub(crate) node_forget_after: DurationText,
+    /// Time that ready workers stay before they end for another deployment's
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "HEARTH_MIN_RESIDENCE",
+        default_value = "1m"
+    )]
+    pub(crate) min_residence: DurationText,
     /// Keys of short-lived NoExecute taints, such as a network plugin's, that workers tolerate for 300 s
     #[arg(
         long,
@@ -220,6 +237,20 @@ fn range(text: &str) -> Result<Option<IpNet>, String> {
     }
 }
 
+/// The agents would refuse another with each fetch.
+fn hub_endpoint(text: &str) -> Result<String, String> {
+    let host = ["https://", "http://"]
+        .iter()
+        .find_map(|scheme| text.strip_prefix(scheme));
+    let is_plain = host.is_some_and(|host| {
+        !host.is_empty() && !host.starts_with('/') && !host.contains(['?', '#', '@', ' '])
+    });
+    match is_plain {
+        true => Ok(text.to_owned()),
+        false => Err("it is not the address of a hub\n  write one as https://hub.lan".to_owned()),
+    }
+}
+
 /// No busy loop.
 fn resync(text: &str) -> Result<DurationText, String> {
     at_least(text, "500ms")
@@ -280,12 +311,14 @@ impl OperatorArgs {
             model_cache: self.model_cache.clone(),
             host_paths: self.host_paths.iter().flatten().cloned().collect(),
             cluster_ranges: self.cluster_ranges(),
+            hub_endpoint: self.hub_endpoint.clone(),
             network_policies: self.network_policies,
             keeps_authority: self.keep_authority,
             certificate_lifetime: self.certificate_lifetime.get(),
             nodes: NodeSettings {
                 move_after: self.node_move_after.get(),
                 forget_after: self.node_forget_after.get().max(self.node_move_after.get()),
+                min_residence: self.min_residence.get(),
                 passing_taints: self
                     .passing_taints
                     .iter()

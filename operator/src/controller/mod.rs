@@ -14,8 +14,8 @@ mod args;
 mod reconcile;
 
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use hearth_controller_core::observed::Settings;
@@ -43,6 +43,7 @@ use crate::services::cluster_cache::ClusterCache;
 use crate::services::health::{self, HealthState};
 use crate::services::lease::Candidate;
 use crate::services::measure::Measures;
+use crate::services::waits;
 use crate::signals::ShutdownSignals;
 use crate::telemetry::{self, Telemetry};
 
@@ -82,6 +83,8 @@ struct Parts {
     owner: Option<OwnerReference>,
     cache: ClusterCache,
     authority: Arc<Authority>,
+    /// Where the metrics find the agents.
+    agents: Arc<OnceLock<Arc<Agents<ClusterCache>>>>,
 }
 
 async fn operate(args: &OperatorArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
@@ -96,10 +99,13 @@ async fn operate(args: &OperatorArgs, environment: &Environment) -> anyhow::Resu
         queue: Arc::new(Queue::default()),
         telemetry,
     };
+    let agents = Arc::new(OnceLock::new());
     let state = HealthState {
         telemetry: Arc::clone(&cache.telemetry),
         cache: Arc::clone(&cache.cache),
         queue: Arc::clone(&cache.queue),
+        settings: Arc::clone(&settings),
+        agents: Arc::clone(&agents),
     };
     let _health = tokio::spawn(health::serve(args.listen, state).await?);
     tracing::info!(
@@ -122,6 +128,7 @@ async fn operate(args: &OperatorArgs, environment: &Environment) -> anyhow::Resu
             settings,
             owner,
             cache,
+            agents,
         };
         lead(args, parts, &mut signals).await
     };
@@ -200,16 +207,13 @@ async fn work(args: &OperatorArgs, parts: Parts, notifier: CacheNotifier, permit
         owner: _,
         cache,
         authority,
+        agents: found,
     } = parts;
     let requests = ApiClient::new(client.clone());
     let agents = args.agents.then(|| {
         let directory = Arc::new(cache.clone());
-        Arc::new(Agents::new(
-            client.clone(),
-            Arc::clone(&authority),
-            directory,
-            &settings,
-        ))
+        let agents = Agents::new(client.clone(), Arc::clone(&authority), directory, &settings);
+        Arc::clone(found.get_or_init(|| Arc::new(agents)))
     });
     let measures = Arc::new(Measures::default());
     let reconciler = Arc::new(Reconciler {
@@ -239,9 +243,10 @@ async fn work(args: &OperatorArgs, parts: Parts, notifier: CacheNotifier, permit
     };
     tokio::join!(
         dispatch(&reconciler, &permits),
-        keep_authority(&authority),
+        keep_authority(&authority, &cache.telemetry),
         expire_reservations(&notifier),
         measures.run(&cache),
+        waits::run(&measures, &cache),
         agents,
     );
 }
@@ -272,13 +277,17 @@ async fn dispatch(reconciler: &Arc<Reconciler>, permits: &Arc<Semaphore>) {
     }
 }
 
-async fn keep_authority(authority: &Authority) {
+async fn keep_authority(authority: &Authority, telemetry: &Telemetry) {
     let mut told = String::new();
     loop {
         let now = Timestamp::now();
         let wait = match authority.keep(now).await {
             Ok(again) => {
                 told.clear();
+                if let Some(until) = authority.until().await {
+                    let seconds = until.as_second();
+                    telemetry.authority_s.store(seconds, Ordering::Relaxed);
+                }
                 Duration::try_from(again.duration_since(now)).unwrap_or_default()
             }
             Err(error) => {

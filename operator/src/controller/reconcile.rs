@@ -1,18 +1,19 @@
 //! One reconcile of one deployment: dereference → decide → apply → report.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_controller_core::conditions::{self, PROGRESSING};
+use hearth_controller_core::conditions::{self, PROGRESSING, holds_nothing};
 use hearth_controller_core::decide::decide;
 use hearth_controller_core::decision::Decision;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::observed::Turn;
 use hearth_controller_core::observed::{Observed, Settings};
+use hearth_controller_core::scaling::follows_load;
 use hearth_controller_core::status::{self, loses_ready, undecided};
 use hearth_controller_core::validate::{left_to_others, serves};
-use hearth_crds::InferenceDeployment;
+use hearth_crds::{InferenceDeployment, ModelSource};
 use jiff::Timestamp;
 use kube::ResourceExt;
 
@@ -105,7 +106,8 @@ impl Reconciler {
         let deployment = match read.as_deref() {
             None => return Ok(None),
             Some(Err(unreadable)) => {
-                self.refuse_unreadable(unreadable).await?;
+                self.ask_nobody(key);
+                self.refuse_unreadable(key, unreadable).await?;
                 return Ok(Some(None));
             }
             Some(Ok(packed)) => match packed.get() {
@@ -116,21 +118,35 @@ impl Reconciler {
         self.remember(key, &deployment);
         if deployment.metadata.deletion_timestamp.is_some() {
             // The garbage collector removes its dependents.
+            self.ask_nobody(key);
             return Ok(Some(None));
         }
         if let Some(wait) = left_to_others(&self.settings, &deployment, Timestamp::now()) {
+            self.telemetry.deployments.forget(key);
+            self.ask_nobody(key);
             return Ok(Some(wait));
         }
-        if let Some(wait) = self.leave_to_newer(&deployment).await? {
+        if let Some(wait) = self.leave_to_newer(key, &deployment).await? {
+            self.ask_nobody(key);
             return Ok(Some(Some(wait)));
         }
         self.serve(key, &deployment).await.map(Some)
+    }
+
+    /// Nobody ends workers for a deployment that is not decided about.
+    fn ask_nobody(&self, key: &Key) {
+        let now = Timestamp::now();
+        self.notifier.change(|state| {
+            state.awaits(key, &BTreeSet::new());
+            state.ask(key, 0, &[], now)
+        });
     }
 
     /// Leaves a deployment alone if a newer operator has planned it in a way that this one cannot read: only its
     /// certificates are renewed, and the status says so. Returns the delay until the next reconcile in that case.
     async fn leave_to_newer(
         &self,
+        key: &Key,
         deployment: &InferenceDeployment,
     ) -> Result<Option<Duration>, Failure> {
         let uid = deployment.uid().unwrap_or_default();
@@ -141,7 +157,9 @@ impl Reconciler {
         let told = self.reporting.leave(deployment, &plan, &why, now).await;
         let old = self.mounts_old_certificates(deployment);
         let issued = self.authority.deployment(deployment, old, now).await?;
-        told?;
+        let figures = &self.telemetry.deployments;
+        figures.certified(key, issued.until);
+        figures.reported(key, Some(&deployment.spec), &told?);
         let mut again = EarliestRequeue::default();
         again.at(now, issued.again);
         Ok(again.0)
@@ -162,9 +180,14 @@ impl Reconciler {
         let (observed, decision) = self.decide(deployment, now, &outside).await;
         again.after(decision.requeue_after);
         log_turn(key, &observed, &decision);
+        let (priority, asks) = (deployment.spec.priority, &decision.asks);
+        self.notifier.change(|state| {
+            state.awaits(key, &decision.awaits);
+            state.ask(key, priority, asks, now)
+        });
         if let Some(agents) = &self.agents {
-            let http = deployment.spec.model.source.http.as_ref();
-            agents.want(key, http, &decision.fetch_on);
+            let source = &deployment.spec.model.source;
+            agents.want(key, source, &decision.fetch_on);
         }
 
         // Report first what the writes are about to end: clients that read Ready must not find the service gone, even
@@ -204,14 +227,19 @@ impl Reconciler {
         now: Timestamp,
         again: &mut EarliestRequeue,
     ) -> (UncachedState, Option<Failure>) {
+        self.measures
+            .loads
+            .follow(key, follows_load(&deployment.spec));
         let mut outside = UncachedState {
             measured: self.measures.measured(key),
+            demand: self.measures.loads.demand(key, tokio::time::Instant::now()),
+            idle_s: self.measures.loads.idle_s(tokio::time::Instant::now()),
             placements: self.measures.placements(key),
             ..UncachedState::default()
         };
-        let http = deployment.spec.model.source.http.as_ref();
-        if let (Some(agents), Some(http)) = (&self.agents, http) {
-            outside.fetches = agents.fetches(&http.store_key(&key.namespace));
+        let model = deployment.spec.model.source.store_key(&key.namespace);
+        if let (Some(agents), Some(model)) = (&self.agents, model) {
+            outside.fetches = agents.fetches(&model);
         }
         if !serves(&self.settings, &key.namespace) {
             return (outside, None);
@@ -219,6 +247,7 @@ impl Reconciler {
         let old = self.mounts_old_certificates(deployment);
         let uncertified = match self.authority.deployment(deployment, old, now).await {
             Ok(issued) => {
+                self.telemetry.deployments.certified(key, issued.until);
                 outside.certificate = Some(issued.serial);
                 again.at(now, issued.again);
                 None
@@ -253,7 +282,8 @@ impl Reconciler {
         applied
     }
 
-    /// Decides; a new plan gets its reservation on the nodes before another deployment is planned.
+    /// Decides; a new plan gets its reservation on the nodes before another deployment is planned, and so does the plan of workers
+    /// that start after there were none.
     async fn decide(
         &self,
         deployment: &Arc<InferenceDeployment>,
@@ -262,15 +292,21 @@ impl Reconciler {
     ) -> (Observed, Decision) {
         let observed = self.dereferencer.observe(deployment, now, outside);
         let decision = decide(&observed);
-        if decision.create_plan.is_none() {
+        let held_nothing = holds_nothing(deployment.status.as_ref());
+        let starts_again =
+            |decision: &Decision| held_nothing && !holds_nothing(Some(&decision.status));
+        if decision.create_plan.is_none() && !starts_again(&decision) {
             return (observed, decision);
         }
         let _planning = self.planning.lock().await;
         let observed = self.dereferencer.observe(deployment, now, outside);
         let decision = decide(&observed);
+        let uid = deployment.uid().unwrap_or_default();
         if let Some(plan) = &decision.create_plan {
-            let uid = deployment.uid().unwrap_or_default();
             self.notifier.cache.lock().reserve(&uid, plan);
+        }
+        if starts_again(&decision) {
+            self.notifier.cache.lock().take_again(&uid);
         }
         (observed, decision)
     }
@@ -286,15 +322,20 @@ impl Reconciler {
         let deployment = &observed.deployment;
         let told = is_told.then(|| decision.status.clone());
         let current = told.as_ref().or(deployment.status.as_ref());
-        let waits = status::waits(&decision, deployment.spec.suspend);
         let key = Key::new(
             &deployment.namespace().unwrap_or_default(),
             &deployment.name_any(),
         );
+        let is_at_zero = decision.status.is_at_zero();
+        self.measures.loads.note_zero(&key, is_at_zero);
+        let waits = status::waits(&decision, deployment.spec.suspend);
         self.notifier.cache.lock().set_waiting(&key, waits);
+        let figures = &self.telemetry.deployments;
+        figures.planned(&key, &observed.plans);
         match outcome {
             Ok(()) => {
                 let metadata = &deployment.metadata;
+                figures.reported(&key, Some(&deployment.spec), &decision.status);
                 self.reporting
                     .status(metadata, current, &decision.status)
                     .await?;
@@ -306,6 +347,7 @@ impl Reconciler {
                 let why = failure.to_string();
                 let status =
                     undecided::with_refusal(decision.status, current, generation, &why, now);
+                figures.reported(&key, Some(&deployment.spec), &status);
                 self.reporting
                     .status(&deployment.metadata, current, &status)
                     .await?;
@@ -315,15 +357,18 @@ impl Reconciler {
         }
     }
 
-    async fn refuse_unreadable(&self, unreadable: &Unreadable) -> Result<(), Failure> {
+    async fn refuse_unreadable(&self, key: &Key, unreadable: &Unreadable) -> Result<(), Failure> {
         let metadata = &unreadable.metadata;
         let namespace = metadata.namespace.as_deref().unwrap_or_default();
         if metadata.deletion_timestamp.is_some() || !serves(&self.settings, namespace) {
             return Ok(());
         }
-        self.reporting
+        let told = self
+            .reporting
             .refuse(metadata, &unreadable.reason, Timestamp::now())
-            .await
+            .await?;
+        self.telemetry.deployments.reported(key, None, &told);
+        Ok(())
     }
 
     fn failed(&self, key: &Key, failure: &Failure) -> Duration {
@@ -333,6 +378,7 @@ impl Reconciler {
             known.failures = known.failures.saturating_add(1);
             known.failures
         };
+        self.telemetry.deployments.failed(key);
         let wait = failure.wait(failures, rand::random());
         let seconds = wait.as_secs_f64();
         if failure.needs_a_person() || failures > 3 {
@@ -354,6 +400,7 @@ impl Reconciler {
                 self.applier.forget(&known.uid);
                 self.authority.forget(&key.namespace, &key.name);
                 self.measures.forget(key);
+                self.telemetry.deployments.forget(key);
             }
             known.uid = uid;
             known.failures = 0;
@@ -366,8 +413,9 @@ impl Reconciler {
         }
         self.authority.forget(&key.namespace, &key.name);
         self.measures.forget(key);
+        self.telemetry.deployments.forget(key);
         if let Some(agents) = &self.agents {
-            agents.want(key, None, &[]);
+            agents.want(key, &ModelSource::default(), &[]);
         }
     }
 

@@ -14,6 +14,8 @@ pub(crate) struct Client {
     /// Name of the model to request.
     pub(crate) model: String,
     key: Option<String>,
+    /// The program that tells of the endpoint's state and logs.
+    pub(crate) program: &'static str,
 }
 
 impl Client {
@@ -33,6 +35,7 @@ impl Client {
             base: base.to_owned(),
             model: model.to_owned(),
             key: key.map(str::to_owned),
+            program: "hearth",
         })
     }
 
@@ -82,8 +85,9 @@ impl Client {
             }
         }
         bail!(
-            "the answer was cut off: {} closed the stream\n  hearth logs shows why",
-            self.base
+            "the answer was cut off: {} closed the stream\n  {} logs shows why",
+            self.base,
+            self.program
         )
     }
 
@@ -119,9 +123,9 @@ impl Client {
     fn unreachable(&self, error: reqwest::Error) -> anyhow::Error {
         let error = anyhow::Error::new(error);
         let remedy = if error.root_cause().to_string().contains("certificate") {
-            "name the server's certificate, or its authority's: --ca FILE"
+            "name the server's certificate, or its authority's: --ca FILE".to_owned()
         } else {
-            "is it up? hearth status tells"
+            format!("is it up? {} status tells", self.program)
         };
         error.context(format!("{} cannot be reached\n  {remedy}", self.base))
     }

@@ -110,6 +110,11 @@ impl Gateways for ClusterCache {
         self.cache.lock().gateways()
     }
 
+    fn of(&self, deployments: &[Key]) -> Vec<(Key, String, String)> {
+        let state = self.cache.lock();
+        state.gateways_of(|key| deployments.contains(key))
+    }
+
     fn in_doubt(&self) -> Vec<(Key, String, String)> {
         self.cache.lock().gateways_in_doubt()
     }

@@ -1,8 +1,8 @@
 //! /healthz, /readyz and /metrics of the operator.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use anyhow::Context as _;
 use axum::Router;
@@ -10,22 +10,30 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use hearth_controller_core::observed::Settings;
 use jiff::Timestamp;
 use tokio::net::TcpListener;
 
-use crate::cluster::cache::Cache;
+use super::agents::Agents;
+use super::cluster_cache::ClusterCache;
+use super::rooms;
+use crate::cluster::cache::{Cache, State as Cached};
 use crate::cluster::queue::Queue;
+use crate::telemetry::cluster::ClusterFigures;
 use crate::telemetry::{Held, Holder, Telemetry};
 
 /// Media type of OpenMetrics.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// State behind /metrics and the probes.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct HealthState {
     pub(crate) telemetry: Arc<Telemetry>,
     pub(crate) cache: Arc<Cache>,
     pub(crate) queue: Arc<Queue>,
+    pub(crate) settings: Arc<Settings>,
+    /// Set once this replica works, if nodes have agents.
+    pub(crate) agents: Arc<OnceLock<Arc<Agents<ClusterCache>>>>,
 }
 
 impl HealthState {
@@ -50,7 +58,25 @@ impl HealthState {
                 outcome: if has_failed { "Failed" } else { "UnderWay" },
             }),
             objects,
+            cluster: self.cluster(&state),
         }
+    }
+
+    /// What is exported of the nodes; `None` from a replica that is not the leader.
+    fn cluster(&self, state: &Cached) -> Option<ClusterFigures> {
+        if !self.telemetry.is_leader.load(Ordering::Relaxed) {
+            return None;
+        }
+        let expiry_s = self.telemetry.authority_s.load(Ordering::Relaxed);
+        Some(ClusterFigures {
+            nodes: rooms::of_nodes(state, &self.settings.ledger),
+            shares: rooms::of_deployments(state),
+            fetches: self
+                .agents
+                .get()
+                .map_or_else(Vec::new, |it| it.all_fetches()),
+            authority_s: (expiry_s != 0).then_some(expiry_s),
+        })
     }
 }
 
@@ -91,7 +117,7 @@ async fn ready(State(state): State<HealthState>) -> Response {
 }
 
 async fn metrics(State(state): State<HealthState>) -> Response {
-    match state.telemetry.encode(&state.held()) {
+    match state.telemetry.encode(state.held()) {
         Ok(text) => ([(header::CONTENT_TYPE, OPEN_METRICS)], text).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }

@@ -8,36 +8,36 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use hearth_controller_core::key::Key;
-use hearth_controller_core::names::{GATEWAY_PORT, METRICS_PORT, host_port};
 use hearth_controller_core::observed::Measured;
 use hearth_controller_core::observed::placement::{self, Placement};
 use tokio::time::Instant;
+
+use super::demand::Loads;
+use super::scrape::{client, metrics};
+use crate::exposition::{TPOT, TTFT};
 
 /// Interval at which gateways are scraped.
 const EVERY: Duration = Duration::from_secs(30);
 /// Interval for gateways with a worker that is no longer ready, as they know whether it hangs, or with the second rank of a
 /// Pod, as they alone know whether it is ready.
 const EVERY_IN_DOUBT: Duration = Duration::from_secs(2);
+/// Interval for gateways of deployments whose pools follow the load.
+const EVERY_FOLLOWED: Duration = Duration::from_secs(4);
 /// Time window of the medians.
 const WINDOW: Duration = Duration::from_secs(5 * 60);
 /// Time after which an unseen gateway is considered gone.
 const FORGOTTEN: Duration = Duration::from_secs(3600);
-/// Scrape timeout: a gateway responds immediately or is busy with more important work.
-const TIMEOUT: Duration = Duration::from_secs(3);
 /// Number of gateways scraped concurrently.
 const CONCURRENCY: usize = 16;
-/// Response size limit, larger than any gateway's response.
-const MOST_BYTES: usize = 4 << 20;
 /// Share by which a median must move to count as changed.
 const NEWS: f64 = 0.1;
-
-const TTFT: &str = "gen_ai_server_time_to_first_token_seconds";
-const TPOT: &str = "gen_ai_server_time_per_output_token_seconds";
 
 /// Gateways known to the operator's cache.
 pub(crate) trait Gateways: Send + Sync + 'static {
     /// Ready gateways: their deployment, the Pod's uid and its address.
     fn gateways(&self) -> Vec<(Key, String, String)>;
+    /// The same of these deployments.
+    fn of(&self, deployments: &[Key]) -> Vec<(Key, String, String)>;
     /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, or a Pod with a
     /// second rank.
     fn in_doubt(&self) -> Vec<(Key, String, String)>;
@@ -48,6 +48,8 @@ pub(crate) trait Gateways: Send + Sync + 'static {
 /// Latencies by deployment. One task runs [`Measures::run`]; the others read them.
 #[derive(Debug, Default)]
 pub(crate) struct Measures {
+    /// Loads that pools follow.
+    pub(crate) loads: Loads,
     deployments: Mutex<BTreeMap<Key, Deployment>>,
 }
 
@@ -76,6 +78,7 @@ impl Measures {
     /// Forgets a deployment that is gone.
     pub(crate) fn forget(&self, deployment: &Key) {
         self.lock().remove(deployment);
+        self.loads.follow(deployment, false);
     }
 
     /// Scrapes all gateways repeatedly until it is dropped.
@@ -85,23 +88,32 @@ impl Measures {
             return std::future::pending().await;
         };
         let mut ticks = tokio::time::interval(EVERY_IN_DOUBT);
-        let mut all_due = Instant::now();
+        let (mut all_due, mut followed_due) = (Instant::now(), Instant::now());
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            let asked = if Instant::now() < all_due {
+            let now = Instant::now();
+            let mut asked = if now < all_due {
                 gateways.in_doubt()
             } else {
-                all_due = Instant::now() + EVERY;
+                all_due = now + EVERY;
                 gateways.gateways()
             };
+            if now >= followed_due && !self.loads.is_empty() {
+                followed_due = now + EVERY_FOLLOWED;
+                let followed = self.loads.asked(gateways.gateways());
+                asked.retain(|it| !followed.contains(it));
+                asked.extend(followed);
+            }
             futures::stream::iter(asked)
                 .for_each_concurrent(CONCURRENCY, |(deployment, uid, address)| {
                     let client = &client;
                     async move {
                         match metrics(client, &address).await {
                             Ok(text) => {
-                                if self.learn(&deployment, &uid, &text, Instant::now()) {
+                                let now = Instant::now();
+                                let is_due = self.loads.learn(&deployment, &uid, &text, now);
+                                if self.learn(&deployment, &uid, &text, now) || is_due {
                                     gateways.wake(&deployment);
                                 }
                             }
@@ -113,6 +125,17 @@ impl Measures {
                 })
                 .await;
         }
+    }
+
+    /// Takes what a gateway says of the load now, for a decision about its workers.
+    pub(super) async fn ask_about_load(
+        &self,
+        client: &reqwest::Client,
+        (deployment, uid, address): (&Key, &str, &str),
+    ) -> Result<(), String> {
+        let text = metrics(client, address).await?;
+        self.loads.learn(deployment, uid, &text, Instant::now());
+        Ok(())
     }
 
     /// Stores a gateway's response; returns whether the measurements changed.
@@ -166,49 +189,6 @@ fn steady(before: Option<f64>, after: Option<f64>) -> Option<f64> {
         (Some(before), Some(after)) if (after - before).abs() <= before * NEWS => Some(before),
         (before, after) => after.or(before),
     }
-}
-
-/// Builds the HTTP client. Gateways are scraped too rarely for their connections to be kept, no proxy knows Pods'
-/// addresses, and a Pod's response must not redirect the operator elsewhere.
-fn client() -> reqwest::Result<reqwest::Client> {
-    reqwest::Client::builder()
-        .tls_certs_only([])
-        .timeout(TIMEOUT)
-        .pool_max_idle_per_host(0)
-        .redirect(reqwest::redirect::Policy::none())
-        .no_proxy()
-        .build()
-}
-
-/// Scrapes a gateway; one of an earlier version has its metrics on the API port.
-async fn metrics(client: &reqwest::Client, address: &str) -> Result<String, String> {
-    match scrape(client, &host_port(address, METRICS_PORT)).await {
-        Ok(text) => Ok(text),
-        Err(error) => scrape(client, &host_port(address, GATEWAY_PORT))
-            .await
-            .map_err(|_| error),
-    }
-}
-
-async fn scrape(client: &reqwest::Client, endpoint: &str) -> Result<String, String> {
-    let url = format!("http://{endpoint}/metrics");
-    let response = client
-        .get(url)
-        .send()
-        .await
-        .map_err(|error| error.to_string())?;
-    if !response.status().is_success() {
-        return Err(response.status().to_string());
-    }
-    let mut chunks = response.bytes_stream();
-    let mut bytes = Vec::new();
-    while let Some(chunk) = chunks.next().await {
-        bytes.extend_from_slice(&chunk.map_err(|error| error.to_string())?);
-        if bytes.len() > MOST_BYTES {
-            return Err(format!("more than {MOST_BYTES} bytes"));
-        }
-    }
-    String::from_utf8(bytes).map_err(|error| error.to_string())
 }
 
 /// Both histograms from one scrape.
@@ -276,11 +256,11 @@ impl History {
 
 /// Upper bounds in seconds with cumulative counts, in ascending order.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Buckets(Vec<(f64, f64)>);
+pub(super) struct Buckets(Vec<(f64, f64)>);
 
 impl Buckets {
     /// Reads the histogram of this name from OpenMetrics or Prometheus text, summed over all labels.
-    fn read(text: &str, name: &str) -> Self {
+    pub(super) fn read(text: &str, name: &str) -> Self {
         let mut counts: Vec<(f64, f64)> = Vec::new();
         for line in text.lines() {
             let Some((bound, count)) = bucket_line(line, name) else {
@@ -295,7 +275,7 @@ impl Buckets {
         Self(counts)
     }
 
-    fn plus(mut self, other: Self) -> Self {
+    pub(super) fn plus(mut self, other: Self) -> Self {
         if self.0.is_empty() {
             return other;
         }
@@ -306,7 +286,7 @@ impl Buckets {
     }
 
     /// Counts since `base`; all of them if the gateway has restarted its counters since then.
-    fn minus(self, base: &Self) -> Self {
+    pub(super) fn minus(self, base: &Self) -> Self {
         if self
             .0
             .iter()
@@ -326,23 +306,44 @@ impl Buckets {
         below.last().map_or(0.0, |(_, count)| *count)
     }
 
-    /// The median in milliseconds, interpolated linearly within its bucket; `None` without any counts.
+    /// All that was counted.
+    pub(super) fn total(&self) -> f64 {
+        self.0.last().map_or(0.0, |(_, count)| *count)
+    }
+
+    /// Mean of the squares, as if each value lay in the middle of its bucket; 0 without any counts.
+    pub(super) fn mean_square(&self) -> f64 {
+        let (mut low, mut below, mut sum) = (0.0, 0.0, 0.0);
+        for (bound, count) in &self.0 {
+            let end = if bound.is_finite() { *bound } else { low };
+            let middle = (low + end) / 2.0;
+            sum += (count - below) * middle * middle;
+            (low, below) = (*bound, *count);
+        }
+        sum / self.total().max(1.0)
+    }
+
+    /// The median in milliseconds; `None` without any counts.
     fn median_ms(&self) -> Option<f64> {
-        let total = self
-            .0
-            .last()
-            .map(|(_, count)| *count)
-            .filter(|count| *count > 0.0)?;
-        let half = total / 2.0;
+        self.quantile(0.5).map(|seconds| seconds * 1e3)
+    }
+
+    /// The value that a share of the counts does not exceed, interpolated linearly within its bucket; `None` without any counts.
+    pub(super) fn quantile(&self, share: f64) -> Option<f64> {
+        let total = self.total();
+        if total <= 0.0 {
+            return None;
+        }
+        let wanted = total * share;
         let (mut low_s, mut low_count) = (0.0, 0.0);
         for (bound, count) in &self.0 {
-            if *count >= half {
+            if *count >= wanted {
                 // Beyond the last finite bound, that bound is the best estimate.
                 if bound.is_infinite() {
-                    return Some(low_s * 1e3);
+                    return Some(low_s);
                 }
-                let share = (half - low_count) / (count - low_count);
-                return Some((low_s + (bound - low_s) * share) * 1e3);
+                let part = (wanted - low_count) / (count - low_count);
+                return Some(low_s + (bound - low_s) * part);
             }
             (low_s, low_count) = (*bound, *count);
         }
@@ -507,56 +508,5 @@ hearth_requests_running 0
         let placements = measures.placements(&demo);
         let cpus: Vec<&str> = placements.values().map(|got| got.cpus.as_str()).collect();
         assert_eq!(cpus, ["0"]);
-    }
-
-    #[tokio::test]
-    async fn a_gateway_is_scraped_over_http() {
-        use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
-            .await
-            .expect("port");
-        let port = listener.local_addr().expect("address").port();
-        let server = tokio::spawn(async move {
-            let (mut stream, _) = listener.accept().await.expect("client");
-            let mut request = [0; 1024];
-            let read = stream.read(&mut request).await.expect("request");
-            let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", TEXT.len());
-            stream
-                .write_all((head + TEXT).as_bytes())
-                .await
-                .expect("answer");
-            String::from_utf8_lossy(&request[..read]).into_owned()
-        });
-        let client = client().expect("client");
-        let text = scrape(&client, &format!("127.0.0.1:{port}")).await;
-        assert_eq!(text.as_deref(), Ok(TEXT));
-        assert!(
-            scrape(&client, &format!("127.0.0.1:{port}")).await.is_err(),
-            "nobody listens any more"
-        );
-        assert!(server.await.expect("server").starts_with("GET /metrics "));
-    }
-
-    #[tokio::test]
-    async fn a_gateway_sends_the_operator_nowhere() {
-        use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let bind = async || tokio::net::TcpListener::bind("127.0.0.1:0").await;
-        let (gateway, inside) = (bind().await.expect("port"), bind().await.expect("port"));
-        let endpoint = gateway.local_addr().expect("address").to_string();
-        let elsewhere = inside.local_addr().expect("address");
-        let server = tokio::spawn(async move {
-            let (mut stream, _) = gateway.accept().await.expect("client");
-            let mut request = [0; 1024];
-            let _ = stream.read(&mut request).await.expect("request");
-            let answer = format!(
-                "HTTP/1.1 302 Found\r\nlocation: http://{elsewhere}/latest/meta-data\r\ncontent-length: 0\r\n\r\n"
-            );
-            stream.write_all(answer.as_bytes()).await.expect("answer");
-        });
-        let answer = scrape(&client().expect("client"), &endpoint).await;
-        assert_eq!(answer, Err("302 Found".to_owned()));
-        server.await.expect("server");
-        let follows = tokio::time::timeout(Duration::from_millis(200), inside.accept()).await;
-        assert!(follows.is_err(), "the redirect was followed");
     }
 }

@@ -1,4 +1,4 @@
-//! Plans formatted for people.
+//! Tables, and plans formatted for people.
 
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
@@ -6,8 +6,9 @@ use hearth_crds::{
     InferencePlanSpec, PlanRank, PlanRole, PlanStrategy, RankDevice, ResidencyPolicy,
 };
 use hearth_planner::format_cpu_list;
+use serde::Serialize;
 
-use crate::terminal::ui::{bytes, milliseconds};
+use crate::terminal::ui::{self, bytes, milliseconds};
 
 /// How a table may be printed instead.
 #[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -19,6 +20,54 @@ pub(crate) enum OutputFormat {
     Json,
     /// For programs and people
     Yaml,
+}
+
+impl OutputFormat {
+    /// Prints `data` for programs, or the lines of `table` for people.
+    ///
+    /// # Errors
+    /// Those of [`ui::print_data`].
+    pub(crate) fn print(
+        self,
+        data: &impl Serialize,
+        table: impl FnOnce() -> String,
+    ) -> anyhow::Result<()> {
+        let text = match self {
+            Self::Table => table(),
+            Self::Json => serde_json::to_string_pretty(data)?,
+            Self::Yaml => serde_norway::to_string(data)?,
+        };
+        ui::print_data(&format!("{}\n", text.trim_end_matches('\n')))
+    }
+}
+
+/// Columns without lines between them.
+pub(crate) fn plain<R: IntoIterator<Item = String>>(
+    header: &[&str],
+    rows: impl Iterator<Item = R>,
+) -> String {
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header(header.iter().copied());
+    for row in rows {
+        table.add_row(row);
+    }
+    let text = table.to_string();
+    let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+    lines.join("\n")
+}
+
+/// Time since a moment, in seconds since 1970, in the largest unit that fits: `3d`, `2m`.
+pub(crate) fn age(since_s: i64) -> String {
+    let seconds = jiff::Timestamp::now().as_second().saturating_sub(since_s);
+    match seconds.max(0) {
+        seconds @ 0..120 => format!("{seconds}s"),
+        seconds @ 120..7200 => format!("{}m", seconds / 60),
+        seconds @ 7200..172_800 => format!("{}h", seconds / 3600),
+        seconds => format!("{}d", seconds / 86_400),
+    }
 }
 
 /// One-line summary of the plan.
@@ -42,11 +91,7 @@ pub(crate) fn headline(plan: &InferencePlanSpec) -> String {
 
 /// Table with one line per rank.
 pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
-    let mut table = Table::new();
-    table
-        .load_style(presets::NOTHING)
-        .set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header([
+    let header = [
         "ROLE",
         "RANK",
         "NODE",
@@ -56,14 +101,14 @@ pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
         "WEIGHTS",
         "KV",
         "PREDICTED",
-    ]);
+    ];
     let mut copies: Vec<&str> = Vec::new();
-    for rank in &plan.ranks {
+    let rows = plan.ranks.iter().map(|rank| {
         let weights = weights(rank, copies.contains(&rank.node.as_str()));
         if rank.host_weight_bytes() > 0 && !rank.has_expert_budget() {
             copies.push(&rank.node);
         }
-        table.add_row([
+        [
             rank.role.as_str().to_owned(),
             rank.index.to_string(),
             rank.node.clone(),
@@ -79,13 +124,9 @@ pub(crate) fn ranks(plan: &InferencePlanSpec) -> String {
                 .as_ref()
                 .map_or_else(|| "-".to_owned(), |kv| bytes(kv.memory_bytes)),
             predicted(rank),
-        ]);
-    }
-    let text = table.to_string();
-    text.lines()
-        .map(str::trim_end)
-        .collect::<Vec<_>>()
-        .join("\n")
+        ]
+    });
+    plain(&header, rows)
 }
 
 /// The whole plan: ranks, reasons, and alternatives not chosen.
@@ -96,6 +137,13 @@ pub(crate) fn plan(plan: &InferencePlanSpec) -> String {
         headline(plan),
         ranks(plan)
     );
+    text.push_str(&reasons(plan));
+    text
+}
+
+/// Why the plan is as it is, and what was not chosen; each with a blank line before it.
+pub(crate) fn reasons(plan: &InferencePlanSpec) -> String {
+    let mut text = String::new();
     for (title, lines) in [("Why", &plan.why), ("Not chosen", &plan.not_chosen)] {
         if !lines.is_empty() {
             text.push_str(&format!("\n{title}\n"));
@@ -108,7 +156,7 @@ pub(crate) fn plan(plan: &InferencePlanSpec) -> String {
 }
 
 /// `cpu`, or the start of a GPU's UUID, enough to tell GPUs apart, with the rank's share of its memory.
-fn device(rank: &PlanRank) -> String {
+pub(crate) fn device(rank: &PlanRank) -> String {
     match rank.device() {
         RankDevice::Cpus => RankDevice::Cpus.name().to_owned(),
         RankDevice::Gpu(uuid) => {

@@ -1,5 +1,6 @@
 //! User-facing progress: checked-off steps, a spinner on a terminal, errors. All of it on standard error.
 
+use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -195,7 +196,7 @@ pub(crate) fn say(line: impl std::fmt::Display) {
 
 /// Prints an error as `error: …`.
 pub(crate) fn print_error(error: &anyhow::Error) {
-    say(format_args!("error: {}", sentence(error)));
+    say(format_args!("error: {}", harmless(&sentence(error))));
 }
 
 /// Formats an error as one message.
@@ -203,11 +204,36 @@ pub(crate) fn sentence(error: &anyhow::Error) -> String {
     hearth_crds::sentence(&error.to_string(), &error.root_cause().to_string())
 }
 
-/// Prints data to standard output. A closed reader (`| head`) is not an error: the process exits successfully.
+/// A text that does nothing to a terminal: names, logs and messages may come from anybody in a cluster.
+fn harmless(text: &str) -> Cow<'_, str> {
+    let is_harmful = |sign: char| sign.is_control() && !matches!(sign, '\n' | '\t');
+    match text.contains(is_harmful) {
+        true => text.replace(is_harmful, "\u{fffd}").into(),
+        false => text.into(),
+    }
+}
+
+/// Prints data to standard output, on a terminal without what would command it. A closed reader (`| head`) is not an error: the
+/// process exits successfully.
 ///
 /// # Errors
 /// Another failure of standard output, such as a full disk.
 pub(crate) fn print_data(text: &str) -> anyhow::Result<()> {
+    match std::io::stdout().is_terminal() {
+        true => print_raw(&harmless(text)),
+        false => print_raw(text),
+    }
+}
+
+/// Prints data at the top left of the empty screen of a terminal.
+///
+/// # Errors
+/// Those of [`print_data`].
+pub(crate) fn print_screen(text: &str) -> anyhow::Result<()> {
+    print_raw(&format!("\u{1b}[H\u{1b}[2J{}", harmless(text)))
+}
+
+fn print_raw(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),

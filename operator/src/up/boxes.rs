@@ -136,6 +136,7 @@ fn part(
         node.numa_nodes.retain(|numa| !numa.cpus.is_empty());
     }
     node.memory.available_bytes = it.memory_bytes;
+    node.memory.least_available_bytes = None;
     let count = node.numa_nodes.len().max(1) as u64;
     for numa in &mut node.numa_nodes {
         let NumaNodeProfile {

@@ -1,8 +1,8 @@
 //! `hearth up`: dereference → validate → plan → build → apply → report, with processes instead of Pods.
 
-mod archive;
 mod ask;
 mod boxes;
+pub(crate) mod fetched;
 mod files;
 mod hint;
 mod ports;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -100,24 +100,29 @@ pub(crate) fn plan(
     plan_of(&deployment, state, machine, environment, steps)
 }
 
-/// The same for nodes of a cluster, whose profiles are in a file. The model's files are read here.
+/// The same for nodes of a cluster, whose profiles are in files. The model's files are read here.
 ///
 /// # Errors
 /// Those of [`plan`], and of the profiles.
 pub(crate) fn plan_for_nodes(
     file: &Path,
-    profiles: &Path,
+    profiles: &[PathBuf],
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
-    let stdin = Path::new("-");
-    if file == stdin && profiles == stdin {
+    let all = profiles.iter().map(PathBuf::as_path).chain([file]);
+    if all.filter(|file| *file == Path::new("-")).count() > 1 {
         bail!(
-            "--file and --profiles are both -, and standard input can be read once\n  write one of them to a file"
+            "two of --file and --profiles are -, and standard input can be read once\n  write one of them to a file"
         );
     }
     let deployment = deployment(file, Target::Cluster)?;
     say_valid(&deployment, steps);
+    if !deployment.spec.placement.node_selector.is_empty() {
+        steps.warn(
+            "spec.placement.nodeSelector is not applied: profiles do not have the nodes' labels. Leave out those of nodes that it excludes",
+        );
+    }
     let nodes = profiles::read(profiles)?;
     let gpus = nodes
         .iter()

@@ -1,7 +1,7 @@
-//! Profiles of nodes from a file, so that a plan for a cluster can be seen without the cluster.
+//! Profiles of nodes from files, so that a plan for a cluster can be seen without the cluster.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 use hearth_crds::NodeProfileStatus;
@@ -10,18 +10,27 @@ use serde_json::Value;
 
 const REMEDY: &str = "write one with: kubectl get nodeprofiles -o yaml > FILE, or hearth-worker profile --json > FILE on each node";
 
-/// Reads NodeProfiles, a list of them as kubectl prints it, or what `hearth-worker profile --json` prints; one document or
-/// several, YAML or JSON.
+/// Nodes by name.
+type Nodes = BTreeMap<String, NodeProfileStatus>;
+
+/// Reads NodeProfiles, lists of them as kubectl prints them, or what `hearth-worker profile --json` prints; in each file one
+/// document or several, YAML or JSON.
 ///
 /// # Errors
-/// A file that cannot be read, a document that is none of these, a node that is there twice, or no node at all.
-pub(super) fn read(file: &Path) -> anyhow::Result<Vec<NodeProfileStatus>> {
-    let text = super::prepare::read(file, REMEDY)?;
-    parse(&text).with_context(|| format!("{} has no profiles of nodes\n  {REMEDY}", file.display()))
+/// A file that cannot be read, a document that is none of these, a node that is there twice, or a file without any node.
+pub(super) fn read(files: &[PathBuf]) -> anyhow::Result<Vec<NodeProfileStatus>> {
+    let mut nodes = Nodes::new();
+    for file in files {
+        let text = super::prepare::read(file, REMEDY)?;
+        parse(&text, &mut nodes)
+            .with_context(|| format!("{} has no profiles of nodes\n  {REMEDY}", file.display()))?;
+    }
+    Ok(nodes.into_values().collect())
 }
 
-fn parse(text: &str) -> anyhow::Result<Vec<NodeProfileStatus>> {
-    let mut nodes = BTreeMap::new();
+/// Adds the nodes of a file.
+fn parse(text: &str, nodes: &mut Nodes) -> anyhow::Result<()> {
+    let before = nodes.len();
     for document in serde_norway::Deserializer::from_str(text.trim_start_matches('\u{feff}')) {
         let document = Value::deserialize(document)?;
         let items = match document.get("items") {
@@ -36,10 +45,10 @@ fn parse(text: &str) -> anyhow::Result<Vec<NodeProfileStatus>> {
             }
         }
     }
-    if nodes.is_empty() {
+    if nodes.len() == before {
         bail!("there is no document in it");
     }
-    Ok(nodes.into_values().collect())
+    Ok(())
 }
 
 /// The status of a NodeProfile, or a status alone.
@@ -77,7 +86,9 @@ mod tests {
     }
 
     fn nodes(text: &str) -> anyhow::Result<Vec<String>> {
-        Ok(parse(text)?.into_iter().map(|node| node.node).collect())
+        let mut nodes = Nodes::new();
+        parse(text, &mut nodes)?;
+        Ok(nodes.into_keys().collect())
     }
 
     #[test]
@@ -89,6 +100,18 @@ mod tests {
         assert_eq!(nodes(&both).unwrap(), ["attic", "cellar"]);
         let yaml = serde_norway::to_string(&list).unwrap();
         assert_eq!(nodes(&yaml).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn nodes_of_several_files_are_one_cluster() {
+        let mut both = Nodes::new();
+        parse(&status("attic").to_string(), &mut both).unwrap();
+        parse(&status("cellar").to_string(), &mut both).unwrap();
+        assert!(both.keys().eq(["attic", "cellar"]));
+        let again = parse(&status("attic").to_string(), &mut both).unwrap_err();
+        assert!(again.to_string().contains("attic is there twice"));
+        let none = parse("", &mut both).unwrap_err();
+        assert!(none.to_string().contains("no document"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use hearth_crds::ModelSource;
 
 use crate::environment::Environment;
 use crate::terminal::ui::Steps;
-use crate::up::archive;
+use crate::up::fetched;
 
 /// Directories searched for built-in models, first match wins: `HEARTH_MODELS`, `share/hearth/models` next to the
 /// programs, `models/` of the source tree that the programs were built in, and the system's share directories.
@@ -32,10 +32,10 @@ fn builtin_places(environment: &Environment) -> Vec<PathBuf> {
     places
 }
 
-/// Returns the directory of a model source; an archive is fetched first.
+/// Returns the directory of a model source; an archive or a repository is fetched first.
 ///
 /// # Errors
-/// A built-in model that is not installed, with the places searched; a path that is not a directory; an archive that
+/// A built-in model that is not installed, with the places searched; a path that is not a directory; a model that
 /// cannot be fetched.
 pub(crate) fn dereference(
     source: &ModelSource,
@@ -76,11 +76,11 @@ pub(crate) fn dereference(
     if let Some(host_path) = &source.host_path {
         return on_host(&host_path.path);
     }
-    if let Some(http) = &source.http {
-        return archive::fetch(http, &source.default_name(), environment, steps);
+    if let Some(wanted) = fetched::wanted(source, environment)? {
+        return fetched::fetch(&wanted, &source.default_name(), environment, steps);
     }
     bail!(
-        "spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}}, hostPath: {{path: /models/NAME}} or http: {{url, sha256}}"
+        "spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}}, hostPath: {{path: /models/NAME}}, huggingFace: {{repo: OWNER/NAME}} or http: {{url, sha256}}"
     )
 }
 

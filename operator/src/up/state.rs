@@ -128,6 +128,24 @@ impl StateDir {
         Ok(running)
     }
 
+    /// The plans of all deployments whose `hearth up` is alive, by name. One that has no plan yet is left out: it has no
+    /// worker either.
+    ///
+    /// # Errors
+    /// Those of [`StateDir::running`].
+    pub(crate) fn running_plans(
+        &self,
+    ) -> anyhow::Result<Vec<(String, anyhow::Result<InferencePlanSpec>)>> {
+        let held = self.deployments()?.into_iter();
+        let held = held.filter(|directory| directory.is_held() && directory.plan_file().exists());
+        Ok(held
+            .map(|directory| {
+                let name = directory.0.file_name().unwrap_or_default();
+                (name.to_string_lossy().into_owned(), directory.read_plan())
+            })
+            .collect())
+    }
+
     /// Names of all deployments that run here or once did.
     ///
     /// # Errors

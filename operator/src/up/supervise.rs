@@ -1,5 +1,6 @@
 //! Executes a plan: one process per rank, reported as they become ready, restarted when they die, stopped in order.
 
+mod reach;
 mod replan;
 
 use std::collections::BTreeMap;
@@ -22,7 +23,7 @@ use crate::environment::Environment;
 use crate::signals::ShutdownSignals;
 use crate::terminal::ui::Busy;
 use crate::up::state::{Running, RunningProcess, StateDir};
-use crate::up::worker;
+use crate::up::{fetched, worker};
 
 /// Runs the plan's processes until Ctrl-C, or until the answer with `--once`.
 pub(super) async fn supervise(
@@ -33,6 +34,9 @@ pub(super) async fn supervise(
     // First of all: what is said and written from here on is also cleared away.
     let mut signals = ShutdownSignals::new()?;
     prepared.announce()?;
+    let model = PathBuf::from(&prepared.plan.model.path);
+    // While a worker is started again, too, nothing removes the model.
+    let hold = fetched::hold(&model);
     let mut deployment = Deployment::start(args, prepared, environment)?;
     let outcome = tokio::select! {
         outcome = deployment.serve(args, environment) => outcome,
@@ -41,6 +45,8 @@ pub(super) async fn supervise(
     deployment
         .stop(Duration::from_secs(u64::from(args.grace)), &mut signals)
         .await;
+    drop(hold);
+    fetched::note_use(&model, environment);
     outcome
 }
 
@@ -120,6 +126,7 @@ impl Deployment {
         while !self.running.processes.iter().all(|process| process.ready) {
             self.follow_one(args, environment).await?;
         }
+        self.until_reached(args, environment).await?;
         self.announce(args, environment);
         if let Some(question) = &args.ask {
             let key = args.api_keys.as_deref().and_then(ask::first_key);
@@ -141,6 +148,30 @@ impl Deployment {
         }
         self.follow(args, environment).await?;
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Waits until the gateway reaches all workers, so that the first prompt is read where the plan says.
+    async fn until_reached(
+        &mut self,
+        args: &UpArgs,
+        environment: &Environment,
+    ) -> anyhow::Result<()> {
+        let running = self.running.clone();
+        let mut reaching = std::pin::pin!(reach::all(&running));
+        let reached = loop {
+            tokio::select! {
+                reached = &mut reaching => break reached,
+                event = self.events.recv() => self.handle(event, args, environment).await?,
+            }
+        };
+        if let Err(reached) = reached {
+            let text = format!(
+                "the gateway reaches {reached} so far; prompts are read without the others"
+            );
+            let steps = &self.prepared.steps;
+            self.spinner.suspend(|| steps.warn(&text));
+        }
+        Ok(())
     }
 
     /// Follows the processes for good.

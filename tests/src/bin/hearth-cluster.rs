@@ -16,14 +16,14 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let done = match arguments[..] {
         ["up"] => up(2),
-        ["up", nodes] if nodes.parse::<usize>().is_ok_and(|nodes| nodes <= 2) => {
+        ["up", nodes] if nodes.parse::<usize>().is_ok_and(|nodes| nodes <= 9) => {
             up(nodes.parse().unwrap_or_default())
         }
         ["down"] => sweep(),
         ["keep", id] => keep(id, false),
         ["keep", id, "--nodes"] => keep(id, true),
         _ => {
-            eprintln!("usage: hearth-cluster up [0|1|2] | down");
+            eprintln!("usage: hearth-cluster up [NODES, 0 to 9] | down");
             return ExitCode::from(2);
         }
     };

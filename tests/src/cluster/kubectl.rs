@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use serde_json::Value;
 
 use super::wait::{try_wait_until, wait_until};
 use super::{Cluster, Options, keeper};
+use crate::programs::program;
 
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -24,6 +26,33 @@ impl Cluster {
         }
         command.arg("--kubeconfig").arg(&self.kubeconfig);
         command.stdin(Stdio::null());
+        command
+    }
+
+    /// Creates a command of `kubectl hearth`, which kubectl finds in `directory`: a link to the program is put there.
+    ///
+    /// # Panics
+    /// When it cannot be.
+    pub fn plugin_command(&self, directory: &Path) -> Command {
+        let link = directory.join("kubectl-hearth");
+        if !link.exists() {
+            let made = std::os::unix::fs::symlink(program("hearth"), &link);
+            made.unwrap_or_else(|error| panic!("{}: {error}", link.display()));
+        }
+        let known = std::env::var_os("PATH").unwrap_or_default();
+        let directories =
+            std::iter::once(directory.to_owned()).chain(std::env::split_paths(&known));
+        let path = std::env::join_paths(directories)
+            .unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
+        // kubectl takes no flags before the name of a plugin.
+        let mut command = Command::new(self.tool("kubectl"));
+        if let Some(own) = &self.own {
+            own.workspace.environment(&mut command);
+        }
+        command
+            .env("PATH", path)
+            .env("KUBECONFIG", &self.kubeconfig);
+        command.arg("hearth").stdin(Stdio::null());
         command
     }
 

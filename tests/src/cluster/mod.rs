@@ -53,7 +53,7 @@ use tools::Tools;
 /// Requirements of a test for its cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Number of nodes with real kubelets, at most 2. 0: only etcd and an API server, on a loopback port, without root
+    /// Number of nodes with real kubelets. 0: only etcd and an API server, on a loopback port, without root
     /// and alongside other clusters. With nodes, only one cluster is up at a time, and others wait.
     pub nodes: usize,
     /// Without nodes: also garbage collection and namespace deletion. With nodes, all controllers run.
@@ -71,7 +71,7 @@ pub struct Options {
     /// claim finds the UUID of its device N in `GPU_DEVICE_N`.
     pub fake_dra: Vec<usize>,
     /// Kubelets use the static policies of the CPU manager and memory manager: a Guaranteed Pod with whole CPUs has
-    /// them to itself. A reserve of 100m takes one whole CPU, so two CPUs leave one per node. Both nodes share this
+    /// them to itself. A reserve of 100m takes one whole CPU, so two CPUs leave one per node. The nodes share this
     /// machine's CPUs: nothing keeps their choices apart.
     pub static_policies: bool,
     /// The API server records each write: see [`Cluster::audit_log`].

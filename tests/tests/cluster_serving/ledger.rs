@@ -207,7 +207,7 @@ pub(super) fn leave(cluster: &Cluster, node: &str) {
     cluster.kubectl(&["delete", "pod", &pod, "--namespace", STRICT]);
 }
 
-fn wait_until_gone(cluster: &Cluster) {
+pub(super) fn wait_until_gone(cluster: &Cluster) {
     wait_until("the last Pods are gone", PATIENCE, || {
         let left = cluster.list("pods", "default", "hearth.dev/deployment");
         left.is_empty().then_some(())

@@ -8,6 +8,7 @@ mod lifecycle;
 mod memory;
 mod nodes;
 mod pinning;
+mod plugin;
 mod ready;
 mod refusals;
 mod release;
@@ -20,6 +21,7 @@ mod streams;
 mod uninstall;
 mod upgrades;
 mod virtual_devices;
+mod zero;
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -45,9 +47,6 @@ const OPTIONS: Options = Options {
     audit: false,
     breaks: true,
 };
-
-/// Metric of the operator's reconciles.
-const VISITS: &str = "hearth_operator_reconciles_total";
 
 /// Connects to a worker without a certificate and prints how that ends.
 const WITHOUT_CERTIFICATE: &str = r#"
@@ -94,7 +93,8 @@ fn from_install_to_uninstall() {
         a_killed_worker_costs_no_token(&cluster);
     }
     an_autoscaler_follows_the_cpu(&cluster);
-    newcomers_see_what_goes_on(&cluster);
+    plugin::newcomers_see_what_goes_on(&cluster);
+    plugin::shows_what_runs(&cluster);
     if is_own {
         nodes::drained_drops_nothing(&cluster);
         another_operator_takes_over(&cluster);
@@ -115,7 +115,10 @@ fn autoscalers_change_numbers_within_bounds() {
         return;
     };
     let images = cluster.import_hearth();
-    release::install(&cluster, &images, 1);
+    cluster.import_toolbox();
+    release::install_with(&cluster, &images, 1, &["nodes.minResidence=5s"]);
+    zero::workers_end_and_start_again(&cluster);
+    zero::two_deployments_take_turns_on_one_node(&cluster);
     scaling::of_prefill_workers(&cluster);
 }
 
@@ -131,9 +134,7 @@ fn models_arrive_and_gpus_are_claimed() {
     };
     let images = cluster.import_hearth();
     release::install_with(&cluster, &images, 1, &["agent.keepModels=1"]);
-    sources::a_claim_serves(&cluster);
-    sources::an_archive_is_fetched_and_serves(&cluster);
-    sources::a_secret_opens_an_archive_and_is_seen_nowhere(&cluster);
+    sources::each_serves(&cluster);
     cluster.import_toolbox();
     gpus::are_not_held_for_nothing(&cluster);
     gpus::that_cannot_be_opened_are_told(&cluster);
@@ -375,34 +376,6 @@ fn an_autoscaler_follows_the_cpu(cluster: &Cluster) {
 }
 
 /// Checks the columns and the description of a deployment that has served for a while.
-fn newcomers_see_what_goes_on(cluster: &Cluster) {
-    // The operator updates the measurements meanwhile.
-    wait_until("measured latencies are columns", PATIENCE, || {
-        let found = infd(cluster, "demo");
-        let measured = &found["status"]["measured"];
-        let table = cluster.kubectl(&["get", "infd", "demo"]);
-        [
-            "timeToFirstTokenMilliseconds",
-            "timePerOutputTokenMilliseconds",
-        ]
-        .iter()
-        .all(|name| measured[name].is_number() && table.contains(&measured[name].to_string()))
-        .then_some(())
-    });
-    let told = cluster.kubectl(&["describe", "infd", "demo"]);
-    for reason in ["AllReady", "Planned", "WorkerReady", "answers at http://"] {
-        assert!(told.contains(reason), "no {reason} in\n{told}");
-    }
-    // Only of transitions: nothing is reported repeatedly.
-    let events = cluster.list("events.events.k8s.io", "default", "");
-    let repeated = |event: &&Value| {
-        event["regarding"]["kind"] == "InferenceDeployment"
-            && event["series"]["count"].as_u64().unwrap_or(0) > 10
-    };
-    let repeated: Vec<&Value> = events.iter().filter(repeated).collect();
-    assert!(repeated.is_empty(), "{repeated:#?}");
-}
-
 fn another_operator_takes_over(cluster: &Cluster) {
     let holder = || {
         let lease = cluster
@@ -443,7 +416,8 @@ fn a_quiet_operator_writes_nothing(cluster: &Cluster) {
     let operators = format!("http://{}", operators.address());
     // Of either replica: only the leader's counter grows.
     let visits = || {
-        let scrapes = (0..16).map(|_| Metrics::of(&operators).count(VISITS));
+        let scrapes =
+            (0..16).map(|_| Metrics::of(&operators).count("hearth_operator_reconciles_total"));
         scrapes.fold(0.0, f64::max)
     };
     let measured = || {

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use hearth_tests::cluster::{Cluster, condition, wait_until};
-use hearth_tests::{chat_body, chat_stream};
+use hearth_tests::{Metrics, chat_body, chat_stream};
 use serde_json::{Value, json};
 
 use super::release::{PATIENCE, SYSTEM, deployment, infd, pods, wait_until_settled};
@@ -21,18 +21,24 @@ pub(super) fn drained_drops_nothing(cluster: &Cluster) {
     streams.wait_for(streams::STREAMS);
     let node = pods(cluster, "demo", "decode")[0]["spec"]["nodeName"].clone();
     let node = node.as_str().expect("a node");
-    let flags = [
-        "--ignore-daemonsets",
-        "--delete-emptydir-data",
-        "--timeout=120s",
-    ];
-    cluster.kubectl(&[&["drain", node][..], &flags].concat());
+    drain(cluster, node);
     wait_until_settled(cluster, "demo");
     streams.wait_for(streams::STREAMS);
     println!("{} answers while a node was drained", streams.finish());
     let still = |pod: &Value| pod["spec"]["nodeName"] == node;
     assert!(!pods(cluster, "demo", "").iter().any(still));
     cluster.kubectl(&["uncordon", node]);
+}
+
+/// Drains a node as its owner does before a restart of it.
+pub(super) fn drain(cluster: &Cluster, node: &str) {
+    let flags = [
+        "--ignore-daemonsets",
+        "--delete-emptydir-data",
+        "--force",
+        "--timeout=180s",
+    ];
+    cluster.kubectl(&[&["drain", node][..], &flags].concat());
 }
 
 /// A node whose kubelet and Pods are suddenly gone.
@@ -85,6 +91,7 @@ pub(super) fn away_end_nothing(cluster: &Cluster) {
     for _ in 0..35 {
         std::thread::sleep(Duration::from_secs(1));
         assert_eq!(identities(cluster), before);
+        held.check(cluster);
     }
     assert_eq!(plans(), 1);
     // One after the other: the first to return does not take over the others' work.
@@ -233,6 +240,9 @@ fn identities(cluster: &Cluster) -> Vec<(String, String, bool)> {
     identities
 }
 
+/// Longest time without a byte of an answer.
+const SILENCE: Duration = Duration::from_secs(30);
+
 /// A client that asks repeatedly over one connection.
 struct Held {
     stop: Arc<AtomicBool>,
@@ -243,8 +253,7 @@ impl Held {
     fn connect(address: &str) -> Self {
         let known = streams::known()[0].clone();
         let mut connection = TcpStream::connect(address).expect("a connection");
-        let patience = Some(Duration::from_secs(30));
-        connection.set_read_timeout(patience).expect("a limit");
+        connection.set_read_timeout(Some(SILENCE)).expect("a limit");
         let stop = Arc::new(AtomicBool::new(false));
         let is_over = Arc::clone(&stop);
         let address = address.to_owned();
@@ -274,6 +283,19 @@ impl Held {
         Self { stop, thread }
     }
 
+    /// Checks that nothing is amiss with the client's answers so far.
+    ///
+    /// # Panics
+    /// With what the gateway says of its workers.
+    fn check(&self, cluster: &Cluster) {
+        if self.thread.is_finished() {
+            let gateway = pods(cluster, "demo", "gateway").remove(0);
+            let ip = gateway["status"]["podIP"].as_str().expect("an address");
+            let metrics = Metrics::of(&format!("http://{ip}:9402"));
+            panic!("the client has ended:\n{}", metrics.about("hearth_worker_"));
+        }
+    }
+
     /// Stops the client; returns the number of answers, all of which were complete and correct.
     fn finish(self) -> usize {
         self.stop.store(true, Ordering::Relaxed);
@@ -286,7 +308,10 @@ fn read_stream(connection: &mut TcpStream) -> String {
     let mut answer = Vec::new();
     let mut buffer = [0; 4096];
     while !answer.ends_with(b"0\r\n\r\n") {
-        let count = connection.read(&mut buffer).expect("an open connection");
+        let count = connection.read(&mut buffer).unwrap_or_else(|error| {
+            let began = String::from_utf8_lossy(&answer);
+            panic!("no more of an answer after {SILENCE:?}: {error}; it began with {began:?}")
+        });
         assert!(count > 0, "closed: {}", String::from_utf8_lossy(&answer));
         answer.extend_from_slice(&buffer[..count]);
     }

@@ -9,10 +9,18 @@ use hearth_tests::{chat_body, chat_stream, copy_of_demo, root};
 use serde_json::{Value, json};
 
 use super::release::{PATIENCE, deployment, infd, pods, wait_until_settled};
+use super::server::hub::HubServer;
 use super::server::{Fault, FileServer, sha256};
 use super::streams;
 
-pub(super) fn a_claim_serves(cluster: &Cluster) {
+pub(super) fn each_serves(cluster: &Cluster) {
+    a_claim_serves(cluster);
+    an_archive_is_fetched_and_serves(cluster);
+    a_secret_opens_an_archive_and_is_seen_nowhere(cluster);
+    a_repository_of_a_mirror_is_fetched_and_serves(cluster);
+}
+
+fn a_claim_serves(cluster: &Cluster) {
     let directory = super::open_directory();
     copy_of_demo(directory.path());
     claim(cluster, "models", directory.path());
@@ -42,7 +50,7 @@ pub(super) fn claim(cluster: &Cluster, name: &str, directory: &Path) {
 }
 
 /// The archive arrives slowly and breaks off once. Only the node that the plan selects then has it.
-pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
+fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let mut archive = tar::Builder::new(Vec::new());
     let model = root().join("models/hearth-demo");
@@ -88,7 +96,7 @@ pub(super) fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
 }
 
 /// Checks that neither a token nor a signature in the URL is in any object except the user's own, nor in a log.
-pub(super) fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
+fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let mut archive = tar::Builder::new(Vec::new());
     let model = root().join("models/hearth-demo");
@@ -152,6 +160,104 @@ pub(super) fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
     wait_until("its Pods are gone", PATIENCE, || {
         pods(cluster, "opened", "").is_empty().then_some(())
     });
+}
+
+/// The mirror is the chart's, and only it gets the token.
+fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
+    let runtime = tokio::runtime::Runtime::new().expect("runtime");
+    let entries = std::fs::read_dir(root().join("models/hearth-demo")).expect("the demo model");
+    let paths = entries.flatten().map(|entry| entry.path());
+    let files: Vec<(String, Vec<u8>)> = paths
+        .filter(|path| path.is_file())
+        .map(|path| {
+            let name = path.file_name().and_then(|name| name.to_str());
+            let bytes = std::fs::read(&path).expect("a file");
+            (name.expect("a name").to_owned(), bytes)
+        })
+        .collect();
+    let files: Vec<(&str, &[u8])> = files
+        .iter()
+        .map(|(name, bytes)| (&**name, &**bytes))
+        .collect();
+    let hub = runtime.block_on(HubServer::start_at(HOST_ADDRESS, "acme/demo", &files));
+    hub.open_by("Bearer hush-token");
+    hub.pace(Duration::from_millis(4));
+    super::release::upgrade(cluster, &format!("agent.fetch.hubEndpoint={}", hub.url()));
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub", "namespace": "default"},
+        "stringData": {"token": "hush-token"},
+    });
+    cluster.apply(&secret.to_string());
+    let source = json!({"huggingFace": {"repo": "acme/demo", "tokenSecretRef": {"name": "hub"}}});
+    cluster.apply(&deployment("mirrored", json!({"model": {"source": source}})).to_string());
+    let mut told = BTreeSet::new();
+    wait_until("the repository is there", PATIENCE, || {
+        let found = infd(cluster, "mirrored");
+        told.extend(
+            found["status"]["model"]["fetch"]
+                .as_str()
+                .map(str::to_owned),
+        );
+        (condition(&found, "ModelReady") == Some("True")).then_some(())
+    });
+    let is_timed = |words: &String| words.contains(" %, ") && words.ends_with(" left");
+    assert!(told.iter().any(is_timed), "{told:?}");
+    wait_until_settled(cluster, "mirrored");
+    let asked = hub.asked();
+    let token = |is_large: bool| {
+        let those = asked.iter().filter(move |asked| asked.is_large == is_large);
+        let tokens: BTreeSet<_> = those.map(|it| it.headers.authorization.clone()).collect();
+        tokens.into_iter().collect::<Vec<_>>()
+    };
+    assert_eq!(token(true), [None]);
+    assert_eq!(token(false), [Some("Bearer hush-token".to_owned())]);
+    a_second_node_takes_it_from_the_first(cluster, &hub, &source);
+    serves(cluster, "mirrored", &source);
+    cluster.kubectl(&["delete", "secret", "hub"]);
+}
+
+/// A deployment on the node that has no copy gets one without the hub, which is only asked for its list.
+fn a_second_node_takes_it_from_the_first(cluster: &Cluster, hub: &HubServer, source: &Value) {
+    let large = || {
+        let asked = hub.asked().into_iter();
+        let large = asked.filter(|asked| asked.is_large);
+        large.map(|asked| asked.path).collect::<Vec<_>>()
+    };
+    let lists = || {
+        let asked = hub.asked();
+        let lists = asked.iter().filter(|asked| asked.path.starts_with("/api/"));
+        lists.count()
+    };
+    let decode = &pods(cluster, "mirrored", "decode")[0];
+    let first = decode["spec"]["nodeName"].as_str().expect("a node");
+    let nodes = super::release::names(&cluster.list("nodes", "", ""));
+    let second = nodes.iter().find(|node| *node != first).expect("a node");
+    let (before, lists_before) = (large(), lists());
+    let beside = json!({
+        "model": {"source": source, "servedName": "hearth-demo"},
+        "placement": {"nodeSelector": {"kubernetes.io/hostname": second}},
+    });
+    cluster.apply(&deployment("beside", beside).to_string());
+    wait_until_settled(cluster, "beside");
+    let decode = &pods(cluster, "beside", "decode")[0];
+    assert_eq!(decode["spec"]["nodeName"], **second);
+    assert_eq!(large(), before, "the hub gave weights again");
+    assert!(
+        lists() > lists_before,
+        "the hub was not asked who may have it"
+    );
+    let told = |node: &str, words: &str| {
+        let selector = "app.kubernetes.io/component=agent";
+        let agents = cluster.list("pods", super::release::SYSTEM, selector);
+        let is_here = |pod: &&Value| pod["spec"]["nodeName"] == node;
+        let agent = agents.iter().find(is_here).expect("an agent");
+        let name = agent["metadata"]["name"].as_str().expect("a name");
+        let logs = cluster.pod_logs(super::release::SYSTEM, name);
+        assert!(logs.contains(words), "{node}: {logs}");
+    };
+    let taker = format!("the agent of node {second} has read what it wanted");
+    told(first, &taker);
+    cluster.kubectl(&["delete", "infd", "beside"]);
 }
 
 /// Returns the models in the agents' directories.

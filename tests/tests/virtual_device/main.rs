@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use hearth_tests::{
     Answer, Metrics, Ranks, Up, UpOptions, chat_body, chat_stream, deployment, hearth, run,
+    write_fault,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -343,11 +344,9 @@ fn with_fault(file: PathBuf, device: &str, fault: &Path) -> UpOptions {
     }
 }
 
-/// Loses the device with that fault, which may be read at any moment: it is there with its cause or not at all.
+/// Loses the device.
 fn lose(fault: &Path) {
-    let written = fault.with_extension("new");
-    let lost = std::fs::write(&written, "Xid 79\n").and_then(|()| std::fs::rename(&written, fault));
-    lost.expect("the fault");
+    write_fault(fault, "Xid 79\n");
 }
 
 /// Where the workers run goes from the device to the CPUs, at the same addresses: the gateway holds what it has of the

@@ -7,24 +7,34 @@ use hearth_tests::{Answer, Up, UpOptions, deployment};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::{CONTEXT, answer, completion, planned};
+use super::{CONTEXT, answer, completed, completion, planned};
 
 const DEVICES: &str = "virtual:memory=40Mi,count=2";
 /// What the head logs when it reads prompts with its peer again.
 const AGAIN: &str = "complete again";
 
+/// Four, whose links take more than a second for a quarter of a prompt's experts.
+const FOUR_DEVICES: &str = "virtual:memory=40Mi,count=4,copy=1MB/s";
+/// Longest time until something happens; a busy machine with an unoptimised build needs some.
+const PATIENCE: Duration = Duration::from_secs(120);
+
 /// A deployment whose long prompts are streamed, with the mode and quiet window of `prefill`.
 fn streaming(directory: &Path, prefill: Value) -> UpOptions {
+    streaming_to(DEVICES, directory, prefill)
+}
+
+/// The same with these devices.
+fn streaming_to(devices: &str, directory: &Path, prefill: Value) -> UpOptions {
     let file = deployment(directory, |spec| {
         spec["strategy"] = json!("Hybrid");
         spec["model"]["contextLength"] = json!(CONTEXT);
         spec["prefill"] = prefill;
         spec["prefill"]["chunkedBelowTokens"] = json!(0);
-        spec["decode"] = json!({"maxBatch": 1});
+        spec["decode"] = json!({"maxBatch": 2});
     });
     UpOptions {
         file: Some(file),
-        arguments: ["--virtual-device", DEVICES].map(str::to_owned).to_vec(),
+        arguments: ["--virtual-device", devices].map(str::to_owned).to_vec(),
         ..UpOptions::default()
     }
 }
@@ -121,4 +131,123 @@ fn peers_are_left_to_decoding_until_it_has_been_quiet() {
     let (_, first) = read(&up, 1);
     let (_, second) = read(&up, 2);
     assert!(second > 1.5 * first, "{first}, and alone {second}");
+}
+
+/// How often the head has said this.
+fn said(up: &Up, words: &str) -> usize {
+    up.logs().matches(words).count()
+}
+
+/// Waits until the head has said this more often than before.
+fn wait_until_said(up: &Up, words: &str, before: usize) {
+    let deadline = Instant::now() + PATIENCE;
+    while said(up, words) <= before {
+        assert!(Instant::now() < deadline, "{words}: {}", up.logs());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn without_one_of_four_devices_two_read_on_until_it_is_back() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let alone = streaming(directory.path(), json!({"mode": "StreamLoading"}));
+    let up = Up::start(&alone);
+    let (_, of_one) = read(&up, 1);
+    let want: Vec<String> = (1..6)
+        .map(|number| completion(&up, &prompt(number)))
+        .collect();
+    drop(up);
+
+    let mode = json!({"mode": "DistributedStreamLoading", "gpusPerWorker": 4});
+    let up = Up::start(&streaming_to(FOUR_DEVICES, directory.path(), mode));
+    let is_about = |bytes: f64, share: f64| (0.6..1.4).contains(&(bytes / of_one / share));
+    let (text, bytes) = read(&up, 1);
+    assert!(
+        text == want[0] && is_about(bytes, 0.25),
+        "{bytes} of {of_one}"
+    );
+
+    // In the middle of a prompt: it is read again, by those that are left.
+    let asked = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| completion(&up, &prompt(2)));
+        std::thread::sleep(Duration::from_millis(600));
+        up.signal("stage-1", Signal::KILL);
+        asked.join().expect("an answer")
+    });
+    assert_eq!(asked, want[1], "{}", up.logs());
+    let short = "reads with 2 of 4 ranks, without stage-1 on ";
+    for words in ["a pass has lost a peer, and is computed again", short] {
+        assert!(up.logs().contains(words), "{words}: {}", up.logs());
+    }
+    // `hearth up` has started it again.
+    wait_until_said(&up, AGAIN, 0);
+    let (text, bytes) = read(&up, 3);
+    assert!(
+        text == want[2] && is_about(bytes, 0.25),
+        "{bytes} of {of_one}"
+    );
+
+    // Between two prompts, and it stays away: it is stopped, and says nothing.
+    let before = said(&up, short);
+    up.signal("stage-1", Signal::STOP);
+    wait_until_said(&up, short, before);
+    up.wait_for("the status says who is missing", |metrics| {
+        let labels = ["worker=\"prefill-0\"", short];
+        metrics.values("hearth_worker_placement_info", &labels) == [1.0]
+    });
+    let (text, bytes) = read(&up, 4);
+    assert!(
+        text == want[3] && is_about(bytes, 0.5),
+        "{bytes} of {of_one}"
+    );
+    let before = said(&up, AGAIN);
+    up.signal("stage-1", Signal::CONT);
+    wait_until_said(&up, AGAIN, before);
+    let (text, bytes) = read(&up, 5);
+    assert!(
+        text == want[4] && is_about(bytes, 0.25),
+        "{bytes} of {of_one}"
+    );
+}
+
+/// Sends a prompt once the answer to another one has begun.
+fn while_another_is_answered(up: &Up, first: &[u32], second: &[u32]) {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let body = json!({
+        "model": "hearth-demo", "prompt": first, "max_tokens": 300, "temperature": 0,
+        "ignore_eos": true, "stream": true,
+    });
+    runtime.block_on(async {
+        let url = format!("{}/completions", up.v1());
+        let answer = reqwest::Client::new().post(url).json(&body).send().await;
+        let mut answer = answer.expect("an answer");
+        let begun = answer.chunk().await.expect("its beginning");
+        assert!(begun.is_some(), "{answer:?}");
+        let (v1, second) = (up.v1(), second.to_vec());
+        let asked = tokio::task::spawn_blocking(move || completed(&v1, &second));
+        while answer.chunk().await.expect("a piece").is_some() {}
+        asked.await.expect("no panic").expect("an answer");
+    });
+}
+
+/// Shortly after an answer, and while one is written, the head reads alone; once all has been quiet, all read again.
+#[test]
+fn peers_read_again_once_decoding_has_been_quiet_for_the_window() {
+    const WINDOW: Duration = Duration::from_secs(10);
+    let directory = tempfile::tempdir().expect("a directory");
+    let prefill = json!({"mode": "DistributedStreamLoading", "quietWindow": "10s"});
+    let up = Up::start(&streaming(directory.path(), prefill));
+    let (_, together) = read(&up, 1);
+    let (_, alone) = read(&up, 2);
+    assert!(alone > 1.5 * together, "{alone}, and together {together}");
+    let be_quiet = || std::thread::sleep(WINDOW + Duration::from_secs(1));
+    be_quiet();
+    let (_, again) = read(&up, 3);
+    assert!(again < 1.2 * together, "{again}, and before {together}");
+    be_quiet();
+    let before = copied(&up);
+    while_another_is_answered(&up, &prompt(4), &prompt(5));
+    // The first one together, and the second one alone.
+    let both = copied(&up) - before;
+    assert!(both > 2.5 * together, "{both}, and together {together}");
 }

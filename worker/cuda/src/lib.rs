@@ -19,8 +19,9 @@ mod queue;
 mod recorder;
 
 pub use backend::{
-    Activations, CopyRates, CudaBackend, CudaBank, CudaChosen, CudaExpertSum, CudaKv, CudaKvCopy,
-    CudaMark, CudaOptions, CudaSlot, CudaTensor, CudaTokens, CudaVector, CudaWeight,
+    Activations, CopyRates, CudaBackend, CudaBank, CudaChosen, CudaExpertSum, CudaHostCopy,
+    CudaIncoming, CudaKv, CudaMark, CudaOptions, CudaSlot, CudaTensor, CudaTokens, CudaVector,
+    CudaWeight,
 };
 pub use compile::{
     CompileReport, SOURCES, Variant, all_variants, compile_all, compile_one, obstacle,

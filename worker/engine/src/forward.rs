@@ -79,6 +79,17 @@ pub(crate) enum Started {
     GivenUp,
 }
 
+/// What became of the group's members that were asked to join.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Rejoined {
+    /// A group has formed: of all, or of those that [`Forward::group_short`] tells.
+    Formed,
+    /// Too few have, for now.
+    Missing,
+    /// One computes otherwise than before, as this says: answers would go on with other tokens.
+    Unlike(String),
+}
+
 /// A model with its KV cache.
 pub(crate) trait Forward: Send {
     /// Called once on the thread that makes all later calls.
@@ -116,6 +127,10 @@ pub(crate) trait Forward: Send {
     fn group_lost(&self) -> Option<String> {
         None
     }
+    /// Set where passes succeed with fewer ranks than are planned: how many are together, and who is missing and why.
+    fn group_short(&self) -> Option<String> {
+        None
+    }
     /// Whether passes succeed without the group, and all KV is here.
     fn computes_alone(&self) -> bool {
         false
@@ -124,9 +139,9 @@ pub(crate) trait Forward: Send {
     fn is_in_group(&self) -> bool {
         false
     }
-    /// Waits up to `patience` for the group to be complete, and returns whether it is.
-    fn rejoin(&mut self, _patience: Duration) -> Result<bool, String> {
-        Ok(true)
+    /// Waits up to `patience` for the group to be complete.
+    fn rejoin(&mut self, _patience: Duration) -> Result<Rejoined, String> {
+        Ok(Rejoined::Formed)
     }
     /// Returns counters since the start.
     fn weights(&self) -> WeightStats;
@@ -311,6 +326,10 @@ impl<B: Backend> Forward for ModelForward<B> {
         self.model.group().and_then(Membership::lost)
     }
 
+    fn group_short(&self) -> Option<String> {
+        self.model.group().and_then(Membership::short)
+    }
+
     fn is_in_group(&self) -> bool {
         self.model.group().is_some()
     }
@@ -319,9 +338,13 @@ impl<B: Backend> Forward for ModelForward<B> {
         self.model.computes_alone()
     }
 
-    fn rejoin(&mut self, patience: Duration) -> Result<bool, String> {
-        let joined = self.model.rejoin(patience);
-        joined.map_err(|error| error.to_string())
+    fn rejoin(&mut self, patience: Duration) -> Result<Rejoined, String> {
+        match self.model.rejoin(patience) {
+            Ok(true) => Ok(Rejoined::Formed),
+            Ok(false) => Ok(Rejoined::Missing),
+            Err(ModelError::Unlike { why }) => Ok(Rejoined::Unlike(why)),
+            Err(error) => Err(error.to_string()),
+        }
     }
 
     fn progress(&self) -> Progress {
@@ -403,13 +426,13 @@ impl<B: Backend> KvBytes for View<'_, B> {
 struct Copying<B: Backend> {
     backend: Arc<B>,
     lost: Lost,
-    copy: B::KvCopy,
+    copy: B::HostCopy,
 }
 
 impl<B: Backend> PendingKv for Copying<B> {
     fn has_arrived(&self) -> Result<bool, String> {
         self.backend
-            .kv_read_is_done(&self.copy)
+            .host_copy_is_done(&self.copy)
             .map_err(|error| self.lost.noted(&error.into()))
     }
 
@@ -420,8 +443,8 @@ impl<B: Backend> PendingKv for Copying<B> {
             copy,
         } = *self;
         let bytes = backend
-            .kv_read_wait(&copy)
-            .and_then(|()| backend.kv_read_end(copy));
+            .host_copy_wait(&copy)
+            .and_then(|()| backend.host_copy_end(copy));
         bytes.map_err(|error| lost.noted(&error.into()))
     }
 }

@@ -23,6 +23,8 @@ struct Mortal {
     is_lost: AtomicBool,
     joins: AtomicU32,
     passes: AtomicU64,
+    /// How often one comes that computes otherwise, before the right one does.
+    strangers: AtomicU32,
 }
 
 impl OtherRanks<CpuBackend> for Mortal {
@@ -69,6 +71,12 @@ impl Membership for Mortal {
     }
 
     fn rejoin(&self, _: Duration) -> Result<bool, ModelError> {
+        let comes = |left: u32| left.checked_sub(1);
+        let stranger = (self.strangers).fetch_update(Ordering::Relaxed, Ordering::Relaxed, comes);
+        if stranger.is_ok() {
+            let why = "stage-0 computes with scalar, and avx2 is needed".to_owned();
+            return Err(ModelError::Unlike { why });
+        }
         self.joins.fetch_add(1, Ordering::Relaxed);
         self.is_lost.store(false, Ordering::Relaxed);
         Ok(true)
@@ -96,6 +104,7 @@ fn engine(deaths: u32) -> (Engine, Arc<Mortal>) {
         is_lost: AtomicBool::new(false),
         joins: AtomicU32::new(0),
         passes: AtomicU64::new(0),
+        strangers: AtomicU32::new(0),
     });
     model.lead(others.clone());
     (Engine::start(model, options(&|_| {})).unwrap(), others)
@@ -125,6 +134,29 @@ fn a_lost_member_costs_no_token() {
         assert!(told.contains(times) && told.contains("stage-0"), "{told}");
     }
     assert_eq!(engine(0).0.group(), "");
+}
+
+#[test]
+fn a_member_that_computes_otherwise_is_waited_out_and_named_meanwhile() {
+    let want = finish(start(&engine(0).0, ask(&prompt(20, 3), 8)));
+    let (engine, others) = engine(1);
+    others.strangers.store(2, Ordering::Relaxed);
+    let answer = start(&engine, ask(&prompt(20, 3), 8));
+    let begun = std::time::Instant::now();
+    while !engine
+        .group()
+        .contains("stage-0 computes with scalar, and avx2 is needed")
+    {
+        assert!(begun.elapsed() < PATIENCE, "{}", engine.group());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(finish(answer), want);
+    assert_eq!(others.joins.load(Ordering::Relaxed), 1);
+    let told = engine.group();
+    assert!(
+        told.starts_with("complete; members were lost once"),
+        "{told}"
+    );
 }
 
 #[test]

@@ -156,11 +156,12 @@ fn read(engine: &Engine, tokens: &[u32], alone: bool) -> (Vec<f32>, Vec<bytes::B
 fn a_prompt_that_peers_cannot_read_is_read_alone_with_the_same_bits() {
     let tokens = prompt(40, 3);
     let want = read(&engine(None).0, &tokens, false);
-    for fault in [Fault::Lost, Fault::GivesUp] {
+    // Who is lost may be back, and is tried again once.
+    for (fault, tries) in [(Fault::Lost, 2), (Fault::GivesUp, 1)] {
         let (engine, peers) = engine(Some(fault));
         let peers = peers.unwrap();
         assert_eq!(read(&engine, &tokens, false), want, "{fault:?}");
-        assert_eq!(peers.passes.load(Ordering::Relaxed), 1, "{fault:?}");
+        assert_eq!(peers.passes.load(Ordering::Relaxed), tries, "{fault:?}");
         assert_eq!(engine.health(), Health::Healthy, "{fault:?}");
         // Nobody waits for it, and it is asked to join again.
         let deadline = Instant::now() + PATIENCE;
@@ -170,7 +171,7 @@ fn a_prompt_that_peers_cannot_read_is_read_alone_with_the_same_bits() {
         }
         let other = prompt(33, 5);
         read(&engine, &other, false);
-        assert_eq!(peers.passes.load(Ordering::Relaxed), 2, "{fault:?}");
+        assert_eq!(peers.passes.load(Ordering::Relaxed), 2 * tries, "{fault:?}");
     }
 }
 

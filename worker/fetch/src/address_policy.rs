@@ -13,7 +13,7 @@ use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use reqwest::redirect::Policy;
 use reqwest::{ClientBuilder, Url};
 
-use crate::part::sha256_of;
+use crate::digest::sha256_of;
 
 /// Policy on the addresses that may be fetched from.
 #[derive(Clone, Debug, Default)]
@@ -84,6 +84,8 @@ impl Error for Refused {}
 #[derive(Clone)]
 pub(crate) struct Guard {
     policy: AddressPolicy,
+    /// Whether the requester chose the server, and must not learn through us what is behind it.
+    is_chosen: bool,
     has_met_inside: Arc<AtomicBool>,
     has_met_any: Arc<AtomicBool>,
     /// SHA-256 of the URLs and resolved addresses of one attempt.
@@ -94,9 +96,18 @@ impl Guard {
     pub(crate) fn new(policy: &AddressPolicy) -> Self {
         Self {
             policy: policy.clone(),
+            is_chosen: true,
             has_met_inside: Arc::default(),
             has_met_any: Arc::default(),
             asked: Arc::default(),
+        }
+    }
+
+    /// The same for a server that the administrator chose, such as a hub's mirror: what it answers may be told.
+    pub(crate) fn of_administrator(policy: &AddressPolicy) -> Self {
+        Self {
+            is_chosen: false,
+            ..Self::new(policy)
         }
     }
 
@@ -127,29 +138,29 @@ impl Guard {
     /// Whether answers are kept back: a non-public server was asked, and others than the owner of this machine may
     /// read the reports.
     pub(crate) fn keeps_back(&self) -> bool {
-        self.has_met_inside.load(Ordering::Relaxed)
+        self.is_chosen && self.has_met_inside.load(Ordering::Relaxed)
     }
 
     /// Whether the origin of the part on disk is unknown, since no server was asked.
     pub(crate) fn knows_nothing(&self) -> bool {
-        self.policy.is_limited() && !self.has_met_any.load(Ordering::Relaxed)
+        self.is_chosen && self.policy.is_limited() && !self.has_met_any.load(Ordering::Relaxed)
     }
 
-    /// Configures a client to connect only to allowed addresses, and to follow at most `max` redirects.
-    pub(crate) fn install(&self, builder: ClientBuilder, max: usize) -> ClientBuilder {
-        let limited = Policy::limited(max);
-        if !self.policy.is_limited() {
-            return builder.redirect(limited);
+    /// Configures a client to connect only to allowed addresses, and to follow no redirects by itself.
+    pub(crate) fn install(&self, builder: ClientBuilder) -> ClientBuilder {
+        let builder = builder.redirect(Policy::none());
+        match self.policy.is_limited() {
+            true => builder.dns_resolver(Arc::new(self.clone())).no_proxy(),
+            false => builder,
         }
-        let guard = self.clone();
-        let policy = Policy::custom(move |attempt| match guard.check_url(attempt.url()) {
-            Ok(()) => limited.redirect(attempt),
-            Err(refused) => attempt.error(refused),
-        });
-        builder
-            .redirect(policy)
-            .dns_resolver(Arc::new(self.clone()))
-            .no_proxy()
+    }
+
+    /// Checks the target of a redirect.
+    pub(crate) fn check_redirect(&self, to: &Url) -> Result<(), Refused> {
+        match self.policy.is_limited() {
+            true => self.check_url(to),
+            false => Ok(()),
+        }
     }
 
     /// Checks a literal address; names are checked when they are resolved.

@@ -5,11 +5,13 @@ use std::time::{Duration, SystemTime};
 use reqwest::header::{CONTENT_RANGE, ETAG, HeaderMap, HeaderName, LAST_MODIFIED, RETRY_AFTER};
 use reqwest::{Response, StatusCode};
 
+use crate::FetchError;
 use crate::address_policy::{Guard, Refused};
-use crate::connection::{MAX_REDIRECTS, cause_of, innermost, tls_reason};
-use crate::part::{FileFacts, sha256_of};
+use crate::connection::{cause_of, innermost, tls_reason};
+use crate::digest::sha256_of;
+use crate::part::FileFacts;
+use crate::place::{HubPlace, Place};
 use crate::retry::retry_after;
-use crate::{FetchError, Source};
 
 /// A try that did not complete the download.
 pub(crate) enum Failure {
@@ -33,13 +35,13 @@ impl Failure {
 }
 
 /// Collects what the answer says about the whole file.
-pub(crate) fn facts(source: &Source, response: &Response, guard: &Guard) -> FileFacts {
+pub(crate) fn facts(place: &Place, response: &Response, guard: &Guard) -> FileFacts {
     let text = |name: HeaderName| {
         let value = response.headers().get(name)?.to_str().ok()?;
         Some(value.to_owned())
     };
     FileFacts {
-        url_sha256: sha256_of(source.url().as_str()),
+        url_sha256: sha256_of(place.url.as_str()),
         etag: text(ETAG).filter(|etag| !etag.starts_with("W/")),
         last_modified: text(LAST_MODIFIED),
         total_bytes: response.content_length(),
@@ -47,6 +49,7 @@ pub(crate) fn facts(source: &Source, response: &Response, guard: &Guard) -> File
         // The same name may resolve to another server by now.
         from_sha256: sha256_of(&format!("{} {:?}", response.url(), response.remote_addr())),
         is_inside: guard.keeps_back(),
+        ..FileFacts::default()
     }
 }
 
@@ -61,8 +64,8 @@ pub(crate) fn content_range(headers: &HeaderMap) -> Option<(Option<u64>, Option<
 }
 
 /// Returns the failure for an answer that is not a file.
-pub(crate) fn refusal(source: &Source, status: StatusCode, headers: &HeaderMap) -> Failure {
-    let url = source.shown();
+pub(crate) fn refusal(place: &Place, status: StatusCode, headers: &HeaderMap) -> Failure {
+    let url = place.shown.clone();
     let shown = status.to_string();
     let is_passing = status.is_server_error()
         || matches!(
@@ -76,6 +79,9 @@ pub(crate) fn refusal(source: &Source, status: StatusCode, headers: &HeaderMap) 
             asked: header.and_then(|text| retry_after(text, SystemTime::now())),
         };
     }
+    if let Some(hub) = &place.hub {
+        return Failure::Final(hub_refusal(hub, url, status, headers));
+    }
     Failure::Final(match status {
         StatusCode::NOT_FOUND | StatusCode::GONE => FetchError::NotFound { url, status: shown },
         StatusCode::UNAUTHORIZED
@@ -85,15 +91,37 @@ pub(crate) fn refusal(source: &Source, status: StatusCode, headers: &HeaderMap) 
     })
 }
 
-/// Returns the failure for a request that got no answer.
-pub(crate) fn unanswered(source: &Source, error: &reqwest::Error) -> Failure {
-    let url = source.shown();
-    if let Some(refused) = cause_of::<Refused>(error) {
-        return Failure::Final(forbidden(source, *refused));
+/// Returns the error for a refusal of a hub. It answers 401 for what does not exist, too, to whoever gives no token.
+fn hub_refusal(hub: &HubPlace, url: String, status: StatusCode, headers: &HeaderMap) -> FetchError {
+    const REASON: HeaderName = HeaderName::from_static("x-error-code");
+    let reason = headers.get(REASON).and_then(|value| value.to_str().ok());
+    let answer = match reason.filter(|reason| reason.bytes().all(|b| b.is_ascii_alphanumeric())) {
+        Some(reason) => format!("{status} ({reason})"),
+        None => status.to_string(),
+    };
+    let HubPlace {
+        repo,
+        revision,
+        file,
+    } = hub.clone();
+    let what = match file {
+        Some(file) => format!("{file} of {repo} at {revision}"),
+        None => format!("{repo} at {revision}"),
+    };
+    match status {
+        StatusCode::NOT_FOUND | StatusCode::GONE => FetchError::HubNotFound { what, answer },
+        StatusCode::UNAUTHORIZED
+        | StatusCode::FORBIDDEN
+        | StatusCode::PROXY_AUTHENTICATION_REQUIRED => FetchError::HubDenied { what, answer },
+        _ => FetchError::Answer { url, answer },
     }
-    if error.is_redirect() {
-        let limit = MAX_REDIRECTS;
-        return Failure::Final(FetchError::Redirects { url, limit });
+}
+
+/// Returns the failure for a request that got no answer.
+pub(crate) fn unanswered(place: &Place, error: &reqwest::Error) -> Failure {
+    let url = place.shown.clone();
+    if let Some(refused) = cause_of::<Refused>(error) {
+        return Failure::Final(forbidden(place, *refused));
     }
     if let Some(reason) = tls_reason(error) {
         return Failure::Final(FetchError::Tls { url, reason });
@@ -107,9 +135,9 @@ pub(crate) fn unanswered(source: &Source, error: &reqwest::Error) -> Failure {
 }
 
 /// Returns the error for a URL that Hearth is not allowed to fetch.
-pub(crate) fn forbidden(source: &Source, refused: Refused) -> FetchError {
+pub(crate) fn forbidden(place: &Place, refused: Refused) -> FetchError {
     FetchError::Forbidden {
-        url: source.shown(),
+        url: place.shown.clone(),
         why: refused.0,
     }
 }

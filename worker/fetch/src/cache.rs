@@ -2,13 +2,16 @@
 //!
 //! ```text
 //! DIR/models/KEY/              a complete model, put there by one rename
-//! DIR/models/.unpack-KEY/      being unpacked
+//! DIR/models/.unpack-KEY/      being unpacked, or collected file by file
 //! DIR/models/.remove-KEY/      being removed
-//! DIR/partial/KEY.part         the downloaded part of an archive
+//! DIR/models/.about-KEY        what the model is; its mtime: when it was last used
+//! DIR/models/.pinned-KEY       the model stays until a person removes this
+//! DIR/partial/KEY.part         the downloaded part of an archive, or of one file
 //! DIR/partial/KEY.json         facts about the file that the part belongs to
 //! DIR/partial/KEY.lock         held by the process that fetches
 //! DIR/partial/KEY.tries        the record of earlier tries
-//! DIR/partial/KEY.used         its mtime: when the model was last named
+//! DIR/partial/KEY.used         its mtime: when a model without .about-KEY was last used
+//! DIR/partial/room.lock        held by the process that makes room
 //! ```
 
 use std::collections::BTreeSet;
@@ -17,11 +20,56 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use serde::{Deserialize, Serialize};
+
+use crate::directory::{bytes_below, replace};
+use crate::hold::{self, Exclusive};
 use crate::lock::Lock;
-use crate::{FetchError, Key};
+use crate::room::{self, Item, Stays};
+use crate::uses::modified;
+use crate::{FetchError, FetchOptions, Key, part};
 
 const UNPACK: &str = ".unpack-";
 const REMOVE: &str = ".remove-";
+const ABOUT: &str = ".about-";
+const PINNED: &str = ".pinned-";
+/// Precision of the times of use that [`Cache::retain`] records, so as not to keep waking the disk.
+const USE_PRECISION: Duration = Duration::from_secs(600);
+
+/// What a stored model is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct About {
+    /// The URL without secrets, or repository and revision.
+    pub source: String,
+    /// The commit, of a repository.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+    /// SHA-256 of the archive, of one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
+    /// When its files were verified, in seconds since 1970; `None` if an earlier version fetched it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verified_at_s: Option<u64>,
+}
+
+/// A model that is stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Its name in the cache.
+    pub key: Key,
+    /// What it is; `None` if an earlier version fetched it.
+    pub about: Option<About>,
+    /// Size of its files in bytes.
+    pub bytes: u64,
+    /// When it was last asked for, named or released.
+    pub used: Option<SystemTime>,
+    /// Whether a process holds it ([`crate::Hold`]).
+    pub is_in_use: bool,
+    /// Whether it stays until a person removes it.
+    pub is_pinned: bool,
+    /// Its directory.
+    pub directory: PathBuf,
+}
 
 /// A directory of models.
 #[derive(Clone, Debug)]
@@ -35,6 +83,11 @@ impl Cache {
         Self {
             directory: directory.into(),
         }
+    }
+
+    /// The directory itself; it may not exist.
+    pub fn path(&self) -> &Path {
+        &self.directory
     }
 
     /// The model's directory, if it is complete.
@@ -55,8 +108,148 @@ impl Cache {
         Ok(())
     }
 
-    /// Removes parts whose keys are not named, and models that have not been named for `keep`; returns the removed
-    /// keys. Anything that a running fetch works on stays.
+    /// What the stored model is; `None` if that is not recorded.
+    pub fn about(&self, key: &Key) -> Option<About> {
+        let text = fs::read(self.about_file(key)).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
+
+    /// Size of a model's files in bytes; 0 if it is not complete.
+    pub fn bytes(&self, key: &Key) -> u64 {
+        bytes_below(&self.directory(key))
+    }
+
+    /// All complete models, by name.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`] if the directory cannot be read.
+    pub fn stored(&self) -> Result<Vec<Stored>, FetchError> {
+        let keys = self.keys()?.into_iter();
+        let stored = keys.filter_map(|key| {
+            let directory = self.model(&key)?;
+            let used = self.used(&key).or_else(|| modified(&directory));
+            Some(Stored {
+                about: self.about(&key),
+                bytes: bytes_below(&directory),
+                used,
+                is_in_use: hold::is_held(&directory),
+                is_pinned: self.is_pinned(&key),
+                directory,
+                key,
+            })
+        });
+        Ok(stored.collect())
+    }
+
+    /// Removes a model, with everything that belongs to it.
+    ///
+    /// # Errors
+    /// [`FetchError::Busy`] if it is being fetched, [`FetchError::InUse`] if a process holds it, [`FetchError::Pinned`],
+    /// [`FetchError::Cache`].
+    pub fn forget(&self, key: &Key) -> Result<(), FetchError> {
+        let name = || {
+            let about = self.about(key);
+            about.map_or_else(|| key.to_string(), |about| about.source)
+        };
+        if self.is_pinned(key) {
+            return Err(FetchError::Pinned { name: name() });
+        }
+        match self.try_remove(key)? {
+            Removal::Removed => Ok(()),
+            Removal::Fetched => Err(FetchError::Busy {
+                key: key.to_string(),
+            }),
+            Removal::InUse => Err(FetchError::InUse { name: name() }),
+        }
+    }
+
+    /// Bytes of everything in the cache.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`] if the directory cannot be read.
+    pub fn held_bytes(&self) -> Result<u64, FetchError> {
+        let keys = self.keys()?;
+        Ok(keys.iter().map(|key| self.bytes_of_all(key)).sum())
+    }
+
+    /// Bytes of the models that are whole.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`] if the directory cannot be read.
+    pub fn stored_bytes(&self) -> Result<u64, FetchError> {
+        let keys = self.keys()?;
+        let models = keys.iter().filter_map(|key| self.model(key));
+        Ok(models.map(|model| bytes_below(&model)).sum())
+    }
+
+    /// Records what the model is, from now on in use.
+    pub(crate) fn note_about(&self, key: &Key, about: &About) -> Result<(), FetchError> {
+        let path = self.about_file(key);
+        let text = serde_json::to_vec(about).map_err(std::io::Error::from);
+        let text = text.map_err(FetchError::in_cache(&path))?;
+        replace(&path, &self.about_temporary(key), &text)
+    }
+
+    /// Everything in the cache, and why it stays where `fetched` needs its room.
+    pub(crate) fn items(
+        &self,
+        fetched: &Key,
+        options: &FetchOptions,
+        now: SystemTime,
+    ) -> Result<Vec<Item>, FetchError> {
+        let item = |key: Key| {
+            let directory = self.model(&key);
+            let used = self.used(&key);
+            let stays = if key == *fetched || Lock::is_held(&self.lock_file(&key)) {
+                Some(Stays::Fetched)
+            } else if directory.as_deref().is_some_and(hold::is_held) {
+                Some(Stays::Used)
+            } else if self.is_pinned(&key) {
+                Some(Stays::Pinned)
+            } else {
+                room::stays(&key, used, options, now)
+            };
+            Item {
+                bytes: self.bytes_of_all(&key),
+                key,
+                used,
+                stays,
+            }
+        };
+        Ok(self.keys()?.into_iter().map(item).collect())
+    }
+
+    /// Whether a model besides this one is being fetched.
+    pub(crate) fn is_fetched_besides(&self, key: &Key) -> bool {
+        let keys = self.keys().unwrap_or_default();
+        let mut others = keys.iter().filter(|other| *other != key);
+        others.any(|other| Lock::is_held(&self.lock_file(other)))
+    }
+
+    /// Bytes that running fetches of other models still have to write.
+    pub(crate) fn promised_bytes(&self, key: &Key) -> Result<u64, FetchError> {
+        let keys = self.keys()?;
+        let others = keys.iter().filter(|other| *other != key);
+        let fetched = others.filter(|other| Lock::is_held(&self.lock_file(other)));
+        Ok(fetched.map(|key| part::promised_bytes(self, key)).sum())
+    }
+
+    /// Removes everything of a key, unless it is being fetched or held.
+    pub(crate) fn try_remove(&self, key: &Key) -> Result<Removal, FetchError> {
+        let Some(lock) = Lock::try_acquire(&self.lock_file(key))? else {
+            return Ok(Removal::Fetched);
+        };
+        let Exclusive::Free(_alone) = hold::exclusive(&self.directory(key)) else {
+            lock.remove();
+            return Ok(Removal::InUse);
+        };
+        self.remove(key)?;
+        lock.remove();
+        Ok(Removal::Removed)
+    }
+
+    /// Removes parts whose keys are not named, and models that have not been used for `keep`; returns the removed
+    /// keys. Anything that a running fetch works on stays, and so do models that are pinned or in use.
     ///
     /// # Errors
     /// [`FetchError::Cache`] if the directory cannot be read or something in it cannot be removed; what was removed
@@ -69,48 +262,45 @@ impl Cache {
     ) -> Result<Vec<Key>, FetchError> {
         let mut removed = Vec::new();
         for key in self.keys()? {
+            let is_stored = self.model(&key).is_some();
             if keys.contains(&key) {
-                self.note_use(&key, now)?;
+                let is_fresh = self.used(&key).is_some_and(|used| {
+                    let age = now.duration_since(used);
+                    age.is_ok_and(|age| age < USE_PRECISION)
+                });
+                if is_stored && !is_fresh {
+                    self.try_note_use(&key, now)?;
+                }
                 continue;
             }
-            if self.model(&key).is_some() && !keep.is_zero() && self.is_kept(&key, keep, now)? {
+            if is_stored && self.is_pinned(&key) {
                 continue;
             }
-            let key = &key;
-            let Some(lock) = Lock::try_acquire(&self.lock_file(key))? else {
+            if is_stored && !keep.is_zero() && self.is_kept(&key, keep, now)? {
                 continue;
-            };
-            self.remove(key)?;
-            lock.remove();
-            removed.push(key.clone());
+            }
+            if self.try_remove(&key)? == Removal::Removed {
+                removed.push(key);
+            }
         }
         Ok(removed)
     }
 
-    /// Whether the model was named less than `keep` ago. A model without a recorded time counts from `now` on.
+    /// Whether the model was used less than `keep` ago. A model without a recorded time counts from `now` on.
     fn is_kept(&self, key: &Key, keep: Duration, now: SystemTime) -> Result<bool, FetchError> {
-        let used = fs::metadata(self.used(key)).and_then(|it| it.modified());
-        let Ok(used) = used else {
-            self.note_use(key, now)?;
+        let Some(used) = self.used(key) else {
+            self.try_note_use(key, now)?;
             return Ok(true);
         };
         Ok(now.duration_since(used).is_ok_and(|age| age < keep))
     }
 
-    /// Records the time of use, at most every ten minutes, so as not to keep waking the disk.
-    fn note_use(&self, key: &Key, now: SystemTime) -> Result<(), FetchError> {
-        const PRECISION: Duration = Duration::from_secs(600);
-        let path = self.used(key);
-        let used = fs::metadata(&path).and_then(|it| it.modified());
-        let is_fresh = used.is_ok_and(|used| {
-            let age = now.duration_since(used);
-            age.is_ok_and(|age| age < PRECISION)
-        });
-        if is_fresh || self.model(key).is_none() {
-            return Ok(());
-        }
-        let noted = fs::File::create(&path).and_then(|file| file.set_modified(now));
-        noted.map_err(|error| FetchError::file(&path, error))
+    /// Bytes of everything that has the key.
+    fn bytes_of_all(&self, key: &Key) -> u64 {
+        let directories = [self.directory(key), self.unpacking(key), self.removing(key)];
+        let part = fs::metadata(self.part(key)).map_or(0, |part| part.len());
+        let files = directories.iter().map(|path| bytes_below(path));
+        files.fold(part, u64::saturating_add)
     }
 
     /// Returns every key that anything in the cache belongs to.
@@ -126,7 +316,7 @@ impl Cache {
             keys.extend(entries.flatten().filter_map(|entry| {
                 let name = entry.file_name();
                 let name = name.to_str()?;
-                let name = [UNPACK, REMOVE]
+                let name = [UNPACK, REMOVE, ABOUT, PINNED]
                     .iter()
                     .find_map(|prefix| name.strip_prefix(prefix))
                     .unwrap_or(name);
@@ -137,8 +327,13 @@ impl Cache {
     }
 
     /// Removes everything of a key except its lock, which the caller holds.
+    /// Removes what a removal of this key has left that was cut off.
+    pub(crate) fn forget_removed(&self, key: &Key) -> Result<(), FetchError> {
+        remove_directory(&self.removing(key))
+    }
+
     fn remove(&self, key: &Key) -> Result<(), FetchError> {
-        let going = self.models().join(format!("{REMOVE}{key}"));
+        let going = self.removing(key);
         remove_directory(&going)?;
         // Moved out of its place first: half a model is never seen there.
         match fs::rename(self.directory(key), &going) {
@@ -148,7 +343,10 @@ impl Cache {
         }
         remove_directory(&self.unpacking(key))?;
         remove_file(&self.part(key))?;
-        remove_file(&self.used(key))?;
+        remove_file(&self.used_file(key))?;
+        remove_file(&self.about_file(key))?;
+        remove_file(&self.about_temporary(key))?;
+        remove_file(&self.pinned_file(key))?;
         remove_file(&self.tries_file(key))?;
         remove_file(&self.tries_file(key).with_extension("tries-new"))?;
         remove_file(&self.part_facts(key))
@@ -160,6 +358,26 @@ impl Cache {
 
     pub(crate) fn unpacking(&self, key: &Key) -> PathBuf {
         self.models().join(format!("{UNPACK}{key}"))
+    }
+
+    fn removing(&self, key: &Key) -> PathBuf {
+        self.models().join(format!("{REMOVE}{key}"))
+    }
+
+    pub(crate) fn about_file(&self, key: &Key) -> PathBuf {
+        self.models().join(format!("{ABOUT}{key}"))
+    }
+
+    fn about_temporary(&self, key: &Key) -> PathBuf {
+        self.models().join(format!("{ABOUT}{key}.new"))
+    }
+
+    pub(crate) fn pinned_file(&self, key: &Key) -> PathBuf {
+        self.models().join(format!("{PINNED}{key}"))
+    }
+
+    pub(crate) fn room_lock_file(&self) -> PathBuf {
+        self.partial().join("room.lock")
     }
 
     pub(crate) fn part(&self, key: &Key) -> PathBuf {
@@ -174,7 +392,7 @@ impl Cache {
         self.partial().join(format!("{key}.tries"))
     }
 
-    fn used(&self, key: &Key) -> PathBuf {
+    pub(crate) fn used_file(&self, key: &Key) -> PathBuf {
         self.partial().join(format!("{key}.used"))
     }
 
@@ -182,13 +400,24 @@ impl Cache {
         self.partial().join(format!("{key}.lock"))
     }
 
-    fn models(&self) -> PathBuf {
+    pub(crate) fn models(&self) -> PathBuf {
         self.directory.join("models")
     }
 
     fn partial(&self) -> PathBuf {
         self.directory.join("partial")
     }
+}
+
+/// Outcome of an attempt to remove what has a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Removal {
+    /// Nothing of it is left.
+    Removed,
+    /// It is being fetched.
+    Fetched,
+    /// A process holds it.
+    InUse,
 }
 
 /// Removes a directory and its contents; succeeds if it does not exist.
@@ -262,6 +491,47 @@ mod tests {
         drop(in_work);
         assert_eq!(retain(&BTreeSet::new()), [key('a'), key('b')]);
         assert!(names(cache.partial()).is_empty());
+    }
+
+    #[test]
+    fn a_stored_model_says_what_it_is_until_it_is_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(directory.path());
+        assert_eq!(cache.stored().unwrap(), []);
+        cache.create().unwrap();
+        for digit in ['a', 'b'] {
+            fs::create_dir(cache.directory(&key(digit))).unwrap();
+            fs::write(cache.directory(&key(digit)).join("config.json"), "{}").unwrap();
+        }
+        let about = About {
+            source: "a/b@main".to_owned(),
+            commit: Some("c".repeat(40)),
+            sha256: None,
+            verified_at_s: Some(1),
+        };
+        cache.note_about(&key('a'), &about).unwrap();
+        // Of a model that a fetch has not finished.
+        cache.note_about(&key('c'), &about).unwrap();
+        let then = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+        cache.note_use(&key('a'), then);
+        cache.note_use(&key('b'), then);
+        let stored = cache.stored().unwrap();
+        assert_eq!(stored.len(), 2);
+        assert_eq!(
+            (&stored[0].about, stored[0].bytes, stored[0].used),
+            (&Some(about), 2, Some(then))
+        );
+        assert_eq!(stored[1].about, None);
+        let lock = Lock::try_acquire(&cache.lock_file(&key('a'))).unwrap();
+        let error = cache.forget(&key('a')).unwrap_err();
+        assert!(matches!(error, FetchError::Busy { .. }), "{error}");
+        drop(lock);
+        cache.forget(&key('a')).unwrap();
+        assert_eq!(
+            (cache.model(&key('a')), cache.about(&key('a'))),
+            (None, None)
+        );
+        assert_eq!(cache.stored().unwrap().len(), 1);
     }
 
     #[test]

@@ -6,7 +6,8 @@ use std::io;
 use reqwest::Client;
 
 use crate::address_policy::Guard;
-use crate::{FetchError, FetchOptions, Source};
+use crate::place::Place;
+use crate::{FetchError, FetchOptions};
 
 /// Maximum number of redirects to follow.
 pub(crate) const MAX_REDIRECTS: usize = 10;
@@ -16,7 +17,7 @@ pub(crate) const MAX_REDIRECTS: usize = 10;
 /// # Errors
 /// [`FetchError::Tls`].
 pub(crate) fn client(
-    source: &Source,
+    place: &Place,
     options: &FetchOptions,
     guard: &Guard,
 ) -> Result<Client, FetchError> {
@@ -25,7 +26,7 @@ pub(crate) fn client(
         .iter()
         .filter_map(|der| reqwest::Certificate::from_der(der).ok());
     guard
-        .install(Client::builder(), MAX_REDIRECTS)
+        .install(Client::builder())
         .user_agent(concat!("hearth/", env!("CARGO_PKG_VERSION")))
         .connect_timeout(options.connect_timeout)
         // The target of a redirect need not learn the query of the URL that led to it.
@@ -38,7 +39,7 @@ pub(crate) fn client(
         .no_deflate()
         .build()
         .map_err(|error| FetchError::Tls {
-            url: source.shown(),
+            url: place.shown.clone(),
             reason: innermost(&error),
         })
 }

@@ -1,45 +1,49 @@
 //! Streams bytes from the server into the part, however often the connection breaks.
 
-use std::pin::pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use reqwest::header::{ACCEPT_ENCODING, IF_RANGE, RANGE};
-use reqwest::{Client, Response, StatusCode};
+use reqwest::{Response, StatusCode};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
 use crate::address_policy::Guard;
-use crate::answer::{Failure, content_range, facts, forbidden, refusal, unanswered};
-use crate::connection::{client, innermost};
-use crate::error::check_room;
-use crate::part::{FileFacts, Part, sha256_of};
+use crate::answer::{Failure, content_range, facts, refusal};
+use crate::connection::client;
+use crate::digest::sha256_of;
+use crate::line::{Here, Line, Tried};
+use crate::part::{FileFacts, Part};
+use crate::place::Remote;
 use crate::progress::Reporter;
-use crate::retry::backoff;
+use crate::room::Room;
 use crate::unpack::{HEAD_BYTES, is_archive};
-use crate::{Credentials, FaultOrigin, FetchError, FetchOptions, Phase, Source};
+use crate::{FaultOrigin, FetchError, Phase};
 
-/// Interval at which progress is reported while a download is silent.
-const SILENCE_PERIOD: Duration = Duration::from_secs(1);
 /// Maximum number of pieces that wait for the disk.
-const CHANNEL_PIECES: usize = 32;
-/// Bytes between two checks of the disk's free space.
-const ROOM_PERIOD_BYTES: u64 = 64 << 20;
+pub(crate) const CHANNEL_PIECES: usize = 32;
 
-/// Completes the part and checks its SHA-256.
+/// Completes the part of an archive and checks its SHA-256.
 ///
 /// # Errors
 /// The errors of [`crate::fetch`] that network, server, disk and checksum cause.
-pub(crate) async fn download(
-    source: &Source,
-    options: &FetchOptions,
+pub(crate) async fn archive(
+    remote: &Remote,
+    room: &Arc<Room>,
     part: Part,
     reporter: &Arc<Reporter>,
 ) -> Result<Part, FetchError> {
+    let options = &room.options;
     let guard = Guard::new(&options.address_policy);
     let began = Instant::now();
-    let error = match complete(source, options, part, reporter, &guard).await {
+    let line = Line {
+        place: &remote.place,
+        options,
+        reporter,
+        guard: &guard,
+        client: &client(&remote.place, options, &guard)?,
+    };
+    let error = match complete(&line, room, remote, part).await {
         Ok(part) => {
             // A caller that knows the checksum knows the archive.
             reporter.hide(false);
@@ -50,15 +54,15 @@ pub(crate) async fn download(
     if !is_kept_back(&error, &guard) {
         return Err(error);
     }
-    tracing::warn!(key = %source.key(), "{error}");
+    tracing::warn!(key = %remote.key, "{error}");
     sleep(until_told(began.elapsed(), options.private_patience)).await;
     let is_lost = matches!(
         error,
         FetchError::Mismatch { .. } | FetchError::TooLong { .. }
     );
     Err(FetchError::KeptBack {
-        url: source.shown(),
-        sha256: source.sha256().to_owned(),
+        url: remote.place.shown.clone(),
+        sha256: remote.digest.digits().to_owned(),
         cause: Box::new(error),
         is_resumed: !is_lost && !reporter.is_hidden(),
     })
@@ -69,7 +73,7 @@ fn is_kept_back(error: &FetchError, guard: &Guard) -> bool {
     let is_answer = match error {
         FetchError::Ended { .. } => false,
         // The number of missing bytes follows from the length that the server announced.
-        FetchError::DiskFull { .. } => true,
+        FetchError::DiskFull { .. } | FetchError::NoRoom { .. } => true,
         _ => matches!(
             error.fault_origin(),
             FaultOrigin::Remote | FaultOrigin::Content
@@ -86,25 +90,21 @@ fn until_told(elapsed: Duration, patience: Duration) -> Duration {
     Duration::from_millis(u64::try_from(patience_ms - past_ms).unwrap_or(u64::MAX))
 }
 
-async fn complete(
-    source: &Source,
-    options: &FetchOptions,
+/// Completes the part and checks its checksum.
+///
+/// # Errors
+/// The errors of [`crate::fetch`] that network, server, disk and checksum cause.
+pub(crate) async fn complete(
+    line: &Line<'_>,
+    room: &Arc<Room>,
+    remote: &Remote,
     mut part: Part,
-    reporter: &Arc<Reporter>,
-    guard: &Guard,
 ) -> Result<Part, FetchError> {
-    let download = Download {
-        source,
-        options,
-        reporter,
-        guard,
-        client: client(source, options, guard)?,
-    };
-    if let Err(refused) = guard.check_url(source.url()) {
-        return Err(forbidden(source, refused));
-    }
+    let download = Download { line, room, remote };
+    let reporter = line.reporter;
+    line.check_url()?;
     if part.facts().is_inside {
-        guard.keep_back();
+        line.guard.keep_back();
     }
     let mut furthest_bytes = part.len_bytes();
     let mut failures = 0;
@@ -135,36 +135,36 @@ async fn complete(
                     failures,
                     idle_since,
                 };
-                download.wait(&part, tried, reason, asked).await?;
+                line.wait(here(&part, remote), tried, reason, asked).await?;
             }
         }
     }
-    verify(source, part)
+    verify(remote, part)
 }
 
 struct Download<'a> {
-    source: &'a Source,
-    options: &'a FetchOptions,
-    reporter: &'a Arc<Reporter>,
-    guard: &'a Guard,
-    client: Client,
-}
-
-/// State of the retries.
-#[derive(Clone, Copy)]
-struct Tried {
-    /// Consecutive tries that brought nothing new.
-    failures: u32,
-    /// End of the last try that received a byte, or start of the first one.
-    idle_since: Instant,
+    line: &'a Line<'a>,
+    room: &'a Arc<Room>,
+    remote: &'a Remote,
 }
 
 /// Position of an answer's bytes relative to those already in the part.
-enum Join {
+pub(crate) enum Join {
     /// The bytes follow those already there.
     Append(FileFacts),
     /// The bytes replace them.
     Restart(FileFacts),
+}
+
+/// What the head of an answer says.
+enum Head {
+    /// Bytes follow.
+    Bytes(Join),
+    /// The part is the whole file.
+    End,
+    /// It is not the file that we have a part of.
+    OtherFile,
+    Failed(Failure),
 }
 
 impl Download<'_> {
@@ -174,47 +174,39 @@ impl Download<'_> {
         mut part: Part,
         idle_since: Instant,
     ) -> Result<(Part, Result<(), Failure>), FetchError> {
-        self.guard.begin(self.source.url());
-        let answer = self.request(&part, idle_since).await;
+        let Line {
+            place,
+            reporter,
+            guard,
+            ..
+        } = self.line;
+        guard.begin(&place.url);
+        let answer = self
+            .line
+            .request(here(&part, self.remote), idle_since)
+            .await;
         // An archive's length reveals nothing about the network; another answer's may, and the head of an archive says
         // nothing about the bytes with which another server continues.
-        let is_told = part.facts().is_of_one(&self.guard.asked()) && part.is_archive();
-        self.reporter.hide(self.guard.keeps_back() && !is_told);
+        let is_told = part.facts().is_of_one(&guard.asked()) && part.is_archive();
+        reporter.hide(guard.keeps_back() && !is_told);
         let response = match answer {
             Ok(response) => response,
             Err(failure) => return Ok((part, Err(failure))),
         };
-        let facts = facts(self.source, &response, self.guard);
+        let facts = facts(place, &response, guard);
         let is_new = match response.status() {
             StatusCode::OK => true,
             StatusCode::PARTIAL_CONTENT => facts.from_sha256 != part.facts().from_sha256,
             _ => false,
         };
         if is_new {
-            self.reporter.hide(self.guard.keeps_back());
+            reporter.hide(guard.keeps_back());
         }
-        let join = match response.status() {
-            StatusCode::OK => Join::Restart(facts),
-            StatusCode::PARTIAL_CONTENT if part.len_bytes() > 0 => {
-                let known = part.facts().total_bytes;
-                match content_range(response.headers()) {
-                    Some((Some(first), total))
-                        if first == part.len_bytes() && (known.is_none() || known == total) =>
-                    {
-                        Join::Append(facts)
-                    }
-                    // Not the file that we have a part of.
-                    _ => return restarted(part).await,
-                }
-            }
-            StatusCode::RANGE_NOT_SATISFIABLE if part.len_bytes() > 0 => {
-                let total = content_range(response.headers()).and_then(|(_, total)| total);
-                if total == Some(part.len_bytes()) {
-                    return ended(part);
-                }
-                return restarted(part).await;
-            }
-            status => return Ok((part, Err(refusal(self.source, status, response.headers())))),
+        let join = match self.head(&response, facts, &part) {
+            Head::Bytes(join) => join,
+            Head::End => return ended(part),
+            Head::OtherFile => return restarted(part).await,
+            Head::Failed(failure) => return Ok((part, Err(failure))),
         };
         let total_bytes = match &join {
             Join::Restart(facts) => facts.total_bytes,
@@ -224,7 +216,10 @@ impl Download<'_> {
             Join::Restart(_) => 0,
             Join::Append(_) => part.len_bytes(),
         };
-        if let Err(error) = self.check_room(&part, here_bytes, total_bytes) {
+        // What is discarded makes room itself.
+        let discarded_bytes = part.len_bytes() - here_bytes;
+        let rest = (here_bytes, discarded_bytes, total_bytes);
+        if let Err(error) = self.make_room(rest).await {
             return Ok((part, Err(Failure::Final(error))));
         }
         if let (Join::Append(_), Some(total)) = (&join, total_bytes) {
@@ -234,60 +229,51 @@ impl Download<'_> {
             .await
     }
 
-    async fn request(&self, part: &Part, idle_since: Instant) -> Result<Response, Failure> {
-        let mut request = self
-            .client
-            .get(self.source.url().clone())
-            .header(ACCEPT_ENCODING, "identity");
-        request = match self.source.credentials() {
-            Some(Credentials::Basic { username, password }) => {
-                request.basic_auth(username, Some(password))
+    /// Reads the head of an answer.
+    fn head(&self, response: &Response, facts: FileFacts, part: &Part) -> Head {
+        match response.status() {
+            StatusCode::OK => match self.of_known_length(facts) {
+                Ok(facts) => Head::Bytes(Join::Restart(facts)),
+                Err(failure) => Head::Failed(failure),
+            },
+            StatusCode::PARTIAL_CONTENT if part.len_bytes() > 0 => {
+                let known = part.facts().total_bytes;
+                match content_range(response.headers()) {
+                    Some((Some(first), total))
+                        if first == part.len_bytes() && (known.is_none() || known == total) =>
+                    {
+                        Head::Bytes(Join::Append(facts))
+                    }
+                    _ => Head::OtherFile,
+                }
             }
-            Some(Credentials::Bearer { token }) => request.bearer_auth(token),
-            None => request,
+            StatusCode::RANGE_NOT_SATISFIABLE if part.len_bytes() > 0 => {
+                let total = content_range(response.headers()).and_then(|(_, total)| total);
+                let known = self.remote.known_bytes;
+                let is_all = known.is_none_or(|known| total == Some(known));
+                match total == Some(part.len_bytes()) && is_all {
+                    true => Head::End,
+                    false => Head::OtherFile,
+                }
+            }
+            status => Head::Failed(refusal(&self.remote.place, status, response.headers())),
+        }
+    }
+
+    /// Checks the announced length of a file whose length is known: its server, or a proxy in front of it, may lie.
+    fn of_known_length(&self, mut facts: FileFacts) -> Result<FileFacts, Failure> {
+        let Some(known) = self.remote.known_bytes else {
+            return Ok(facts);
         };
-        if part.len_bytes() > 0 {
-            request = request.header(RANGE, format!("bytes={}-", part.len_bytes()));
-            let facts = part.facts();
-            // A validator of another URL says nothing; then the length, and finally the checksum, decide.
-            let is_same = facts.url_sha256 == sha256_of(self.source.url().as_str());
-            if let Some(validator) = facts.validator().filter(|_| is_same) {
-                request = request.header(IF_RANGE, validator);
+        match facts.total_bytes.filter(|announced| *announced != known) {
+            Some(announced) => Err(Failure::lost(format!(
+                "the server announces {announced} bytes for a file of {known}"
+            ))),
+            None => {
+                facts.total_bytes = Some(known);
+                Ok(facts)
             }
         }
-        let (stall, asked) = (self.options.stall_timeout, Instant::now());
-        let mut answer = pin!(request.send());
-        loop {
-            tokio::select! {
-                answer = &mut answer => return answer.map_err(|error| unanswered(self.source, &error)),
-                () = sleep(self.look_period()) => {}
-            }
-            if asked.elapsed() >= stall || self.is_out_of_patience(idle_since) {
-                return Err(Failure::lost(format!(
-                    "no answer for {:?}",
-                    asked.elapsed()
-                )));
-            }
-        }
-    }
-
-    /// Interval between two checks for too long a silence.
-    fn look_period(&self) -> Duration {
-        let options = self.options;
-        let period = SILENCE_PERIOD.min(options.stall_timeout);
-        match self.guard.keeps_back() {
-            true => period.min(options.private_patience / 20),
-            false => period,
-        }
-    }
-
-    /// Time for which a non-public server is tried: slightly less than the time until its failure is reported.
-    fn patience(&self) -> Duration {
-        self.options.private_patience / 10 * 9
-    }
-
-    fn is_out_of_patience(&self, idle_since: Instant) -> bool {
-        self.guard.keeps_back() && idle_since.elapsed() >= self.patience()
     }
 
     /// Writes the incoming bytes on a blocking thread, until they end one way or another.
@@ -300,9 +286,16 @@ impl Download<'_> {
         total_bytes: Option<u64>,
     ) -> Result<(Part, Result<(), Failure>), FetchError> {
         let (sender, mut receiver) = mpsc::channel::<Bytes>(CHANNEL_PIECES);
-        let reserve_bytes = self.options.reserve_bytes;
+        let ahead = match total_bytes {
+            Some(_) => Ahead::of_known_length(self.room),
+            None => Ahead {
+                room: Arc::clone(self.room),
+                // The last piece before a look may come on top of a period.
+                need_bytes: 2 * self.room.period_bytes(),
+            },
+        };
         let writer = tokio::task::spawn_blocking(move || {
-            let written = write(&mut part, join, &mut receiver, reserve_bytes);
+            let written = write(&mut part, join, &mut receiver, &ahead);
             (part, written)
         });
         let received = self
@@ -330,15 +323,20 @@ impl Download<'_> {
     ) -> Result<(), Failure> {
         let mut bytes = here_bytes;
         let mut head = Vec::new();
-        while let Some(piece) = self.piece(&mut response, bytes, total_bytes).await? {
+        while let Some(piece) = self.line.piece(&mut response, bytes, total_bytes).await? {
             if bytes < HEAD_BYTES as u64 && here_bytes == 0 {
                 head.extend_from_slice(&piece);
-                self.reporter
-                    .hide(self.guard.keeps_back() && !is_archive(&head));
+                let is_told = is_archive(&head);
+                self.line
+                    .reporter
+                    .hide(self.line.guard.keeps_back() && !is_told);
             }
             bytes += piece.len() as u64;
+            if let Some(throttle) = &self.line.options.throttle {
+                throttle.take(piece.len() as u64).await;
+            }
             if let Some(announced_bytes) = total_bytes.filter(|&total| bytes > total) {
-                let url = self.source.shown();
+                let url = self.remote.place.shown.clone();
                 return Err(Failure::Final(FetchError::TooLong {
                     url,
                     announced_bytes,
@@ -347,7 +345,9 @@ impl Download<'_> {
             if sender.send(piece).await.is_err() {
                 return Ok(());
             }
-            self.reporter.tell(Phase::Downloading, bytes, total_bytes);
+            self.line
+                .reporter
+                .tell(Phase::Downloading, bytes, total_bytes);
         }
         match total_bytes {
             Some(total) if bytes < total => {
@@ -358,40 +358,13 @@ impl Download<'_> {
         }
     }
 
-    /// Returns the next piece of the body; reports progress at intervals while waiting for it.
-    async fn piece(
+    /// Makes room for the rest of the archive and for its files. A repository's files are their own place, and room was
+    /// made for all of them.
+    async fn make_room(
         &self,
-        response: &mut Response,
-        bytes: u64,
-        total_bytes: Option<u64>,
-    ) -> Result<Option<Bytes>, Failure> {
-        let stall = self.options.stall_timeout;
-        let began = Instant::now();
-        let mut next = pin!(response.chunk());
-        loop {
-            tokio::select! {
-                piece = &mut next => {
-                    return piece.map_err(|error| {
-                        Failure::lost(format!("the connection was lost: {}", innermost(&error)))
-                    });
-                }
-                () = sleep(self.look_period()) => {}
-            }
-            if began.elapsed() >= stall || self.is_out_of_patience(began) {
-                return Err(Failure::lost(format!("no byte for {:?}", began.elapsed())));
-            }
-            self.reporter.tell(Phase::Downloading, bytes, total_bytes);
-        }
-    }
-
-    /// Checks that there is room for the rest of the archive and for its files.
-    fn check_room(
-        &self,
-        part: &Part,
-        here_bytes: u64,
-        total_bytes: Option<u64>,
+        (here_bytes, discarded_bytes, total_bytes): (u64, u64, Option<u64>),
     ) -> Result<(), FetchError> {
-        let Some(total_bytes) = total_bytes else {
+        let Some(total_bytes) = total_bytes.filter(|_| self.remote.is_archive()) else {
             return Ok(());
         };
         // Weights hardly compress; any excess is noticed while unpacking.
@@ -402,83 +375,51 @@ impl Download<'_> {
             total_bytes.div_ceil(1 << 20)
         );
         let need_bytes = missing_bytes.saturating_add(total_bytes);
-        check_room(part.path(), need_bytes, self.options.reserve_bytes, &what)
+        let need_bytes = need_bytes.saturating_sub(discarded_bytes);
+        Room::make_soon(self.room, need_bytes, what).await
     }
+}
 
-    /// Waits before the next try.
-    ///
-    /// # Errors
-    /// [`FetchError::Lost`] if no try is left.
-    async fn wait(
-        &self,
-        part: &Part,
-        tried: Tried,
-        reason: String,
-        asked: Option<Duration>,
-    ) -> Result<(), FetchError> {
-        let options = self.options;
-        let Tried {
-            failures,
-            idle_since,
-        } = tried;
-        let own = backoff(
-            failures,
-            options.first_backoff,
-            options.max_backoff,
-            rand::random(),
-        );
-        let too_long = asked.is_some_and(|asked| asked > options.max_retry_after);
-        let is_over = failures >= options.attempts || self.is_out_of_patience(idle_since);
-        if is_over || too_long {
-            let reason = match asked.filter(|_| too_long) {
-                Some(asked) => format!("{reason} and asks to wait {} s", asked.as_secs()),
-                None => reason,
-            };
-            return Err(FetchError::Lost {
-                url: self.source.shown(),
-                reason,
-                attempts: failures,
-                bytes: part.len_bytes(),
-            });
+/// Room that is made while bytes arrive.
+pub(crate) struct Ahead {
+    room: Arc<Room>,
+    /// Bytes that may still come before the next look.
+    need_bytes: u64,
+}
+
+impl Ahead {
+    /// For a file of known length: room was made for all of it.
+    pub(crate) fn of_known_length(room: &Arc<Room>) -> Self {
+        Self {
+            room: Arc::clone(room),
+            need_bytes: 0,
         }
-        let wait = asked.map_or(own, |asked| asked.max(own));
-        tracing::info!(
-            url = self.source.shown(),
-            bytes = part.len_bytes(),
-            ?wait,
-            "{reason}: trying again"
-        );
-        let text = format!("{reason}; trying again in {:.1} s", wait.as_secs_f64());
-        self.reporter
-            .trouble(text, part.len_bytes(), part.facts().total_bytes);
-        let left = self.patience().saturating_sub(idle_since.elapsed());
-        sleep(match self.guard.keeps_back() {
-            true => wait.min(left),
-            false => wait,
-        })
-        .await;
-        Ok(())
     }
 }
 
 /// Body of the writer thread.
-fn write(
+pub(crate) fn write(
     part: &mut Part,
     join: Join,
     receiver: &mut mpsc::Receiver<Bytes>,
-    reserve_bytes: u64,
+    ahead: &Ahead,
 ) -> Result<(), FetchError> {
     match join {
         Join::Restart(facts) => part.restart(facts)?,
         Join::Append(facts) => part.go_on(&facts)?,
     }
+    let make = || {
+        let what = "the download goes on";
+        ahead.room.make(ahead.need_bytes, what, SystemTime::now())
+    };
+    make()?;
     let mut unchecked_bytes = 0;
     while let Some(piece) = receiver.blocking_recv() {
         part.append(&piece)?;
         unchecked_bytes += piece.len() as u64;
-        if unchecked_bytes >= ROOM_PERIOD_BYTES {
+        if unchecked_bytes >= ahead.room.period_bytes() {
             unchecked_bytes = 0;
-            check_room(part.path(), 0, reserve_bytes, "the download goes on")?;
+            make()?;
         }
     }
     Ok(())
@@ -501,16 +442,39 @@ fn ended(mut part: Part) -> Result<(Part, Result<(), Failure>), FetchError> {
     Ok((part, Ok(())))
 }
 
+/// What is here of the file, as a server is told.
+fn here<'a>(part: &'a Part, remote: &Remote) -> Here<'a> {
+    let facts = part.facts();
+    // A validator of another URL says nothing; then the length, and finally the checksum, decide.
+    let is_same = facts.url_sha256 == sha256_of(remote.place.url.as_str());
+    Here {
+        bytes: part.len_bytes(),
+        total_bytes: facts.total_bytes,
+        validator: facts.validator().filter(|_| is_same),
+    }
+}
+
 /// Checks the checksum; removes the part if it is not the requested one.
-fn verify(source: &Source, part: Part) -> Result<Part, FetchError> {
-    let found = part.sha256();
-    if found == source.sha256() {
+fn verify(remote: &Remote, part: Part) -> Result<Part, FetchError> {
+    let found = part.digits();
+    if found == remote.digest.digits() {
         return Ok(part);
     }
     part.remove()?;
-    Err(FetchError::Mismatch {
-        url: source.shown(),
-        expected: source.sha256().to_owned(),
-        found,
+    let (url, expected) = (
+        remote.place.shown.clone(),
+        remote.digest.digits().to_owned(),
+    );
+    Err(match remote.is_archive() {
+        true => FetchError::Mismatch {
+            url,
+            expected,
+            found,
+        },
+        false => FetchError::Altered {
+            url,
+            expected,
+            found,
+        },
     })
 }

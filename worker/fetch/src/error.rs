@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::FetchOptions;
+use crate::{FetchOptions, Owner};
 
 /// A model that could not be fetched.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +24,100 @@ pub enum FetchError {
     Checksum {
         /// The value as given.
         sha256: String,
+    },
+    /// The name is not that of a repository.
+    #[error(
+        "repo is {repo:?}\n  write the repository as owner/name, such as Qwen/Qwen3-30B-A3B, without https:// and without a revision"
+    )]
+    Repository {
+        /// The value as given.
+        repo: String,
+    },
+    /// The name is not that of a revision.
+    #[error("revision is {revision:?}\n  write a branch, a tag or the 40 digits of a commit")]
+    Revision {
+        /// The value as given.
+        revision: String,
+    },
+    /// The address of the hub cannot be used.
+    #[error(
+        "the address of the hub is {endpoint:?}: {reason}\n  write a URL such as https://hub.lan: HF_ENDPOINT on one machine, agent.fetch.hubEndpoint of Hearth's chart in a cluster"
+    )]
+    Endpoint {
+        /// URL without secrets.
+        endpoint: String,
+        /// Reason that it was rejected.
+        reason: String,
+    },
+    /// The hub has no such repository, revision or file.
+    #[error(
+        "{what} was not found: the hub answered {answer}\n  check the names of the repository and the revision; a private repository needs a token: tokenSecretRef in a cluster, HEARTH_MODEL_TOKEN on one machine"
+    )]
+    HubNotFound {
+        /// Repository, revision and file.
+        what: String,
+        /// Status, with the hub's own word for it.
+        answer: String,
+    },
+    /// The hub requires a token, or the token's owner may not read the repository.
+    #[error(
+        "{what} may not be read: the hub answered {answer}\n  check the repository's name, accept its licence on the hub if it is gated, and give a token that may read it: tokenSecretRef in a cluster, HEARTH_MODEL_TOKEN on one machine"
+    )]
+    HubDenied {
+        /// Repository, revision and file.
+        what: String,
+        /// Status, with the hub's own word for it.
+        answer: String,
+    },
+    /// The hub's list of files cannot be used.
+    #[error(
+        "{url} is no list of a repository's files: {reason}\n  check the hub's address: HF_ENDPOINT on one machine, agent.fetch.hubEndpoint of Hearth's chart in a cluster; a mirror must answer ?blobs=true"
+    )]
+    Listing {
+        /// URL without secrets.
+        url: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A repository without a model that can be served.
+    #[error("{repo} holds no model that can be served: {reason}\n  {remedy}")]
+    NotAModel {
+        /// Repository and revision.
+        repo: String,
+        /// What is missing.
+        reason: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A file of a repository with another checksum than the hub's list says.
+    #[error(
+        "{url} has the checksum {found}, and the hub's list says {expected}: the download was removed\n  the mirror, or a proxy in front of it, alters or mixes up files: fetch again, or from another"
+    )]
+    Altered {
+        /// URL without secrets.
+        url: String,
+        /// Checksum in the hub's list.
+        expected: String,
+        /// Checksum of the received bytes.
+        found: String,
+    },
+    /// The model is being fetched by another process.
+    #[error("{key} is being fetched by another process\n  wait until that has finished, or end it")]
+    Busy {
+        /// Name of the model in the cache.
+        key: String,
+    },
+    /// The model is in use.
+    #[error("{name} is in use by a worker, which maps its files\n  end its deployment first")]
+    InUse {
+        /// The model, or its name in the cache.
+        name: String,
+    },
+    /// The model is pinned.
+    #[error("{name} is pinned\n  unpin it first: hearth models unpin {name}")]
+    Pinned {
+        /// The model, or its name in the cache.
+        name: String,
     },
     /// The server has no such file.
     #[error(
@@ -77,7 +171,7 @@ pub enum FetchError {
     },
     /// The address is off limits to the machine that fetches.
     #[error(
-        "{url} is not allowed: its address is {why}\n  put the archive on a server outside the cluster, or name its range in agent.fetch.allowedRanges of Hearth's chart"
+        "{url} is not allowed: its address is {why}\n  use a server outside the cluster, or name its range in agent.fetch.allowedRanges of Hearth's chart"
     )]
     Forbidden {
         /// URL without secrets.
@@ -135,7 +229,21 @@ pub enum FetchError {
         /// Checksum of the received bytes.
         found: String,
     },
-    /// Not enough free disk space.
+    /// The quota of the cache or the reserve of its disk leaves no room, and nothing more may be removed for it.
+    #[error("{of} has no room for {shown}: {what}\n  {holds}\n  {remedy}", of = owner.named())]
+    NoRoom {
+        /// Whose cache it is.
+        owner: Owner,
+        /// The model.
+        shown: String,
+        /// The bytes that are needed, the limit, and what is left of it.
+        what: String,
+        /// What the cache holds, by the reason that it stays.
+        holds: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// The disk is full.
     #[error("{path} has {free} MiB free, and {need} MiB are needed: {what}\n  free space on that disk, or keep models on another one", path = path.display(), free = free_bytes >> 20, need = need_bytes.div_ceil(1 << 20))]
     DiskFull {
         /// Directory of the cache.
@@ -243,11 +351,17 @@ impl FetchError {
     /// Party that can fix the failure.
     pub fn fault_origin(&self) -> FaultOrigin {
         match self {
-            Self::Url { .. } | Self::Checksum { .. } | Self::Forbidden { .. } => {
-                FaultOrigin::Request
-            }
+            Self::Url { .. }
+            | Self::Checksum { .. }
+            | Self::Repository { .. }
+            | Self::Revision { .. }
+            | Self::Endpoint { .. }
+            | Self::Forbidden { .. } => FaultOrigin::Request,
             Self::KeptBack { .. } => FaultOrigin::Unknown,
             Self::NotFound { .. }
+            | Self::HubNotFound { .. }
+            | Self::HubDenied { .. }
+            | Self::Listing { .. }
             | Self::Denied { .. }
             | Self::Answer { .. }
             | Self::Redirects { .. }
@@ -256,21 +370,19 @@ impl FetchError {
             | Self::TooLong { .. }
             | Self::Ended { .. } => FaultOrigin::Remote,
             Self::Mismatch { .. }
+            | Self::Altered { .. }
+            | Self::NotAModel { .. }
             | Self::NotAnArchive { .. }
             | Self::Corrupt { .. }
             | Self::Unsafe { .. }
             | Self::TooMany { .. }
             | Self::NoModel { .. } => FaultOrigin::Content,
-            Self::DiskFull { .. } | Self::Cache { .. } => FaultOrigin::Local,
-        }
-    }
-
-    /// Whether more free space on this machine's disk could help, even if the cause is kept back.
-    pub fn is_disk_full(&self) -> bool {
-        match self {
-            Self::DiskFull { .. } => true,
-            Self::KeptBack { cause, .. } => cause.is_disk_full(),
-            _ => false,
+            Self::DiskFull { .. }
+            | Self::NoRoom { .. }
+            | Self::Cache { .. }
+            | Self::InUse { .. }
+            | Self::Pinned { .. }
+            | Self::Busy { .. } => FaultOrigin::Local,
         }
     }
 
@@ -321,31 +433,6 @@ pub(crate) fn reserve_bytes(path: &Path, options: &FetchOptions) -> u64 {
     options.reserve_bytes.max(part_bytes)
 }
 
-/// Checks that `reserve_bytes` would still be free on the disk after writing `need_bytes` more.
-///
-/// # Errors
-/// [`FetchError::DiskFull`].
-pub(crate) fn check_room(
-    path: &Path,
-    need_bytes: u64,
-    reserve_bytes: u64,
-    what: &str,
-) -> Result<(), FetchError> {
-    let Some(free_bytes) = free_bytes(path) else {
-        return Ok(());
-    };
-    let need_bytes = need_bytes.saturating_add(reserve_bytes);
-    if free_bytes >= need_bytes {
-        return Ok(());
-    }
-    Err(FetchError::DiskFull {
-        path: path.to_owned(),
-        what: format!("{what}, and {} MiB stay free", reserve_bytes >> 20),
-        need_bytes,
-        free_bytes,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -363,10 +450,6 @@ mod tests {
         assert!(tenth > 7 && reserve_bytes(path, &options(tenth + 1, 10)) == tenth + 1);
         let stat = rustix::fs::statvfs("/tmp").unwrap();
         assert_eq!(tenth, stat.f_blocks * stat.f_frsize / 100 * 10);
-        // A disk with less than that free takes nothing more.
-        let all = reserve_bytes(path, &options(0, 100));
-        let error = check_room(path, 0, all, "a model").unwrap_err();
-        assert!(matches!(error, FetchError::DiskFull { .. }), "{error}");
     }
 
     #[test]
@@ -377,17 +460,5 @@ mod tests {
         let refused = FetchError::file(path, io::Error::from_raw_os_error(30));
         assert!(matches!(refused, FetchError::Cache { .. }), "{refused}");
         assert_eq!(refused.fault_origin(), FaultOrigin::Local);
-    }
-
-    #[test]
-    fn room_is_told_with_what_is_missing() {
-        let error =
-            check_room(Path::new("/tmp/is/not/there"), 1 << 60, 1 << 20, "a model").unwrap_err();
-        let text = error.to_string();
-        assert!(
-            text.contains("MiB free, and 1099511627777 MiB are needed: a model"),
-            "{text}"
-        );
-        assert!(check_room(Path::new("/tmp"), 0, 0, "nothing").is_ok());
     }
 }

@@ -1,21 +1,32 @@
-//! Downloads a model's archive from a URL and unpacks it into a directory on this machine.
+//! Fetches a model into a directory on this machine: an archive behind a URL, or a repository of a hub.
 //!
 //! [`fetch`] downloads the archive (resuming where an earlier try stopped), verifies its SHA-256, unpacks it and puts
-//! the directory in place by one rename: a directory in the cache is complete or absent. Processes that want the same
-//! model wait for the one that fetches it.
+//! the directory in place by one rename: a directory in the cache is complete or absent. Of a repository it downloads
+//! the files that are needed, of the commit that the revision stands for, each verified against the hub's list.
+//! Processes that want the same model wait for the one that fetches it.
 //!
-//! - [`Source`]: the archive to fetch, its credentials, and its [`Key`] in the cache.
+//! - [`Source`]: the archive or repository to fetch, its credentials, and its [`Key`] in the cache.
 //! - [`AddressPolicy`]: the addresses that may be fetched from.
-//! - [`Cache`]: the directory of models and parts; [`Cache::retain`] removes what is no longer wanted.
+//! - [`Cache`]: the directory of models and parts; [`Cache::retain`] removes what is no longer wanted, [`Cache::stored`]
+//!   tells what is there, [`Cache::pin`] keeps it.
+//! - [`Claims`]: what the cache's owner still wants, when models are removed to make room for another.
+//! - [`Hold`]: a model in use, which nothing removes.
+//! - [`Throttle`], [`Counters`]: the rate of all downloads of a process, and what they did.
 //! - [`Tries`]: the record of earlier tries, kept for the next process.
+//! - [`Seed`]: another node that has the model, and is asked for a hub's files before the hub is; [`Giver`]: its side.
 //! - [`Progress`]: a report on a running fetch.
 //! - [`FetchError`]: the failure and its remedy, and whether trying again can help ([`FetchError::fault_origin`]).
 //!
 //! **Invariants**
 //! - Nothing in an archive is unpacked before its checksum has been verified.
 //! - No entry of an archive reaches outside the model's directory: links become hard links to files in it.
-//! - Where addresses are limited, nothing about a non-public server is disclosed before the checksum holds: neither in
+//! - Nothing of a repository reaches the model's directory before its checksum has been verified, and no name in the
+//!   hub's list leads out of it.
+//! - Credentials go to the source's own server, and to none that it redirects to.
+//! - Where addresses are limited, nothing about a non-public server that the requester chose is disclosed before the checksum holds: neither in
 //!   messages, nor in sizes (except of an archive that comes from a single server), nor by the time a failure takes.
+//! - Other nodes are given the files of one complete model, and only those that a fetch asks for.
+//! - A model that somebody holds, that is pinned or that its owner wants is never removed to make room for another.
 //! - A server can neither make this machine hold more than it announced nor fill its disk.
 
 #![forbid(unsafe_code)]
@@ -24,30 +35,51 @@ mod address_policy;
 mod answer;
 mod cache;
 mod connection;
+mod digest;
+mod directory;
 mod download;
 mod error;
+mod giver;
+mod hold;
+mod line;
+mod listing;
 mod lock;
 mod part;
+mod place;
 mod progress;
+mod repository;
 mod retry;
+mod room;
+mod seed;
 mod source;
+mod throttle;
 mod tries;
 mod unpack;
+mod uses;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub use address_policy::AddressPolicy;
-pub use cache::Cache;
+pub use cache::{About, Cache, Stored};
 pub use error::{FaultOrigin, FetchError};
+pub use giver::{Giver, GiverPatience};
+pub use hold::Hold;
 pub use progress::{Observer, Phase, Progress};
+pub use room::{Claim, Claims, Counters, Owner};
+pub use seed::Seed;
 pub use source::{Credentials, Key, Source};
+pub use throttle::Throttle;
 pub use tries::Tries;
 
 use lock::Lock;
-use part::Part;
+use part::{Part, Whose};
+use place::Remote;
 use progress::Reporter;
+use repository::Fetch;
+use room::Room;
+use source::Origin;
 
 /// Interval at which a process that waits for another checks whether it has finished.
 const LOOK_PERIOD: Duration = Duration::from_millis(200);
@@ -74,9 +106,26 @@ pub struct FetchOptions {
     pub reserve_bytes: u64,
     /// The same as a percentage of the disk; the larger of the two applies.
     pub reserve_percent: u8,
+    /// Most bytes that models and parts in the cache may have together; `None` for as many as the disk has.
+    pub quota_bytes: Option<u64>,
+    /// Time after its last use for which a model is not removed to make room: a deployment that is deleted and applied
+    /// again finds its model.
+    pub recent: Duration,
+    /// What the cache's owner still wants.
+    pub claims: Claims,
+    /// Whose cache it is.
+    pub owner: Owner,
+    /// Rate of all downloads that share it; `None` for as fast as they come.
+    pub throttle: Option<Arc<Throttle>>,
+    /// Who gives the files of a hub before the hub does, at a rate of its own.
+    pub seed: Option<Seed>,
+    /// Time in which it gives a mebibyte, or what is left of a file; otherwise the hub is asked.
+    pub seed_patience: Duration,
+    /// Counts what this fetch does.
+    pub counters: Arc<Counters>,
     /// Addresses that may be fetched from.
     pub address_policy: AddressPolicy,
-    /// Maximum number of files and directories in an archive.
+    /// Maximum number of files and directories of a model.
     pub max_entries: u64,
 }
 
@@ -92,6 +141,14 @@ impl Default for FetchOptions {
             private_patience: Duration::from_secs(60),
             reserve_bytes: 256 << 20,
             reserve_percent: 0,
+            quota_bytes: None,
+            recent: Duration::from_secs(600),
+            claims: Claims::by(|_| Claim::Personal),
+            owner: Owner::User,
+            throttle: None,
+            seed: None,
+            seed_patience: Duration::from_secs(10),
+            counters: Arc::default(),
             address_policy: AddressPolicy::anywhere(),
             max_entries: 100_000,
         }
@@ -111,6 +168,7 @@ pub async fn fetch(
 ) -> Result<PathBuf, FetchError> {
     let key = source.key();
     if let Some(directory) = cache.model(&key) {
+        cache.note_use(&key, SystemTime::now());
         return Ok(directory);
     }
     cache.create()?;
@@ -119,30 +177,92 @@ pub async fn fetch(
         reserve_bytes,
         ..options.clone()
     };
+    let room = Arc::new(Room {
+        cache: cache.clone(),
+        key: key.clone(),
+        shown: source.shown(),
+        options: options.clone(),
+    });
     let reporter = Arc::new(Reporter::new(observer));
+    let is_archive = matches!(source.origin(), Origin::Archive { .. });
     // The size stays hidden until the server is known to be public, or the file to be an archive.
-    reporter.hide(options.address_policy.is_limited());
+    reporter.hide(is_archive && options.address_policy.is_limited());
     let lock = Arc::new(wait_for_lock(cache, &key, &reporter).await?);
     if let Some(directory) = cache.model(&key) {
         lock.remove();
         return Ok(directory);
     }
-    let part = {
-        let (cache, key, reporter) = (cache.clone(), key.clone(), Arc::clone(&reporter));
-        let lock = Arc::clone(&lock);
-        blocking(move || Part::open(&cache, &key, lock, &reporter)).await?
+    let fetched = match source.origin() {
+        Origin::Archive { url, sha256 } => {
+            let remote = source.archive(url, sha256);
+            fetch_archive(&remote, sha256, &room, &reporter, lock).await
+        }
+        Origin::Repository(hub) => {
+            let fetch = Fetch {
+                hub,
+                shown: source.shown(),
+                key,
+                credentials: source.credentials().cloned(),
+                cache,
+                room: &room,
+                reporter: &reporter,
+                lock,
+            };
+            fetch.run().await
+        }
     };
-    let part = download::download(source, options, part, &reporter).await?;
+    if let Ok(model) = &fetched {
+        let taken_bytes = options.seed.as_ref().map_or(0, Seed::taken_bytes);
+        let bytes = directory::bytes_below(model);
+        options.counters.fetched(bytes, taken_bytes);
+    }
+    fetched
+}
+
+async fn fetch_archive(
+    remote: &Remote,
+    sha256: &str,
+    room: &Arc<Room>,
+    reporter: &Arc<Reporter>,
+    lock: Arc<Lock>,
+) -> Result<PathBuf, FetchError> {
+    let (cache, key) = (&room.cache, remote.key.clone());
+    let part = {
+        let (cache, key, reporter) = (cache.clone(), key.clone(), Arc::clone(reporter));
+        let lock = Arc::clone(&lock);
+        let whose = Whose {
+            digest: remote.digest.clone(),
+            whole_bytes: None,
+        };
+        blocking(move || Part::open(&cache, &key, whose, lock, &reporter)).await?
+    };
+    let part = download::archive(remote, room, part, reporter).await?;
     let unpacking = unpack::Unpacking {
-        shown: source.shown(),
-        sha256: source.sha256().to_owned(),
+        shown: remote.place.shown.clone(),
+        sha256: sha256.to_owned(),
         temporary: cache.unpacking(&key),
         target: cache.directory(&key),
-        reserve_bytes: options.reserve_bytes,
-        max_entries: options.max_entries,
+        room: Arc::clone(room),
+        max_entries: room.options.max_entries,
     };
+    let about = About {
+        source: unpacking.shown.clone(),
+        commit: None,
+        sha256: Some(unpacking.sha256.clone()),
+        verified_at_s: verified_now(),
+    };
+    let (cache, reporter) = (cache.clone(), Arc::clone(reporter));
     blocking(move || {
-        let directory = unpack::put_in_place(&unpacking, part, &reporter)?;
+        // First: a model in its place always says what it is.
+        cache.note_about(&key, &about)?;
+        let directory = match unpack::put_in_place(&unpacking, part, &reporter) {
+            Ok(directory) => directory,
+            Err(error) => {
+                cache::remove_file(&cache.about_file(&key))?;
+                return Err(error);
+            }
+        };
+        cache.note_use(&key, SystemTime::now());
         lock.remove();
         Ok(directory)
     })
@@ -161,8 +281,14 @@ async fn wait_for_lock(cache: &Cache, key: &Key, reporter: &Reporter) -> Result<
     }
 }
 
+/// The time of [`About::verified_at_s`] for what was just verified.
+pub(crate) fn verified_now() -> Option<u64> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.ok().map(|since| since.as_secs())
+}
+
 /// Runs blocking work on a blocking thread.
-async fn blocking<T: Send + 'static>(
+pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, FetchError> + Send + 'static,
 ) -> Result<T, FetchError> {
     match tokio::task::spawn_blocking(work).await {

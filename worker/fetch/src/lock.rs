@@ -1,7 +1,7 @@
 //! Lock of a key: one fetch at a time, across all processes of a machine.
 
 use std::fs::{self, File, TryLockError};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::FetchError;
@@ -10,7 +10,7 @@ use crate::FetchError;
 #[derive(Debug)]
 pub(crate) struct Lock {
     path: PathBuf,
-    _file: File,
+    file: File,
 }
 
 impl Lock {
@@ -37,12 +37,44 @@ impl Lock {
             if fs::metadata(path)
                 .is_ok_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino()))
             {
+                // What the previous holder promised.
+                file.set_len(0).map_err(&failed)?;
                 return Ok(Some(Self {
                     path: path.to_owned(),
-                    _file: file,
+                    file,
                 }));
             }
         }
+    }
+
+    /// Whether another process or handle holds the lock of that file.
+    pub(crate) fn is_held(path: &Path) -> bool {
+        File::open(path)
+            .is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
+    }
+
+    /// Tells others how many bytes the fetch that holds the lock is going to have written at its end.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`] if the file cannot be written.
+    pub(crate) fn promise(&self, bytes: u64) -> Result<(), FetchError> {
+        // At one length, so that a reader sees all digits or none.
+        let text = format!("{bytes:020}");
+        let written = self.file.write_all_at(text.as_bytes(), 0);
+        written.map_err(FetchError::in_cache(&self.path))
+    }
+
+    /// Takes the promise back. One that stays costs others room until the lock is released.
+    pub(crate) fn promise_nothing(&self) {
+        if let Err(error) = self.file.set_len(0) {
+            tracing::debug!("{}: {error}", self.path.display());
+        }
+    }
+
+    /// What the holder of a lock has promised; `None` if it has not, or nobody holds it.
+    pub(crate) fn promised(path: &Path) -> Option<u64> {
+        let text = fs::read_to_string(path).ok()?;
+        text.parse().ok().filter(|_| Self::is_held(path))
     }
 
     /// Removes the file: from then on, others lock a new one.
@@ -63,12 +95,20 @@ mod tests {
         let path = directory.path().join("a.lock");
         let first = Lock::try_acquire(&path).unwrap().unwrap();
         assert!(Lock::try_acquire(&path).unwrap().is_none());
+        assert!(Lock::is_held(&path));
+        assert_eq!(Lock::promised(&path), None);
+        first.promise(70_000).unwrap();
+        assert_eq!(Lock::promised(&path), Some(70_000));
         first.remove();
+        assert!(!Lock::is_held(&path));
         // The name is free again: a second lock is on another file.
         let second = Lock::try_acquire(&path).unwrap().unwrap();
         drop(first);
         assert!(Lock::try_acquire(&path).unwrap().is_none());
+        second.promise(1).unwrap();
         drop(second);
-        assert!(Lock::try_acquire(&path).unwrap().is_some());
+        assert_eq!(Lock::promised(&path), None);
+        let _third = Lock::try_acquire(&path).unwrap().unwrap();
+        assert_eq!(Lock::promised(&path), None, "the second one's");
     }
 }

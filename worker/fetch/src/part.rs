@@ -1,4 +1,4 @@
-//! The downloaded part of an archive, and the file that it belongs to.
+//! The downloaded part of an archive or of a repository's file, and the file that it belongs to.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use crate::cache::remove_file;
+use crate::digest::{Digest, Hasher};
+use crate::directory::{FILE_MODE, bytes_below, set_mode};
 use crate::lock::Lock;
 use crate::progress::Reporter;
 use crate::unpack::{HEAD_BYTES, is_archive};
@@ -39,6 +40,30 @@ pub(crate) struct FileFacts {
     /// Whether a non-public server was asked for any of the bytes.
     #[serde(default)]
     pub(crate) is_inside: bool,
+    /// The checksum of the file, if several are fetched for one model.
+    #[serde(default)]
+    pub(crate) digest: String,
+    /// Bytes of all of them.
+    #[serde(default)]
+    pub(crate) whole_bytes: Option<u64>,
+}
+
+/// The file that a part is to become.
+#[derive(Clone, Debug)]
+pub(crate) struct Whose {
+    pub(crate) digest: Digest,
+    /// Bytes of all the model's files; `None` if this is the only one.
+    pub(crate) whole_bytes: Option<u64>,
+}
+
+impl Whose {
+    /// The checksum as a part's facts name it. The key of an archive says as much, and earlier versions wrote none.
+    fn named(&self) -> &str {
+        match self.whole_bytes {
+            Some(_) => self.digest.digits(),
+            None => "",
+        }
+    }
 }
 
 impl FileFacts {
@@ -54,7 +79,7 @@ impl FileFacts {
     }
 }
 
-/// Bytes of an archive from its start, and their checksum.
+/// Bytes of a file from its start, and their checksum.
 #[derive(Debug)]
 pub(crate) struct Part {
     file: File,
@@ -62,7 +87,8 @@ pub(crate) struct Part {
     facts_path: PathBuf,
     len_bytes: u64,
     received_bytes: u64,
-    hasher: Sha256,
+    whose: Whose,
+    hasher: Hasher,
     facts: FileFacts,
     _lock: Arc<Lock>,
 }
@@ -75,6 +101,7 @@ impl Part {
     pub(crate) fn open(
         cache: &Cache,
         key: &Key,
+        whose: Whose,
         lock: Arc<Lock>,
         reporter: &Reporter,
     ) -> Result<Self, FetchError> {
@@ -91,14 +118,17 @@ impl Part {
         let facts = read_facts(&facts_path);
         let found_bytes = file.metadata().map_err(&failed)?.len();
         let total_bytes = facts.as_ref().and_then(|facts| facts.total_bytes);
-        let is_usable = facts.is_some() && total_bytes.is_none_or(|total| found_bytes <= total);
+        let is_of_file = |facts: &FileFacts| facts.digest == whose.named();
+        let is_usable = facts.as_ref().is_some_and(is_of_file)
+            && total_bytes.is_none_or(|total| found_bytes <= total);
         let mut part = Self {
             file,
             path: path.clone(),
             facts_path,
             len_bytes: 0,
             received_bytes: 0,
-            hasher: Sha256::new(),
+            hasher: whose.digest.hasher(),
+            whose,
             facts: facts.unwrap_or_default(),
             _lock: lock,
         };
@@ -126,11 +156,6 @@ impl Part {
         &self.facts
     }
 
-    /// Path of the part's file.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Whether the part is the whole file.
     pub(crate) fn is_complete(&self) -> bool {
         self.facts.total_bytes == Some(self.len_bytes)
@@ -156,8 +181,12 @@ impl Part {
             .set_len(0)
             .map_err(FetchError::in_cache(&self.path))?;
         self.len_bytes = 0;
-        self.hasher = Sha256::new();
-        self.facts = facts;
+        self.hasher = self.whose.digest.hasher();
+        self.facts = FileFacts {
+            digest: self.whose.named().to_owned(),
+            whole_bytes: self.whose.whole_bytes,
+            ..facts
+        };
         self.keep_facts()
     }
 
@@ -201,9 +230,9 @@ impl Part {
         Ok(())
     }
 
-    /// SHA-256 of the bytes, in hexadecimal digits.
-    pub(crate) fn sha256(&self) -> String {
-        hex(&self.hasher.clone().finalize())
+    /// Checksum of the bytes, in hexadecimal digits.
+    pub(crate) fn digits(&self) -> String {
+        self.hasher.digits()
     }
 
     /// Whether the bytes begin like an archive.
@@ -231,6 +260,18 @@ impl Part {
         remove_file(&self.path)
     }
 
+    /// Moves the bytes, which are all there, to their place in the model's directory.
+    ///
+    /// # Errors
+    /// [`FetchError::Cache`], [`FetchError::DiskFull`].
+    pub(crate) fn put(self, target: &Path) -> Result<(), FetchError> {
+        set_mode(&self.path, FILE_MODE)?;
+        let synced = self.file.sync_data();
+        synced.map_err(FetchError::in_cache(&self.path))?;
+        fs::rename(&self.path, target).map_err(FetchError::in_cache(target))?;
+        remove_file(&self.facts_path)
+    }
+
     fn read_again(&mut self, reporter: &Reporter) -> io::Result<()> {
         let mut chunk = vec![0; CHUNK_BYTES];
         self.file.seek(SeekFrom::Start(0))?;
@@ -248,24 +289,42 @@ impl Part {
     }
 }
 
-/// Bytes present of an archive that another process fetches, and its size if known.
+/// Bytes present of a model that another process fetches, and its size if known.
 pub(crate) fn seen(cache: &Cache, key: &Key) -> (u64, Option<u64>) {
     let bytes = fs::metadata(cache.part(key)).map_or(0, |metadata| metadata.len());
-    let facts = read_facts(&cache.part_facts(key));
-    (bytes, facts.and_then(|facts| facts.total_bytes))
+    let facts = read_facts(&cache.part_facts(key)).unwrap_or_default();
+    match facts.whole_bytes {
+        Some(whole_bytes) => {
+            let before_bytes = bytes_below(&cache.unpacking(key));
+            (bytes + before_bytes, Some(whole_bytes))
+        }
+        None => (bytes, facts.total_bytes),
+    }
 }
 
-/// SHA-256 of a text, in hexadecimal digits.
-pub(crate) fn sha256_of(text: &str) -> String {
-    hex(&Sha256::digest(text))
+/// Bytes that a fetch of this model still has to write, as far as it or its server told.
+pub(crate) fn promised_bytes(cache: &Cache, key: &Key) -> u64 {
+    if let Some(whole_bytes) = Lock::promised(&cache.lock_file(key)) {
+        // In this order: a part that becomes a file meanwhile counts in neither, which keeps too much room, and not in both.
+        let files_bytes = bytes_below(&cache.unpacking(key));
+        let part_bytes = fs::metadata(cache.part(key)).map_or(0, |metadata| metadata.len());
+        return whole_bytes.saturating_sub(files_bytes.saturating_add(part_bytes));
+    }
+    let facts = read_facts(&cache.part_facts(key)).unwrap_or_default();
+    let (here_bytes, total_bytes) = seen(cache, key);
+    match (facts.whole_bytes, total_bytes) {
+        // Its files are their own place; an archive's are written beside it.
+        (Some(_), Some(total_bytes)) => total_bytes.saturating_sub(here_bytes),
+        (None, Some(total_bytes)) => {
+            let written_bytes = here_bytes.saturating_add(bytes_below(&cache.unpacking(key)));
+            total_bytes.saturating_mul(2).saturating_sub(written_bytes)
+        }
+        (_, None) => 0,
+    }
 }
 
 fn read_facts(path: &Path) -> Option<FileFacts> {
     serde_json::from_slice(&fs::read(path).ok()?).ok()
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]
@@ -277,13 +336,12 @@ mod tests {
     fn open(cache: &Cache) -> Part {
         let key = Key::parse(KEY).unwrap();
         let lock = Lock::try_acquire(&cache.lock_file(&key)).unwrap().unwrap();
-        Part::open(
-            cache,
-            &key,
-            Arc::new(lock),
-            &Reporter::new(Arc::new(|_| {})),
-        )
-        .unwrap()
+        let whose = Whose {
+            digest: Digest::Sha256(String::new()),
+            whole_bytes: None,
+        };
+        let reporter = Reporter::new(Arc::new(|_| {}));
+        Part::open(cache, &key, whose, Arc::new(lock), &reporter).unwrap()
     }
 
     fn facts(total_bytes: u64) -> FileFacts {
@@ -309,7 +367,7 @@ mod tests {
         assert_eq!(part.facts().validator(), Some("\"1\""));
         part.append(b"world").unwrap();
         assert!(part.is_complete());
-        assert_eq!(part.sha256(), sha256_of("hello world"));
+        assert_eq!(part.digits(), crate::digest::sha256_of("hello world"));
         part.remove().unwrap();
         assert_eq!(open(&cache).len_bytes(), 0);
     }

@@ -44,12 +44,14 @@ impl Phase {
 pub struct Progress {
     /// Current phase.
     pub phase: Phase,
-    /// Bytes of the archive that this phase has processed.
+    /// Bytes of the archive, or of all files, that this phase has processed.
     pub bytes: u64,
-    /// Size of the archive in bytes, if the server announced it.
+    /// Size of the archive, or of all files, in bytes, if it is known.
     pub total_bytes: Option<u64>,
     /// Rate over the last few seconds; 0 if unknown.
     pub bytes_per_second: u64,
+    /// The node that the bytes come from, if it is no server.
+    pub from_node: Option<String>,
     /// Reason for the lost connection, until bytes arrive again.
     pub trouble: Option<String>,
 }
@@ -68,6 +70,9 @@ struct State {
     last: Option<(Instant, Phase)>,
     rate: Rate,
     trouble: Option<String>,
+    from_node: Option<String>,
+    /// Bytes of the files before this one, and of all files if that is known, if there are several.
+    among: Option<(u64, Option<u64>)>,
     /// Whether sizes and troubles go to the log only.
     is_hidden: bool,
     logged: Option<Instant>,
@@ -87,20 +92,43 @@ impl Reporter {
         state.is_hidden = is_hidden;
     }
 
+    /// Sets the node that bytes come from, from now on.
+    pub(crate) fn come_from(&self, node: Option<&str>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.from_node = node.map(str::to_owned);
+    }
+
     /// Whether they are hidden from the observer.
     pub(crate) fn is_hidden(&self) -> bool {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.is_hidden
     }
 
+    /// Counts the bytes of the next file after those of the files before it, out of those of all files.
+    pub(crate) fn go_on_after(&self, before_bytes: u64, whole_bytes: Option<u64>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.among = Some((before_bytes, whole_bytes));
+    }
+
     /// Reports the phase and how far it is.
     pub(crate) fn tell(&self, phase: Phase, bytes: u64, total_bytes: Option<u64>) {
         let now = Instant::now();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (bytes, total_bytes) = match state.among {
+            Some((before_bytes, whole_bytes)) => (before_bytes + bytes, whole_bytes),
+            None => (bytes, total_bytes),
+        };
         let is_new = state.last.is_none_or(|(_, before)| before != phase);
-        if is_new {
+        // The rate is of all files: between two of them a connection is only asked for the next one.
+        let goes_on = state.among.is_some()
+            && matches!(phase, Phase::Connecting | Phase::Downloading)
+            && state
+                .last
+                .is_some_and(|(_, before)| before != Phase::Checking);
+        if is_new && !goes_on {
             state.rate = Rate::default();
-        } else if state.last.is_some_and(|(at, _)| now - at < PERIOD) {
+        }
+        if !is_new && state.last.is_some_and(|(at, _)| now - at < PERIOD) {
             return;
         }
         state.last = Some((now, phase));
@@ -112,6 +140,7 @@ impl Reporter {
             bytes,
             total_bytes,
             bytes_per_second: state.rate.add(now, bytes),
+            from_node: state.from_node.clone(),
             trouble: state.trouble.clone(),
         };
         if state.is_hidden {
@@ -124,6 +153,7 @@ impl Reporter {
                 bytes: 0,
                 total_bytes: None,
                 bytes_per_second: 0,
+                from_node: None,
                 trouble: None,
             };
         }
@@ -186,6 +216,29 @@ mod tests {
         // From the start again.
         assert_eq!(rate.add(at(21), 100), 0);
         assert_eq!(rate.add(at(22), 300), 200);
+    }
+
+    #[test]
+    fn files_count_after_those_before_them() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let sink = Arc::clone(&seen);
+        let reporter = Reporter::new(Arc::new(move |progress: &Progress| {
+            sink.lock().unwrap().push(progress.clone());
+        }));
+        reporter.go_on_after(0, Some(300));
+        reporter.tell(Phase::Downloading, 100, Some(100));
+        reporter.go_on_after(100, Some(300));
+        reporter.tell(Phase::Connecting, 0, None);
+        std::thread::sleep(Duration::from_millis(20));
+        reporter.tell(Phase::Downloading, 100, Some(200));
+        let seen = seen.lock().unwrap();
+        let bytes: Vec<_> = seen.iter().map(|p| (p.bytes, p.total_bytes)).collect();
+        assert_eq!(
+            bytes,
+            [(100, Some(300)), (100, Some(300)), (200, Some(300))]
+        );
+        // The rate did not begin anew with the second file.
+        assert!(seen[2].bytes_per_second > 0);
     }
 
     #[test]

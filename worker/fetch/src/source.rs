@@ -1,24 +1,52 @@
-//! The archive to fetch, and the key that it is kept under.
+//! The archive or the repository to fetch, and the key that it is kept under.
 
 use std::fmt;
 
-use hearth_crds::{STORE_KEY_DIGITS, shown_url};
+use hearth_crds::{HUB_REVISION, STORE_KEY_DIGITS, hub_store_key, shown_url};
 use reqwest::Url;
 
 use crate::FetchError;
-use crate::part::sha256_of;
+use crate::digest::{Digest, sha256_of};
+use crate::place::{Place, Remote};
 
 /// Digits of a SHA-256, and of a key.
 const SHA256_DIGITS: usize = 64;
 const KEY_DIGITS: usize = STORE_KEY_DIGITS;
 
-/// An archive: its URL, and the checksum that it must have.
+/// Longest name of a repository, and of a revision, in bytes.
+const MAX_REPO_BYTES: usize = 193;
+const MAX_REVISION_BYTES: usize = 128;
+/// Digits of a commit.
+const COMMIT_DIGITS: usize = 40;
+
+/// What a model is fetched from: an archive at a URL, or a repository of a hub.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Source {
-    url: Url,
-    sha256: String,
+    origin: Origin,
     key: Key,
     credentials: Option<Credentials>,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// An archive, with the checksum that it must have.
+    Archive {
+        url: Url,
+        sha256: String,
+    },
+    Repository(Repository),
+}
+
+/// A repository of a hub that speaks the protocol of the Hugging Face Hub.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Repository {
+    endpoint: Url,
+    /// `owner/name`.
+    pub(crate) repo: String,
+    /// Branch, tag or commit.
+    pub(crate) revision: String,
+    /// The commit to fetch, if it is known which one the revision stands for.
+    commit: Option<String>,
 }
 
 /// Credentials for a URL.
@@ -41,8 +69,7 @@ pub enum Credentials {
 impl fmt::Debug for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Source")
-            .field("url", &self.shown())
-            .field("sha256", &self.sha256)
+            .field("shown", &self.shown())
             .finish_non_exhaustive()
     }
 }
@@ -63,20 +90,74 @@ impl Source {
         if sha256.len() != SHA256_DIGITS || !is_hex(&sha256) {
             return Err(FetchError::Checksum { sha256 });
         }
-        let refused = |reason: String| FetchError::Url {
+        let url = parsed(url).map_err(|reason| FetchError::Url {
             url: shown_url(url),
             reason,
-        };
-        let url = Url::parse(url.trim()).map_err(|error| refused(error.to_string()))?;
-        if !matches!(url.scheme(), "http" | "https") || url.host_str().is_none() {
-            return Err(refused("it is neither http nor https".to_owned()));
-        }
+        })?;
         Ok(Self {
-            url,
             key: Key(sha256[..KEY_DIGITS].to_owned()),
-            sha256,
+            origin: Origin::Archive { url, sha256 },
             credentials: None,
         })
+    }
+
+    /// Validates the address of a hub and the names of a repository (`owner/name`) and a revision, by default main.
+    /// What is fetched is the commit that the revision stands for at that time.
+    ///
+    /// # Errors
+    /// [`FetchError::Endpoint`], [`FetchError::Repository`], [`FetchError::Revision`].
+    pub fn of_hub(endpoint: &str, repo: &str, revision: Option<&str>) -> Result<Self, FetchError> {
+        let refused = |reason: String| FetchError::Endpoint {
+            endpoint: shown_url(endpoint),
+            reason,
+        };
+        let endpoint = parsed(endpoint).map_err(refused)?;
+        if endpoint.query().is_some() || endpoint.fragment().is_some() {
+            return Err(refused("it has a query or a fragment".to_owned()));
+        }
+        let revision = revision.unwrap_or(HUB_REVISION);
+        let mut names = repo.split('/');
+        let is_repo = matches!(
+            (names.next(), names.next(), names.next()),
+            (Some(owner), Some(name), None) if is_name(owner, "._-") && is_name(name, "._-")
+        );
+        if !is_repo || repo.len() > MAX_REPO_BYTES {
+            return Err(FetchError::Repository {
+                repo: repo.to_owned(),
+            });
+        }
+        let is_revision = is_name(revision, "._/-") && !revision.contains("..");
+        if !is_revision || revision.len() > MAX_REVISION_BYTES {
+            return Err(FetchError::Revision {
+                revision: revision.to_owned(),
+            });
+        }
+        Ok(Self {
+            key: Key(hub_store_key(repo, revision, "")),
+            origin: Origin::Repository(Repository {
+                endpoint,
+                repo: repo.to_owned(),
+                revision: revision.to_owned(),
+                commit: None,
+            }),
+            credentials: None,
+        })
+    }
+
+    /// The same repository at this commit, whatever the revision stands for by now. Changes no archive.
+    ///
+    /// # Errors
+    /// [`FetchError::Revision`] if it is not 40 lower-case hexadecimal digits.
+    pub fn at_commit(mut self, commit: &str) -> Result<Self, FetchError> {
+        if !is_commit(commit) {
+            return Err(FetchError::Revision {
+                revision: commit.to_owned(),
+            });
+        }
+        if let Origin::Repository(repository) = &mut self.origin {
+            repository.commit = Some(commit.to_owned());
+        }
+        Ok(self)
     }
 
     /// The same source under another key: where several users share one cache, the digest alone must not give access.
@@ -99,33 +180,119 @@ impl Source {
         self.key.clone()
     }
 
-    /// Checksum of the archive, 64 lower-case hexadecimal digits.
-    pub fn sha256(&self) -> &str {
-        &self.sha256
+    /// Checksum of an archive, 64 lower-case hexadecimal digits; `None` of a repository, whose files have one each.
+    pub fn sha256(&self) -> Option<&str> {
+        match &self.origin {
+            Origin::Archive { sha256, .. } => Some(sha256),
+            Origin::Repository(_) => None,
+        }
     }
 
-    /// The URL as it may be shown: without user, password and query, which can hold secrets.
+    /// The URL without user, password and query, which can hold secrets, or the repository with its revision.
     pub fn shown(&self) -> String {
-        shown_url(self.url.as_str())
+        match &self.origin {
+            Origin::Archive { url, .. } => shown_url(url.as_str()),
+            Origin::Repository(hub) => format!("{}@{}", hub.repo, hub.revision),
+        }
     }
 
-    /// SHA-256 of the key and the credentials, 64 lower-case digits: shows whether a secret was replaced.
+    /// SHA-256 of the key, the hub and the credentials, 64 lower-case digits: shows whether a secret was replaced, or
+    /// another mirror chosen.
     pub(crate) fn fingerprint(&self) -> String {
         let (username, secret) = match &self.credentials {
             None => (None, None),
             Some(Credentials::Basic { username, password }) => (Some(username), Some(password)),
             Some(Credentials::Bearer { token }) => (None, Some(token)),
         };
-        sha256_of(&serde_json::json!([self.key.as_str(), username, secret]).to_string())
+        let mut parts = serde_json::json!([self.key.as_str(), username, secret]);
+        if let (Origin::Repository(hub), Some(parts)) = (&self.origin, parts.as_array_mut()) {
+            parts.push(hub.endpoint.as_str().into());
+        }
+        sha256_of(&parts.to_string())
+    }
+
+    pub(crate) fn origin(&self) -> &Origin {
+        &self.origin
     }
 
     pub(crate) fn credentials(&self) -> Option<&Credentials> {
         self.credentials.as_ref()
     }
 
-    pub(crate) fn url(&self) -> &Url {
-        &self.url
+    /// The archive as a file to download.
+    pub(crate) fn archive(&self, url: &Url, sha256: &str) -> Remote {
+        Remote {
+            place: Place {
+                url: url.clone(),
+                shown: self.shown(),
+                credentials: self.credentials.clone(),
+                hub: None,
+            },
+            key: self.key(),
+            digest: Digest::Sha256(sha256.to_owned()),
+            known_bytes: None,
+        }
     }
+}
+
+impl Repository {
+    /// URL of the list of files.
+    pub(crate) fn listing_url(&self) -> Url {
+        let revision = self.commit.as_deref().unwrap_or(&self.revision);
+        let mut url = self.below(&["api", "models"], &["revision", revision]);
+        url.set_query(Some("blobs=true"));
+        url
+    }
+
+    /// URL of a file of a commit.
+    pub(crate) fn file_url(&self, commit: &str, path: &str) -> Url {
+        let names: Vec<&str> = ["resolve", commit]
+            .into_iter()
+            .chain(path.split('/'))
+            .collect();
+        self.below(&[], &names)
+    }
+
+    /// Whether a commit is the one that was asked for, if one was.
+    pub(crate) fn is_of(&self, commit: &str) -> bool {
+        let named = is_commit(&self.revision).then_some(&*self.revision);
+        let mut asked = self.commit.as_deref().into_iter().chain(named);
+        asked.all(|asked| asked == commit)
+    }
+
+    fn below(&self, before: &[&str], after: &[&str]) -> Url {
+        let mut url = self.endpoint.clone();
+        // An http URL has segments. A slash in a name of them, as in a branch, is encoded.
+        if let Ok(mut segments) = url.path_segments_mut() {
+            segments.pop_if_empty();
+            segments.extend(before);
+            segments.extend(self.repo.split('/'));
+            segments.extend(after);
+        }
+        url
+    }
+}
+
+/// Whether the text is a commit's name.
+pub(crate) fn is_commit(text: &str) -> bool {
+    text.len() == COMMIT_DIGITS && is_hex(text)
+}
+
+/// Whether the text begins with a letter or a digit and has only such and these marks.
+fn is_name(text: &str, marks: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric();
+    let mut bytes = text.bytes();
+    bytes.next().is_some_and(is_plain)
+        && bytes.all(|byte| is_plain(byte) || marks.bytes().any(|mark| mark == byte))
+}
+
+/// Parses an http or https URL.
+fn parsed(url: &str) -> Result<Url, String> {
+    let url = Url::parse(url.trim()).map_err(|error| error.to_string())?;
+    if !matches!(url.scheme(), "http" | "https") || url.host_str().is_none() {
+        return Err("it is neither http nor https".to_owned());
+    }
+    Ok(url)
 }
 
 /// The name of a model in a cache.
@@ -166,7 +333,10 @@ mod tests {
         let url = "https://ann:secret@nas.lan:8443/models/a.tar?X-Signature=abc#x";
         let source = Source::new(url, SHA).unwrap();
         assert_eq!(source.shown(), "https://nas.lan:8443/models/a.tar");
-        assert_eq!(source.url().as_str(), url);
+        let Origin::Archive { url: kept, .. } = source.origin() else {
+            panic!("no archive")
+        };
+        assert_eq!(kept.as_str(), url);
         let opened = source.opened_by(Credentials::Bearer {
             token: "secret".to_owned(),
         });
@@ -184,6 +354,60 @@ mod tests {
         for bad in ["", "9f86", "../../etc/passwd", &SHA.to_uppercase()[..32]] {
             assert_eq!(Key::parse(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn a_repository_s_files_are_below_its_hub() {
+        let urls = |endpoint: &str, revision: Option<&str>| {
+            let source = Source::of_hub(endpoint, "a/b", revision).unwrap();
+            let Origin::Repository(hub) = source.origin() else {
+                panic!("no repository")
+            };
+            let commit = "c".repeat(40);
+            let file = hub.file_url(&commit, "x/y z%2f?.json");
+            (hub.listing_url().to_string(), file.to_string())
+        };
+        let commit = "c".repeat(40);
+        assert_eq!(
+            urls("http://hub/", None),
+            (
+                "http://hub/api/models/a/b/revision/main?blobs=true".to_owned(),
+                format!("http://hub/a/b/resolve/{commit}/x/y%20z%252f%3F.json")
+            )
+        );
+        // A mirror below a path, and a branch with a slash.
+        assert_eq!(
+            urls("https://nas:8443/hf", Some("refs/pr/1")).0,
+            "https://nas:8443/hf/api/models/a/b/revision/refs%2Fpr%2F1?blobs=true"
+        );
+        // Git has no such names, and a proxy that decodes them would leave the repository.
+        assert!(Source::of_hub("http://hub", "a/b", Some("a/../../x")).is_err());
+    }
+
+    #[test]
+    fn what_is_no_repository_is_said() {
+        let error = |endpoint: &str, repo: &str, revision: &str| {
+            Source::of_hub(endpoint, repo, Some(revision)).unwrap_err()
+        };
+        for repo in [
+            "", "a", "a/b/c", "/b", "a/", "../b", "a/..", "a/b@main", "a b/c",
+        ] {
+            let error = error("http://hub", repo, "main");
+            assert!(matches!(error, FetchError::Repository { .. }), "{error}");
+        }
+        for revision in ["", "../x", "a b", "a?b", &"a".repeat(129)] {
+            let error = error("http://hub", "a/b", revision);
+            assert!(matches!(error, FetchError::Revision { .. }), "{error}");
+        }
+        for endpoint in ["", "hub", "ftp://hub", "http://ann:secret@hub?x"] {
+            let error = error(endpoint, "a/b", "main");
+            assert!(matches!(error, FetchError::Endpoint { .. }), "{error}");
+            assert!(!error.to_string().contains("secret"), "{error}");
+        }
+        let source = Source::of_hub("http://hub", "a/b", None).unwrap();
+        assert!(source.clone().at_commit("main").is_err());
+        let pinned = source.clone().at_commit(&"a".repeat(40)).unwrap();
+        assert_eq!(pinned.key(), source.key());
     }
 
     #[test]

@@ -6,25 +6,25 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fs::{self, File, Permissions};
+use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Arc;
+use std::time::SystemTime;
 
 use tar::{Archive, Entry, EntryType};
 
 use crate::cache::remove_directory;
-use crate::error::check_room;
+use crate::directory::{DIRECTORY_MODE, FILE_MODE, make_directory, put, set_mode};
 use crate::part::Part;
 use crate::progress::Reporter;
+use crate::room::Room;
 use crate::{FetchError, Phase};
 
 /// Bytes copied at a time.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Bytes between two checks of the disk's free space.
-const ROOM_PERIOD_BYTES: u64 = 64 << 20;
 /// Maximum size of one entry's headers and long names.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
 /// Maximum size of the zeros after the last entry.
@@ -43,9 +43,6 @@ const SHOWN_BYTES: usize = 200;
 const MAX_LINKS: usize = 8;
 /// Largest window of a Zstandard frame, as a power of two (`--ultra --long=27`): it costs us memory while unpacking.
 const MAX_WINDOW_LOG: u32 = 27;
-/// Readable by every worker, writable by its owner.
-const FILE_MODE: u32 = 0o644;
-const DIRECTORY_MODE: u32 = 0o755;
 
 /// An unpacking: its source, its target and its limits.
 pub(crate) struct Unpacking {
@@ -57,8 +54,8 @@ pub(crate) struct Unpacking {
     pub(crate) temporary: PathBuf,
     /// The model's directory, which does not exist yet.
     pub(crate) target: PathBuf,
-    /// Bytes of disk space to leave free.
-    pub(crate) reserve_bytes: u64,
+    /// Room for its files.
+    pub(crate) room: Arc<Room>,
     /// Maximum number of files and directories.
     pub(crate) max_entries: u64,
 }
@@ -266,10 +263,10 @@ impl Writer<'_> {
             file.write_all(&self.chunk[..read]).map_err(&failed)?;
             written_bytes += read as u64;
             self.unchecked_bytes += read as u64;
-            if self.unchecked_bytes >= ROOM_PERIOD_BYTES {
+            if self.unchecked_bytes >= self.unpacking.room.period_bytes() {
                 self.unchecked_bytes = 0;
-                let reserve_bytes = self.unpacking.reserve_bytes;
-                check_room(&full, 0, reserve_bytes, "the archive's files keep growing")?;
+                let room = &self.unpacking.room;
+                room.make(0, "the archive's files keep growing", SystemTime::now())?;
             }
         }
         if written_bytes != size_bytes {
@@ -328,11 +325,7 @@ fn rename(unpacking: &Unpacking) -> Result<(), FetchError> {
         temporary, target, ..
     } = unpacking;
     let model = model_in(unpacking)?;
-    sync_directories(&model)?;
-    fs::rename(&model, target).map_err(FetchError::in_cache(target))?;
-    if let Some(models) = target.parent() {
-        sync(models)?;
-    }
+    put(&model, target)?;
     // If the model was a subdirectory in the archive, its surroundings are left over.
     remove_directory(temporary)
 }
@@ -398,33 +391,6 @@ fn inside(from: &Path, path: &Path) -> Option<PathBuf> {
         }
     }
     Some(parts.iter().collect())
-}
-
-fn make_directory(path: &Path) -> Result<(), FetchError> {
-    fs::create_dir(path).map_err(FetchError::in_cache(path))?;
-    set_mode(path, DIRECTORY_MODE)
-}
-
-fn set_mode(path: &Path, mode: u32) -> Result<(), FetchError> {
-    fs::set_permissions(path, Permissions::from_mode(mode)).map_err(FetchError::in_cache(path))
-}
-
-/// Syncs the directories bottom-up: file names reach the disk before their directory is renamed.
-fn sync_directories(directory: &Path) -> Result<(), FetchError> {
-    let failed = FetchError::in_cache(directory);
-    for entry in fs::read_dir(directory).map_err(&failed)? {
-        let entry = entry.map_err(&failed)?;
-        if entry.file_type().map_err(&failed)?.is_dir() {
-            sync_directories(&entry.path())?;
-        }
-    }
-    sync(directory)
-}
-
-fn sync(directory: &Path) -> Result<(), FetchError> {
-    File::open(directory)
-        .and_then(|opened| opened.sync_all())
-        .map_err(FetchError::in_cache(directory))
 }
 
 /// Offset of a tar's magic.

@@ -169,7 +169,7 @@ async fn of_a_server_inside_only_that_it_gave_no_such_archive_is_told() {
         listener.local_addr().unwrap()
     };
     let url = format!("http://{closed}/models/model.tar");
-    let gone = Source::new(&url, source.sha256()).unwrap();
+    let gone = Source::new(&url, source.sha256().unwrap()).unwrap();
     let error = told_of(&gone, &inside("127.0.0.1/32")).await;
     told.push(error.replace(&url, &server.url()));
     told.dedup();
@@ -373,6 +373,11 @@ async fn credentials_open_the_url_and_go_nowhere_else() {
     let seen = elsewhere.seen();
     assert_eq!(seen.len(), 1);
     assert_eq!((&seen[0].authorization, &seen[0].referer), (&None, &None));
+    // Nor where it leads on to itself, or back.
+    server.faults([redirect(&elsewhere.url())]);
+    elsewhere.faults([redirect("/elsewhere")]);
+    fetched(&led, &options).await.unwrap();
+    assert!(elsewhere.seen().iter().all(|it| it.authorization.is_none()));
 }
 
 #[tokio::test]

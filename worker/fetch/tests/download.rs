@@ -445,11 +445,12 @@ async fn a_disk_without_room_is_told_before_anything_is_fetched() {
     let mut fetcher = Fetcher::new(&server, &sha256(&archive));
     fetcher.options.reserve_bytes = 1 << 60;
     let error = fetcher.fetch().await.unwrap_err();
-    assert!(matches!(error, FetchError::DiskFull { .. }), "{error}");
+    assert!(matches!(error, FetchError::NoRoom { .. }), "{error}");
     assert_eq!(error.fault_origin(), FaultOrigin::Local);
     let text = error.to_string();
     assert!(
-        text.contains("2 MiB to fetch of the archive") && text.contains("MiB free"),
+        text.contains("2 MiB to fetch of the archive")
+            && text.contains("of which 1048576 TiB stay free"),
         "{text}"
     );
     assert_eq!(fetcher.part_bytes(), 0);

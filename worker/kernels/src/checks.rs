@@ -1,5 +1,7 @@
 //! Checks that operands fit each other: the same result and the same message on every backend.
 
+use std::ops::Range;
+
 use crate::{
     AttentionSpec, BlockId, ExpertProducts, KernelError, KvLayout, MlaHeads, RopeTable, RouterSpec,
     Span,
@@ -34,6 +36,29 @@ pub fn ensure(
 pub fn upload((rows, cols): Shape, values: usize) -> Result<(), KernelError> {
     ensure(rows.checked_mul(cols) == Some(values), "upload", || {
         format!("{values} values for [{rows}, {cols}]")
+    })
+}
+
+/// Checks that rows are some of a tensor's.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn rows_read(x: Shape, rows: &Range<usize>) -> Result<(), KernelError> {
+    let is_within = rows.start <= rows.end && rows.end <= x.0;
+    ensure(is_within, "rows_read", || {
+        format!("rows {rows:?} of {}", shape(x))
+    })
+}
+
+/// Checks that `values` are whole rows of a tensor from row `first` on.
+///
+/// # Errors
+/// [`KernelError::Shape`].
+pub fn rows_write((rows, cols): Shape, first: usize, values: usize) -> Result<(), KernelError> {
+    let end = first.saturating_add(values / cols.max(1));
+    let fits = values.is_multiple_of(cols.max(1)) && end <= rows;
+    ensure(fits, "rows_write", || {
+        format!("{values} values from row {first} on for [{rows}, {cols}]")
     })
 }
 

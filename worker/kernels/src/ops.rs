@@ -6,6 +6,8 @@
 //! A backend implements a group in the file that holds its operations. Code that is generic over the device bounds
 //! [`Backend`] alone; code that names a device imports the groups that it calls, or `ops::*`.
 
+use std::ops::Range;
+
 use crate::{
     AttentionSpec, BlockId, ExpertCall, ExpertProducts, ExpertWeights, Heads, HostMatrix,
     KernelError, KvLayout, Latents, MlaHeads, RopeTable, RouterSpec, Routing, SampleFault,
@@ -109,6 +111,10 @@ pub trait MemoryOps: DeviceOps {
     type Weight: Clone + Send + Sync + 'static;
     /// A vector of f32 parameters (norm weights, biases); cheap to clone.
     type Vector: Clone + Send + Sync + 'static;
+    /// A copy of bytes to the host that was queued; dropping it waits for nothing.
+    type HostCopy: Send + 'static;
+    /// Activations whose rows come from the host, piece by piece.
+    type Incoming: Send + 'static;
 
     /// Prepares a weight; on the CPU this borrows the mapped bytes.
     fn weight(&self, matrix: &HostMatrix) -> Result<Self::Weight, KernelError>;
@@ -126,6 +132,35 @@ pub trait MemoryOps: DeviceOps {
     -> Result<Self::Tensor, KernelError>;
     /// Copies activations to the host, row-major.
     fn download(&self, x: &Self::Tensor) -> Result<Vec<f32>, KernelError>;
+    /// Queues a copy of some rows of `x` to the host, behind everything that was queued so far, and waits for none of it: the
+    /// device computes meanwhile, and later operations may change `x`. Bytes are those of the elements, row-major, f32,
+    /// little-endian. Copies arrive in the order in which they were begun.
+    fn rows_read_begin(
+        &self,
+        x: &Self::Tensor,
+        rows: Range<usize>,
+    ) -> Result<Self::HostCopy, KernelError>;
+    /// Whether the bytes are on the host. This, the wait and the end may be called from any thread.
+    fn host_copy_is_done(&self, copy: &Self::HostCopy) -> Result<bool, KernelError>;
+    /// Waits until the bytes are on the host.
+    fn host_copy_wait(&self, copy: &Self::HostCopy) -> Result<(), KernelError>;
+    /// Returns the bytes.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if nothing has waited for them, nor seen them arrive.
+    fn host_copy_end(&self, copy: Self::HostCopy) -> Result<Vec<u8>, KernelError>;
+    /// Takes memory for activations `[rows, cols]` that come from the host: what is computed from now on does not wait for them.
+    fn rows_write_begin(&self, rows: usize, cols: usize) -> Result<Self::Incoming, KernelError>;
+    /// Queues the copy of some of them, of whole rows from row `first` on; `values` may change once this has returned. The
+    /// device computes meanwhile, and copies of weights take turns with it.
+    fn rows_write(
+        &self,
+        incoming: &mut Self::Incoming,
+        first: usize,
+        values: &[f32],
+    ) -> Result<(), KernelError>;
+    /// Returns the activations, for operations that then wait for what was copied. Rows that did not come hold anything.
+    fn rows_write_end(&self, incoming: Self::Incoming) -> Result<Self::Tensor, KernelError>;
     /// Shape `[rows, cols]` of a tensor.
     fn shape(&self, x: &Self::Tensor) -> (usize, usize);
     /// Returns a zero tensor.
@@ -296,8 +331,6 @@ pub trait LinearOps: MemoryOps {
 pub trait KvOps: MemoryOps {
     /// Paged keys and values of all layers.
     type Kv: Send + 'static;
-    /// A copy of stored bytes to the host that was queued; dropping it waits for nothing.
-    type KvCopy: Send + 'static;
 
     /// Allocates `blocks` blocks of KV.
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<Self::Kv, KernelError>;
@@ -324,8 +357,8 @@ pub trait KvOps: MemoryOps {
         tokens: usize,
     ) -> Result<Vec<u8>, KernelError> {
         let copy = self.kv_read_begin(kv, layer, blocks, first_token, tokens)?;
-        self.kv_read_wait(&copy)?;
-        self.kv_read_end(copy)
+        self.host_copy_wait(&copy)?;
+        self.host_copy_end(copy)
     }
     /// Queues what [`KvOps::kv_read`] does, behind everything that was queued so far, and waits for none of it; operations
     /// that are queued later may write there. Copies arrive in the order in which they were begun.
@@ -336,16 +369,7 @@ pub trait KvOps: MemoryOps {
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
-    ) -> Result<Self::KvCopy, KernelError>;
-    /// Whether the bytes are on the host. This, the wait and the end may be called from any thread.
-    fn kv_read_is_done(&self, copy: &Self::KvCopy) -> Result<bool, KernelError>;
-    /// Waits until the bytes are on the host.
-    fn kv_read_wait(&self, copy: &Self::KvCopy) -> Result<(), KernelError>;
-    /// Returns the bytes.
-    ///
-    /// # Errors
-    /// [`KernelError::Device`] if nothing has waited for them, nor seen them arrive.
-    fn kv_read_end(&self, copy: Self::KvCopy) -> Result<Vec<u8>, KernelError>;
+    ) -> Result<Self::HostCopy, KernelError>;
     /// Returns what is stored of `tokens` tokens in one layer, starting at a sequence's `first_token`, as activations
     /// `[tokens, token_elements]`: keys, then values unless they are in the keys.
     fn kv_rows(

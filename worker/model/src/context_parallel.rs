@@ -29,6 +29,7 @@ impl<B: Backend> Model<B> {
             spans: pass.spans.to_vec(),
             logit_rows: pass.logit_rows.to_vec(),
             before,
+            sites: self.sites().for_ranks(peers.size()),
         };
         let pass = peers.begin_pass(&rows)?;
         let unfinished = Unfinished::new(&**peers, pass);
@@ -66,7 +67,7 @@ impl<B: Backend> Model<B> {
         kv: &mut B::Kv,
         observer: &mut dyn Observer<B>,
     ) -> Result<Option<B::Tensor>, ModelError> {
-        let group = Arc::new(GroupPass::new(Arc::clone(peers), pass, &rows.spans));
+        let group = Arc::new(GroupPass::new(Arc::clone(peers), pass, rows)?);
         // Experts are given the rows of all ranks.
         let share = ExpertShare::of(group.rank(), group.ranks());
         self.begin_pass(rows.tokens.len(), &rows.spans, share)?;
@@ -142,8 +143,11 @@ impl<B: Backend> Model<B> {
         // A policy that streams modules does so in the order of a pass.
         drop(self.residency().acquire(ModuleId::Attention(number))?);
         let cached = (&mut *kv, self.part().cache_layer(layer).unwrap_or(layer));
-        group.send_kv(&**self.backend(), (cached.0, cached.1), layer)?;
-        group.receive_kv(&**self.backend(), cached, layer, check)?;
+        let leaving = group.kv_leaves(&**self.backend(), (&*cached.0, cached.1))?;
+        group.send_kv(&**self.backend(), leaving, layer)?;
+        group
+            .arrivals(layer)
+            .all(&**self.backend(), cached, check)?;
         match &self.decoder().feed_forward[layer] {
             FeedForward::Dense(_) => {
                 drop(self.residency().acquire(ModuleId::DenseFfn(number))?);

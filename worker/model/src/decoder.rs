@@ -3,12 +3,12 @@
 use hearth_formats::ModelConfig;
 use hearth_kernels::{Backend, KvDType, KvLayout};
 
-use crate::blocks::Pass;
 use crate::blocks::ffn::SwiGlu;
 use crate::blocks::gqa::Gqa;
 use crate::blocks::layer_name;
 use crate::blocks::mla::Mla;
 use crate::blocks::moe::Moe;
+use crate::blocks::{Cached, Pass};
 use crate::{ModelError, ModuleId, ModuleSpec, ModuleWeights, TensorSpec};
 
 /// A pre-norm decoder: embedding, layers of attention and feed-forward block on a residual stream, final norm, head.
@@ -42,7 +42,7 @@ impl Attention {
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
     ) -> Result<B::Tensor, ModelError> {
-        let queries = self.queries(pass, kv, weights, x)?;
+        let queries = self.queries(pass, kv, weights, x, &mut |_| Ok(()))?;
         self.attended(pass, kv, weights, &queries)
     }
 
@@ -54,17 +54,23 @@ impl Attention {
         }
     }
 
-    /// The first half of [`Attention::forward`]: stores the keys and values of the rows, and returns their queries.
+    /// The first half of [`Attention::forward`]: stores the keys and values of the rows, and returns their queries. `cached`
+    /// is called once they are stored, before what is left of the queries.
     pub(crate) fn queries<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
         kv: &mut B::Kv,
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
+        cached: Cached<'_, B>,
     ) -> Result<B::Tensor, ModelError> {
         match self {
-            Self::Gqa(gqa) => gqa.queries(pass, kv, weights, x),
-            Self::Mla(mla) => mla.absorbed(pass, kv, weights, x),
+            Self::Gqa(gqa) => {
+                let queries = gqa.queries(pass, kv, weights, x)?;
+                cached(kv)?;
+                Ok(queries)
+            }
+            Self::Mla(mla) => mla.absorbed(pass, kv, weights, x, cached),
         }
     }
 

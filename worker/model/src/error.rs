@@ -165,6 +165,12 @@ pub enum ModelError {
         /// Which member, and what is known of it.
         why: String,
     },
+    /// A member has come that computes otherwise than the one before: the group waits on for one that gives the same bits.
+    #[error("{why}")]
+    Unlike {
+        /// Which member, its numerics, and those that are needed.
+        why: String,
+    },
     /// A pass of one rank meets a model that several compute, or the other way round; a bug in the program of steps.
     #[error("a pass and its model are not of the same ranks")]
     Alone,

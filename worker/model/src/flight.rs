@@ -171,11 +171,23 @@ impl<B: Backend> Stream<B> {
         backend: &B,
         least_rows: usize,
         cols: usize,
+        block: impl FnMut(&mut Self, Range<usize>) -> Result<B::Tensor, ModelError>,
+    ) -> Result<B::Tensor, ModelError> {
+        self.in_two_parts(backend, (least_rows, 0), cols, block)
+    }
+
+    /// The same where no tile reaches over the first `first_rows` rows.
+    pub(crate) fn in_two_parts(
+        &mut self,
+        backend: &B,
+        (least_rows, first_rows): (usize, usize),
+        cols: usize,
         mut block: impl FnMut(&mut Self, Range<usize>) -> Result<B::Tensor, ModelError>,
     ) -> Result<B::Tensor, ModelError> {
         let rows = backend.shape(&self.residual).0;
         let tile_rows = tile_rows(least_rows, rows);
-        if rows <= tile_rows {
+        let is_cut = 0 < first_rows && first_rows < rows;
+        if rows <= tile_rows && !is_cut {
             return block(self, 0..rows);
         }
         let mut pending = self.delta.take();
@@ -185,7 +197,10 @@ impl<B: Backend> Stream<B> {
             Some(delta) => (delta, None),
             None => (backend.zeros(rows, cols)?, pending),
         };
-        for tile in row_tiles(rows, tile_rows) {
+        let first_rows = if is_cut { first_rows } else { 0 };
+        let behind = row_tiles(rows - first_rows, tile_rows)
+            .map(|tile| tile.start + first_rows..tile.end + first_rows);
+        for tile in row_tiles(first_rows, tile_rows).chain(behind) {
             let picked = indices(&tile);
             let delta = pending.as_ref().unwrap_or(&outputs);
             let delta = is_pending.then(|| backend.rows(delta, &picked));

@@ -13,7 +13,7 @@ use crate::experts::{Experts, HostExperts, LocalExperts};
 use crate::peering::{Peering, Sharing};
 use crate::{
     Batch, ExpertCache, Membership, ModelError, ModuleId, ModuleSpec, Observer, OtherRanks, Part,
-    Peers, Residency, ResidencyStats,
+    Peers, Residency, ResidencyStats, Sites,
 };
 
 /// Lists all modules of a model in execution order, with the names and shapes of their tensors.
@@ -296,7 +296,7 @@ impl<B: Backend> Model<B> {
         self.peering().is_some_and(Peering::computes_alone)
     }
 
-    /// Waits up to `patience` for the group to be complete, and returns whether it is.
+    /// Waits up to `patience` for the group to form anew, and returns whether it has.
     ///
     /// # Errors
     /// Those of [`Membership::rejoin`].
@@ -304,11 +304,11 @@ impl<B: Backend> Model<B> {
         let Some(group) = self.group() else {
             return Ok(true);
         };
-        let is_complete = group.rejoin(patience)?;
-        if let Some(peering) = self.peering().filter(|_| is_complete) {
+        let has_formed = group.rejoin(patience)?;
+        if let Some(peering) = self.peering().filter(|_| has_formed) {
             peering.formed();
         }
-        Ok(is_complete)
+        Ok(has_formed)
     }
 
     /// The group of ranks that runs the model; `None` if this rank alone does, or is a follower that sees none.
@@ -352,6 +352,12 @@ impl<B: Backend> Model<B> {
     /// The place where routed experts run, in a pass that is all of this rank's.
     pub(crate) fn experts(&self) -> &dyn Experts<B> {
         &*self.experts
+    }
+
+    /// How keys and values come to all ranks of a group, in passes that this one begins.
+    pub(crate) fn sites(&self) -> Sites {
+        let peering = self.peering();
+        peering.map_or_else(Sites::default, |peering| peering.sites.clone())
     }
 
     /// The place where they run in a pass of which this rank has a share.

@@ -11,7 +11,7 @@ use hearth_kernels::expert_sum::LEAVES;
 use hearth_kernels::{Backend, BlockId, KvLayout, Span};
 
 use crate::experts::{Ep, Experts, SmallEp};
-use crate::{ModelError, Peers, Residency};
+use crate::{ModelError, Peers, Residency, Sites};
 
 /// Most bytes of keys and values that a head hands on before a pass, over all layers: those of a system prompt, and far less than
 /// the messages that may wait at a member. A pass that needs more is the head's alone.
@@ -38,7 +38,7 @@ impl ExpertParallel {
 }
 
 /// How a rank computes with its peers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharing {
     /// How experts run.
     pub experts: ExpertParallel,
@@ -47,15 +47,18 @@ pub struct Sharing {
     /// Whether the rank is a head whose policy has all modules, so that it can compute passes alone. Not where the ranks do
     /// not give the bits of one.
     pub is_self_sufficient: bool,
+    /// Of the head: how keys and values come to all ranks.
+    pub sites: Sites,
 }
 
 impl Sharing {
-    /// Every pass with the others.
-    pub const fn new(experts: ExpertParallel, ranks: usize) -> Self {
+    /// Every pass with the others, keys and values from each to each.
+    pub fn new(experts: ExpertParallel, ranks: usize) -> Self {
         Self {
             experts,
             ranks,
             is_self_sufficient: false,
+            sites: Sites::default(),
         }
     }
 }
@@ -64,6 +67,8 @@ impl Sharing {
 pub(crate) struct Peering<B: Backend> {
     pub(crate) peers: Arc<dyn Peers>,
     pub(crate) experts: Box<dyn Experts<B>>,
+    /// How keys and values come to all ranks, in passes that this one begins.
+    pub(crate) sites: Sites,
     /// Blocks of the cache that all peers have too; `None` for a rank that computes every pass with them.
     shared: Option<Mutex<HashSet<BlockId>>>,
 }
@@ -78,6 +83,7 @@ impl<B: Backend> Peering<B> {
             experts,
             ranks,
             is_self_sufficient,
+            sites,
         } = sharing;
         let computes_alone = is_self_sufficient && experts.keeps_bits(ranks);
         Self {
@@ -86,6 +92,7 @@ impl<B: Backend> Peering<B> {
                 ExpertParallel::SmallEp => Box::new(SmallEp::new(backend, residency, ranks)),
                 ExpertParallel::Ep => Box::new(Ep::new(backend, residency)),
             },
+            sites,
             shared: computes_alone.then(Mutex::default),
         }
     }

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use hearth_kernels::{Backend, Span};
 
-use crate::ModelError;
 use crate::experts::Check;
 use crate::shares::{self, Share};
+use crate::{ModelError, Sites};
 
 /// What a rank of a group knows of the group.
 pub trait Membership: Send + Sync {
@@ -19,10 +19,17 @@ pub trait Membership: Send + Sync {
     /// Why the group is not complete: no pass succeeds, and none of the KV is left. `None` while it is.
     fn lost(&self) -> Option<String>;
 
-    /// Waits up to `patience` for the group to be complete, and returns whether it is.
+    /// Set where passes succeed with fewer ranks than are planned: how many are together, and who is missing and why.
+    fn short(&self) -> Option<String> {
+        None
+    }
+
+    /// Waits up to `patience` for a group to form, and returns whether one has: of all ranks, or, where fewer do, of more than are
+    /// together now.
     ///
     /// # Errors
-    /// [`ModelError::Group`] if it will not be: a member does not fit.
+    /// [`ModelError::Group`] if it will not be: a member does not fit. [`ModelError::Unlike`] if a member computes otherwise than the one
+    /// before it: the right one may still come.
     fn rejoin(&self, patience: Duration) -> Result<bool, ModelError>;
 }
 
@@ -37,6 +44,8 @@ pub struct GroupRows {
     pub logit_rows: Vec<u32>,
     /// Positions before those of the pass whose keys and values the head has and hands on first; nothing is computed of them.
     pub before: Vec<Span>,
+    /// How the keys and values of each layer come to all ranks.
+    pub sites: Sites,
 }
 
 /// A message among those of a pass that two ranks exchange.
@@ -48,6 +57,8 @@ pub struct Exchange {
     pub layer: usize,
     /// What it holds.
     pub what: Exchanged,
+    /// The rank that it is of, where the sender passes it on.
+    pub passed_on_of: Option<usize>,
 }
 
 /// What ranks exchange.
@@ -55,8 +66,10 @@ pub struct Exchange {
 pub enum Exchanged {
     /// Keys and values of a layer that the head had before the pass, as they are stored.
     Before,
-    /// Keys and values of the sender's rows in a layer, as they are stored.
+    /// Keys and values of the sender's rows in the first half of each sequence in a layer, as they are stored.
     Kv,
+    /// The same of its rows in the second halves.
+    KvBehind,
     /// The experts that the sender's rows chose, with their weights.
     Choices,
     /// The sender's normalised rows `[rows, hidden]`, in f32.
@@ -114,6 +127,7 @@ pub(crate) struct GroupPass {
     peers: Arc<dyn Peers>,
     pass: u64,
     shares: Vec<Share>,
+    sites: Sites,
 }
 
 impl fmt::Debug for GroupPass {
@@ -126,13 +140,28 @@ impl fmt::Debug for GroupPass {
 }
 
 impl GroupPass {
-    pub(crate) fn new(peers: Arc<dyn Peers>, pass: u64, spans: &[Span]) -> Self {
-        let shares = shares::zig_zag(spans, peers.size());
-        Self {
+    /// A pass over these rows.
+    ///
+    /// # Errors
+    /// [`ModelError::Batch`] if the sites are those of another number of ranks.
+    pub(crate) fn new(
+        peers: Arc<dyn Peers>,
+        pass: u64,
+        rows: &GroupRows,
+    ) -> Result<Self, ModelError> {
+        let ranks = peers.size();
+        if !rows.sites.are_of(ranks) {
+            return Err(ModelError::Batch(format!(
+                "sites of {} ranks for a group of {ranks}",
+                rows.sites.by_rank().len()
+            )));
+        }
+        Ok(Self {
+            shares: shares::zig_zag(&rows.spans, ranks),
+            sites: rows.sites.clone(),
             peers,
             pass,
-            shares,
-        }
+        })
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -141,6 +170,11 @@ impl GroupPass {
 
     pub(crate) fn ranks(&self) -> usize {
         self.shares.len()
+    }
+
+    /// How keys and values come to all ranks.
+    pub(crate) fn sites(&self) -> &Sites {
+        &self.sites
     }
 
     /// Rows of each rank, by rank.
@@ -187,6 +221,20 @@ impl GroupPass {
         others.try_for_each(|to| self.peers.send(exchange, to, bytes_for(to)))
     }
 
+    /// Sends one rank some bytes that are of another, which has sent them to this one.
+    pub(crate) fn pass_on(
+        &self,
+        (layer, what): (usize, Exchanged),
+        (of, to): (usize, usize),
+        bytes: Vec<u8>,
+    ) -> Result<(), ModelError> {
+        let exchange = Exchange {
+            passed_on_of: Some(of),
+            ..self.exchange(layer, what)
+        };
+        self.peers.send(exchange, to, bytes)
+    }
+
     /// Sends one rank some bytes.
     pub(crate) fn send(
         &self,
@@ -200,14 +248,27 @@ impl GroupPass {
     /// Waits for what a rank sends, of which there must be `want_bytes` if the receiver knows.
     pub(crate) fn receive(
         &self,
-        (layer, what): (usize, Exchanged),
+        at: (usize, Exchanged),
         from: usize,
         want_bytes: Option<usize>,
         check: Check<'_>,
     ) -> Result<Vec<u8>, ModelError> {
-        let bytes = self
-            .peers
-            .receive(self.exchange(layer, what), from, check)?;
+        self.receive_of(at, (from, from), want_bytes, check)
+    }
+
+    /// The same of bytes that are of the rank `of`, and that it sends, or that `from` passes on.
+    pub(crate) fn receive_of(
+        &self,
+        (layer, what): (usize, Exchanged),
+        (of, from): (usize, usize),
+        want_bytes: Option<usize>,
+        check: Check<'_>,
+    ) -> Result<Vec<u8>, ModelError> {
+        let exchange = Exchange {
+            passed_on_of: Some(of).filter(|of| *of != from),
+            ..self.exchange(layer, what)
+        };
+        let bytes = self.peers.receive(exchange, from, check)?;
         match want_bytes.filter(|want| *want != bytes.len()) {
             None => Ok(bytes),
             Some(want) => Err(self.accuse(
@@ -230,6 +291,7 @@ impl GroupPass {
             pass: self.pass,
             layer,
             what,
+            passed_on_of: None,
         }
     }
 
@@ -247,7 +309,7 @@ impl GroupPass {
         for layer in 0..layers {
             check()?;
             if self.rank() == 0 {
-                let bytes = stored(backend, (kv, layer), spans)?;
+                let bytes = stored(backend, (&*kv, layer), spans)?;
                 self.send_all(layer, Exchanged::Before, &bytes)?;
                 continue;
             }
@@ -258,45 +320,13 @@ impl GroupPass {
         }
         Ok(())
     }
-
-    /// Sends the keys and values of this rank's rows in a layer to all others; they must be in the cache.
-    pub(crate) fn send_kv<B: Backend>(
-        &self,
-        backend: &B,
-        (kv, cache_layer): (&B::Kv, usize),
-        layer: usize,
-    ) -> Result<(), ModelError> {
-        if self.ranks() == 1 {
-            return Ok(());
-        }
-        let bytes = stored(backend, (kv, cache_layer), &self.own().spans)?;
-        self.send_all(layer, Exchanged::Kv, &bytes)
-    }
-
-    /// Waits for the keys and values of the other ranks' rows in a layer, and stores them.
-    pub(crate) fn receive_kv<B: Backend>(
-        &self,
-        backend: &B,
-        (kv, cache_layer): (&mut B::Kv, usize),
-        layer: usize,
-        check: Check<'_>,
-    ) -> Result<(), ModelError> {
-        let token_bytes = backend.kv_layout(kv).token_layer_bytes();
-        for from in self.others() {
-            let share = &self.shares[from];
-            let want = share.rows.len() * token_bytes;
-            let bytes = self.receive((layer, Exchanged::Kv), from, Some(want), check)?;
-            store(backend, (kv, cache_layer), &share.spans, &bytes)?;
-        }
-        Ok(())
-    }
 }
 
 /// Keys and values of some positions in a layer of a cache, as they are stored.
-fn stored<B: Backend>(
+pub(crate) fn stored<'a, B: Backend>(
     backend: &B,
     (kv, layer): (&B::Kv, usize),
-    spans: &[Span],
+    spans: impl IntoIterator<Item = &'a Span>,
 ) -> Result<Vec<u8>, ModelError> {
     let mut bytes = Vec::new();
     for span in spans {
@@ -306,10 +336,10 @@ fn stored<B: Backend>(
 }
 
 /// Stores what [`stored`] returned on another rank, of which there must be as much as `spans` have.
-fn store<B: Backend>(
+pub(crate) fn store<'a, B: Backend>(
     backend: &B,
     (kv, layer): (&mut B::Kv, usize),
-    spans: &[Span],
+    spans: impl IntoIterator<Item = &'a Span>,
     bytes: &[u8],
 ) -> Result<(), ModelError> {
     let token_bytes = backend.kv_layout(kv).token_layer_bytes();

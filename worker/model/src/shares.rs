@@ -10,10 +10,19 @@ use crate::{ModuleId, ModuleSpec};
 /// The rows of one rank in a pass that several ranks compute together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Share {
-    /// Its parts of the sequences: up to two of each, whose rows are counted through.
+    /// Its pieces of the sequences: up to two of each, whose rows are counted through.
     pub(crate) spans: Vec<Span>,
+    /// Which of two it is, of each piece.
+    pub(crate) halves: Vec<Half>,
     /// Index in the whole pass of each of its rows.
     pub(crate) rows: Vec<u32>,
+}
+
+/// The half of its sequence that a piece lies in: a rank has one piece in each, the earlier the one, the later the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Half {
+    First,
+    Second,
 }
 
 /// Cuts the sequences of a pass into the shares of `ranks` ranks, by rank: of the `2 * ranks` pieces of a sequence, as equal as
@@ -23,8 +32,8 @@ pub(crate) fn zig_zag(spans: &[Span], ranks: usize) -> Vec<Share> {
     let mut shares = vec![Share::default(); ranks];
     for span in spans {
         for (rank, share) in shares.iter_mut().enumerate() {
-            for piece in [rank, 2 * ranks - 1 - rank] {
-                share.take(span, &piece_of(span.rows, piece, ranks));
+            for (piece, half) in [(rank, Half::First), (2 * ranks - 1 - rank, Half::Second)] {
+                share.take(span, &piece_of(span.rows, piece, ranks), half);
             }
         }
     }
@@ -38,11 +47,30 @@ fn piece_of(rows: usize, piece: usize, ranks: usize) -> Range<usize> {
 }
 
 impl Share {
+    /// Its pieces in one half of the sequences.
+    pub(crate) fn pieces(&self, half: Half) -> impl Iterator<Item = &Span> {
+        let pieces = self.spans.iter().zip(&self.halves);
+        pieces.filter_map(move |(span, of)| (*of == half).then_some(span))
+    }
+
+    /// Number of its rows in one half of the sequences.
+    pub(crate) fn rows_in(&self, half: Half) -> usize {
+        self.pieces(half).map(|span| span.rows).sum()
+    }
+
+    /// Number of its rows before the first one in the second half of a sequence.
+    pub(crate) fn first_rows(&self) -> usize {
+        self.pieces(Half::Second)
+            .next()
+            .map_or(self.rows.len(), |span| span.first_row)
+    }
+
     /// Adds some rows of a sequence.
-    fn take(&mut self, span: &Span, rows: &Range<usize>) {
+    fn take(&mut self, span: &Span, rows: &Range<usize>, half: Half) {
         if rows.is_empty() {
             return;
         }
+        self.halves.push(half);
         self.spans.push(Span {
             first_row: self.rows.len(),
             rows: rows.len(),
@@ -166,6 +194,11 @@ mod tests {
         );
         assert_eq!(least, most);
         assert_eq!(shares[1].spans, [span(0, 512, 512), span(512, 512, 3072)]);
+        assert_eq!(shares[1].halves, [Half::First, Half::Second]);
+        assert_eq!(
+            (shares[1].first_rows(), shares[1].rows_in(Half::Second)),
+            (512, 512)
+        );
     }
 
     #[test]

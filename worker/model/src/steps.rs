@@ -10,6 +10,7 @@ use crate::blocks::Pass;
 use crate::blocks::mla::Mla;
 use crate::decoder::{Attention, FeedForward};
 use crate::flight::{Flight, Sequences, Stream, tile_rows};
+use crate::shares::Half;
 use crate::{ExpansionRoom, ExpertShare, Model, ModelError, ModuleId, ModuleWeights, Observer};
 
 impl<B: Backend> Model<B> {
@@ -261,7 +262,7 @@ impl<B: Backend> Model<B> {
     }
 
     /// Attention of one rank's rows over the keys and values of all ranks' rows: its own go into the cache and to the others,
-    /// and the others' come.
+    /// and the others' come while it computes.
     fn gathered(
         &self,
         (sequences, stream): (&Sequences, &mut Stream<B>),
@@ -273,21 +274,45 @@ impl<B: Backend> Model<B> {
         let attention = &self.decoder().attention;
         // queries [rows, query_cols]
         let cols = attention.query_cols();
+        let group = sequences.group().ok_or(ModelError::Alone)?;
+        let cache_layer = self.pass(sequences, layer, &mut *observer).cache_layer;
+        let (backend, mut cached_rows, mut leaving) = (&**self.backend(), 0, None);
         let queries = self.over_norms(rows, of_layer, cols, observer, |pass, x| {
-            attention.queries(pass, kv, weights, &x)
+            cached_rows += backend.shape(&x).0;
+            let is_last = cached_rows == sequences.positions.len();
+            // They leave while their queries are computed.
+            attention.queries(pass, kv, weights, &x, &mut |kv| {
+                if is_last {
+                    leaving = Some(group.kv_leaves(backend, (kv, cache_layer))?);
+                }
+                Ok(())
+            })
         })?;
-        self.gather(sequences, layer, kv, observer)?;
+        group.send_kv(backend, leaving.ok_or(ModelError::Alone)?, layer)?;
+        let mut arrivals = group.arrivals(layer);
         let mut queries = Stream::<B> {
             residual: queries,
             delta: None,
         };
+        let first_rows = group.own().first_rows();
         let attend = |tile: &mut Stream<B>, rows: Range<usize>| {
             let part = sequences.tile(&rows);
             let pass = &mut self.pass(&part, layer, &mut *observer);
+            let half = match rows.start < first_rows {
+                true => Half::First,
+                false => Half::Second,
+            };
+            let (backend, cached) = (pass.backend, (&mut *kv, cache_layer));
+            arrivals.before(half, backend, cached, &mut || pass.check_cancelled())?;
             attention.attended(pass, kv, weights, &tile.residual)
         };
         let hidden = self.decoder().hidden;
-        queries.in_tiles(self.backend(), self.tile_rows(), hidden, attend)
+        let tile_rows = (self.tile_rows(), first_rows);
+        let attended = queries.in_two_parts(self.backend(), tile_rows, hidden, attend)?;
+        let pass = &mut self.pass(sequences, layer, observer);
+        let (backend, cached) = (pass.backend, (kv, cache_layer));
+        arrivals.all(backend, cached, &mut || pass.check_cancelled())?;
+        Ok(attended)
     }
 
     /// Exchanges the keys and values of a layer with the other ranks of its group.
@@ -302,9 +327,11 @@ impl<B: Backend> Model<B> {
             return Ok(());
         };
         let pass = &mut self.pass(sequences, layer, observer);
-        group.send_kv(pass.backend, (kv, pass.cache_layer), layer)?;
-        let cached = (kv, pass.cache_layer);
-        group.receive_kv(pass.backend, cached, layer, &mut || pass.check_cancelled())
+        let (backend, cache_layer) = (pass.backend, pass.cache_layer);
+        let leaving = group.kv_leaves(backend, (&*kv, cache_layer))?;
+        group.send_kv(backend, leaving, layer)?;
+        let arrivals = group.arrivals(layer);
+        arrivals.all(backend, (kv, cache_layer), &mut || pass.check_cancelled())
     }
 
     /// Latent attention in its expanded form: latents of all rows into the cache, all heads, then outputs.

@@ -17,7 +17,8 @@ pub trait Group: Send + Sync {
     /// A rank's name in messages to people.
     fn name(&self, rank: usize) -> String;
 
-    /// Sends a message. It does not wait for the receiver to take it.
+    /// Sends a message. It does not wait for the receiver to take it; between processes it waits while more is under way than may wait at
+    /// the receiver, as it is where passes are given up one after the other over a slow link.
     ///
     /// # Errors
     /// [`GroupError`] if a member is lost.
@@ -55,17 +56,55 @@ pub trait Group: Send + Sync {
 pub struct Formed {
     /// The group, as its head sees it.
     pub group: Arc<dyn Group>,
+    /// Place in the plan of each rank: as its number, unless some are left out.
+    pub places: Vec<usize>,
     /// Numerics of each member but the head, by rank.
     pub numerics: Vec<String>,
+    /// Set where some are left out: how many ranks are together, and who is missing and why.
+    pub short: Option<String>,
+}
+
+impl Formed {
+    /// A group of all members, with their numerics but the head's.
+    pub fn whole(group: Arc<dyn Group>, numerics: Vec<String>) -> Self {
+        Self {
+            places: (0..group.size()).collect(),
+            group,
+            numerics,
+            short: None,
+        }
+    }
+}
+
+/// Of which members a group may be formed.
+pub struct Wanted<'a> {
+    /// Whether so many ranks do what all would; 1 where the head can do without the others.
+    pub fits: &'a dyn Fn(usize) -> bool,
+    /// Numerics of each member but the head, by place, if they are known: whoever has others is left out where that is possible.
+    pub numerics: Option<&'a [String]>,
+}
+
+impl Wanted<'_> {
+    /// All members and no fewer, whatever their numerics.
+    pub const ALL: Self = Self {
+        fits: &|_| false,
+        numerics: None,
+    };
+
+    /// Whether it may be formed of fewer than all.
+    pub fn may_be_short(&self) -> bool {
+        (self.fits)(1)
+    }
 }
 
 /// What forms a group, again and again: each one is an epoch of its own.
 pub trait Former: Send + Sync {
-    /// Waits up to `patience` for all members; `None` if some have not come.
+    /// Waits up to `patience` for all members; `None` if some have not come. Where fewer do, too, it forms a group of the most of those
+    /// that have come; `None` if these are no more than are together already, who then stay so.
     ///
     /// # Errors
-    /// [`GroupError`] if a member does not fit: waiting longer would not help.
-    fn form(&self, patience: Duration) -> Result<Option<Formed>, GroupError>;
+    /// [`GroupError`] if a member does not fit that cannot be left out: waiting longer would not help.
+    fn form(&self, patience: Duration, wanted: &Wanted<'_>) -> Result<Option<Formed>, GroupError>;
 }
 
 /// What a message is.

@@ -13,21 +13,27 @@
 //! **Invariant**: a member that is lost ends every wait with an error that names it.
 #![forbid(unsafe_code)]
 
+mod attendance;
 mod epochs;
 mod group;
 mod local;
 mod mailbox;
+mod pace;
 mod peers;
+mod progress;
 mod ring;
 mod route;
 mod rows;
 mod stage;
 mod stream;
 
-pub use group::{Formed, Former, Group, GroupError, Message, Op, Tag};
+pub use attendance::Attendance;
+pub use group::{Formed, Former, Group, GroupError, Message, Op, Tag, Wanted};
 pub use local::{LocalGroup, OneGroup};
 pub use mailbox::Mailbox;
+pub use pace::{LOST_PATIENCE, Pace, Times, lost_after};
 pub use peers::{Follower, GroupPeers};
+pub use progress::{PassPart, StageProgress};
 pub use ring::RingHead;
 pub use route::{Leg, Route};
-pub use stage::{Stage, StageError, StageProgress};
+pub use stage::{Stage, StageError};

@@ -1,9 +1,12 @@
 //! A group whose ranks are threads of one process.
+//!
+//! Mailboxes have no limit of bytes. All ranks are one program's, which trusts itself, and what waits is that of passes: one that begins
+//! drops those before it, and each of its messages is sent once.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::{Formed, Former, Group, GroupError, Mailbox, Message, Op, Tag};
+use crate::{Formed, Former, Group, GroupError, Mailbox, Message, Op, Tag, Wanted};
 
 /// One rank of a group of threads. When it is dropped, it is lost to the others.
 pub struct LocalGroup {
@@ -88,11 +91,8 @@ impl Group for LocalGroup {
 pub struct OneGroup(pub Arc<dyn Group>);
 
 impl Former for OneGroup {
-    fn form(&self, _: Duration) -> Result<Option<Formed>, GroupError> {
-        Ok(Some(Formed {
-            group: Arc::clone(&self.0),
-            numerics: Vec::new(),
-        }))
+    fn form(&self, _: Duration, _: &Wanted<'_>) -> Result<Option<Formed>, GroupError> {
+        Ok(Some(Formed::whole(Arc::clone(&self.0), Vec::new())))
     }
 }
 

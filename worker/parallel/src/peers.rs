@@ -3,13 +3,15 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hearth_kernels::Backend;
-use hearth_model::{Exchange, GroupRows, Membership, Model, ModelError, Observer, Peers};
+use hearth_model::{
+    Exchange, ExpertParallel, GroupRows, Membership, Model, ModelError, Observer, Peers,
+};
 
 use crate::epochs::{Epochs, model_error};
-use crate::stage::StageProgress;
+use crate::progress::{PassPart, StageProgress};
 use crate::{Former, Group, GroupError, Op, StageError, Tag, rows};
 
 /// Time between two questions whether a pass is still wanted.
@@ -44,6 +46,14 @@ impl GroupPeers {
     pub fn expect(&self, numerics: Vec<String>) {
         if let Side::Head { epochs, .. } = &self.0 {
             epochs.expect(numerics);
+        }
+    }
+
+    /// Forms groups of some of the members, too, from now on, at a head that can do without them: of the most that give the bits of
+    /// one rank where experts run in this way.
+    pub fn may_shrink(&self, experts: ExpertParallel) {
+        if let Side::Head { epochs, .. } = &self.0 {
+            epochs.may_shrink(experts);
         }
     }
 
@@ -83,6 +93,13 @@ impl Membership for GroupPeers {
         match self.now() {
             Ok(group) => group.lost().map(|error| error.to_string()),
             Err(error) => Some(error.to_string()),
+        }
+    }
+
+    fn short(&self) -> Option<String> {
+        match &self.0 {
+            Side::Head { epochs, .. } => epochs.short(),
+            Side::Follower(_) => None,
         }
     }
 
@@ -255,17 +272,22 @@ impl<B: Backend> Follower<B> {
             };
             // Only now: the head may begin the next pass while this rank is still at the one before.
             group.forget(pass);
-            self.progress.set(Some(Instant::now()));
             let mut moves = Moves {
                 progress: &self.progress,
+                part: PassPart {
+                    pass,
+                    layers: 0..0,
+                    rows: rows.tokens.len(),
+                },
                 goes_on,
             };
+            self.progress.begin(moves.part.clone());
             let run = || {
                 self.model
                     .follow_pass(pass, &rows, &mut self.kv, &mut moves)
             };
             let computed = catch_unwind(AssertUnwindSafe(run));
-            self.progress.set(None);
+            self.progress.end();
             match computed {
                 Ok(Ok(())) => {}
                 // The others learn of it as this rank leaves, and compute all again.
@@ -287,12 +309,21 @@ impl<B: Backend> Follower<B> {
 /// Notes that a pass goes on, as long as it is to.
 struct Moves<'a> {
     progress: &'a StageProgress,
+    /// What it is at now.
+    part: PassPart,
     goes_on: &'a mut dyn FnMut() -> bool,
 }
 
 impl<B: Backend> Observer<B> for Moves<'_> {
-    fn goes_on(&mut self, _: usize, _: usize) -> bool {
-        self.progress.set(Some(Instant::now()));
+    fn goes_on(&mut self, done: usize, _: usize) -> bool {
+        // A layer has two blocks; waiting for others, it asks again and again.
+        let layers = done / 2..done / 2 + 1;
+        if self.part.layers == layers {
+            self.progress.begin_again();
+        } else {
+            self.part.layers = layers;
+            self.progress.begin(self.part.clone());
+        }
         (self.goes_on)()
     }
 
@@ -304,7 +335,8 @@ impl<B: Backend> Observer<B> for Moves<'_> {
 fn tag(exchange: Exchange) -> Tag {
     Tag {
         pass: exchange.pass,
-        flight: 0,
+        // What a rank passes on is told from its own, and by whose it is.
+        flight: exchange.passed_on_of.map_or(0, |rank| rank as u32 + 1),
         layer: exchange.layer as u32,
         op: Op::Exchange(exchange.what),
     }

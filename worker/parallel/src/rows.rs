@@ -1,7 +1,7 @@
 //! The rows of a pass that ranks compute together, as bytes.
 
 use hearth_kernels::{BlockId, Span};
-use hearth_model::GroupRows;
+use hearth_model::{GroupRows, Sites};
 use prost::Message;
 
 #[derive(Clone, PartialEq, Message)]
@@ -14,6 +14,9 @@ struct Pass {
     logit_rows: Vec<u32>,
     #[prost(message, repeated, tag = "4")]
     before: Vec<SpanOf>,
+    /// The site of each rank where keys and values are passed on.
+    #[prost(uint32, repeated, tag = "5")]
+    sites: Vec<u32>,
 }
 
 /// The rows of one sequence; those of sequences follow each other.
@@ -61,6 +64,7 @@ pub(crate) fn encode(rows: &GroupRows) -> Vec<u8> {
         spans: told(&rows.spans),
         logit_rows: rows.logit_rows.clone(),
         before: told(&rows.before),
+        sites: rows.sites.by_rank().to_vec(),
     };
     pass.encode_to_vec()
 }
@@ -78,6 +82,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<GroupRows, String> {
         spans,
         logit_rows: pass.logit_rows,
         before,
+        sites: Sites::new(pass.sites),
     })
 }
 
@@ -100,6 +105,7 @@ mod tests {
             spans: vec![span(0, 2, 30, &[5, 1, 9]), span(2, 1, 0, &[7])],
             logit_rows: vec![2, 1],
             before: vec![span(0, 30, 0, &[5, 1])],
+            sites: Sites::new(vec![0, 0, 1]),
         };
         assert_eq!(decode(&encode(&rows)).unwrap(), rows);
         assert!(decode(&[9]).is_err());

@@ -1,12 +1,13 @@
 //! A follower of a ring: computes its windows of what it is sent, and sends the result on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use hearth_kernels::Backend;
 use hearth_model::{Model, ModelError, PANICKED};
 
+use crate::progress::{PassPart, StageProgress};
 use crate::stream::{decode, encode};
 use crate::{Group, GroupError, Message, Op, Route, Tag};
 
@@ -18,22 +19,6 @@ pub struct Stage<B: Backend> {
     model: Model<B>,
     kv: B::Kv,
     progress: StageProgress,
-}
-
-/// What a stage computes now, as seen from other threads: one that hangs does not come to an end. Clones share it.
-#[derive(Clone, Debug, Default)]
-pub struct StageProgress(Arc<Mutex<Option<Instant>>>);
-
-impl StageProgress {
-    /// Time that it has spent at its present window; `None` between two.
-    pub fn at_window_for(&self) -> Option<Duration> {
-        let since = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        since.map(|since| since.elapsed())
-    }
-
-    pub(crate) fn set(&self, since: Option<Instant>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = since;
-    }
 }
 
 /// A stage's work has ended.
@@ -86,9 +71,8 @@ impl<B: Backend> Stage<B> {
                 continue;
             };
             let tag = message.tag;
-            self.progress.set(Some(Instant::now()));
             let computed = catch_unwind(AssertUnwindSafe(|| self.compute(route, message)));
-            self.progress.set(None);
+            self.progress.end();
             match computed.unwrap_or_else(|_| Err(panicked())) {
                 Ok((to, tag, bytes)) => group.send(to, tag, bytes)?,
                 // The others learn of it as this rank leaves, and compute all again elsewhere.
@@ -131,6 +115,11 @@ impl<B: Backend> Stage<B> {
         drop(bytes);
         let backend = Arc::clone(self.model.backend());
         let rows = values.len() / hidden;
+        self.progress.begin(PassPart {
+            pass: tag.pass,
+            layers: window.clone(),
+            rows,
+        });
         let stream = backend.upload(rows, hidden, &values)?;
         let stream = self
             .model

@@ -1,22 +1,24 @@
-//! Read rate of the disk below a directory, bypassing the page cache.
+//! Read rates of the disk below a directory: past the page cache, and through it.
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use hearth_crds::DiskProfile;
 use rustix::fs::{Advice, Mode, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
+use crate::mapped;
 use crate::tree::Tree;
 
 /// Limits of a measurement: most bytes to read, and longest time.
-const MAX_BYTES: u64 = 256 << 20;
-const MAX_TIME: Duration = Duration::from_millis(400);
+pub(crate) const MAX_BYTES: u64 = 256 << 20;
+pub(crate) const MAX_TIME: Duration = Duration::from_millis(400);
 /// Fewer bytes say nothing about a disk's speed.
-const MIN_BYTES: u64 = 1 << 20;
+pub(crate) const MIN_BYTES: u64 = 1 << 20;
 const CHUNK_BYTES: usize = 4 << 20;
 /// Size of the file written for reading, and the free space required for it.
 const PROBE_BYTES: usize = 128 << 20;
@@ -32,6 +34,7 @@ pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
         Ok(stat) => Some(DiskProfile {
             path: shown.to_string(),
             read_gbps: 0.0,
+            mapped_read_gbps: 0.0,
             free_bytes: stat.f_bavail.saturating_mul(stat.f_frsize),
             cached_bytes: None,
         }),
@@ -42,18 +45,20 @@ pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
     }
 }
 
-/// Measures the sequential read rate of the disk below `directory` by reading its largest files or, with `probe`, a
-/// file written for this purpose if they are too small; returns `None`, with a warning, if there is nothing to read.
+/// Measures the sequential read rate of the disk below `directory`, and the rate through the page cache where that lacks
+/// some of it, by reading its largest files or, with `probe`, a file written for this purpose if they are too small;
+/// returns `None`, with a warning, if there is nothing to read.
 pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<DiskProfile> {
     let disk = unmeasured(tree, directory)?;
     let shown = directory.display();
     let mut read_bytes = 0;
     let mut time = Duration::ZERO;
-    for file in largest_files(directory) {
+    let mut files = largest_files(directory);
+    for file in &files {
         if read_bytes >= MAX_BYTES || time >= MAX_TIME {
             break;
         }
-        match read_file(&file, MAX_BYTES - read_bytes, MAX_TIME - time) {
+        match read_file(file, MAX_BYTES - read_bytes, MAX_TIME - time) {
             Ok((bytes, spent)) => {
                 read_bytes += bytes;
                 time += spent;
@@ -61,9 +66,15 @@ pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<Disk
             Err(error) => tree.warn(format!("{}: {error}: not read", file.display())),
         }
     }
+    // Open until it was read by both ways: it has no name.
+    let mut probe_file = None;
     if read_bytes < MIN_BYTES && probe && disk.free_bytes >= PROBE_FREE_BYTES {
         match read_probe(directory) {
-            Ok(read) => (read_bytes, time) = read,
+            Ok((file, read)) => {
+                (read_bytes, time) = read;
+                files = vec![nameless(&file)];
+                probe_file = Some(file);
+            }
             Err(error) => tree.warn(format!("{shown}: {error}: no file is written to be read")),
         }
     }
@@ -74,8 +85,11 @@ pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<Disk
         ));
         return None;
     }
+    let mapped_read_gbps = mapped::read_gbps(tree, &files).unwrap_or(0.0);
+    drop(probe_file);
     Some(DiskProfile {
         read_gbps: read_bytes as f64 / time.as_secs_f64() / 1e9,
+        mapped_read_gbps,
         ..disk
     })
 }
@@ -94,27 +108,55 @@ pub(crate) fn with_cached(disk: DiskProfile) -> DiskProfile {
 /// Estimates a file's bytes in the page cache from [`SAMPLES`] samples; `None` if the file system does not support it.
 fn cached_bytes(path: &Path) -> Option<u64> {
     const SAMPLES: u64 = 256;
-    let file = File::open(path).ok()?;
-    let len = file.metadata().ok()?.len();
-    // A sample that misses must not trigger read-ahead around it.
-    rustix::fs::fadvise(&file, 0, None, Advice::Random).ok()?;
+    let mut file = Sampled::open(path).ok()?;
+    let len = file.len;
     let samples = len.div_ceil(ALIGN_BYTES as u64).clamp(1, SAMPLES);
     let mut found = 0;
     for sample in 0..samples {
-        let mut byte = [0_u8];
-        let offset = len / samples * sample;
-        let mut buffers = [std::io::IoSliceMut::new(&mut byte)];
-        match rustix::io::preadv2(&file, &mut buffers, offset, ReadWriteFlags::NOWAIT) {
-            Ok(_) => found += 1,
-            Err(Errno::AGAIN) => {}
-            Err(_) => return None,
-        }
+        let start = len / samples * sample;
+        found += u64::from(file.is_cached(start..start + len / samples)?);
     }
     Some(len / samples * found)
 }
 
-/// Writes a file and reads it. The file is unlinked at once, so it disappears whatever happens.
-fn read_probe(directory: &Path) -> std::io::Result<(u64, Duration)> {
+/// A file that is asked which of its bytes are in the page cache.
+pub(crate) struct Sampled {
+    file: File,
+    /// Its size in bytes.
+    pub(crate) len: u64,
+    /// State of the choice of samples.
+    state: u64,
+}
+
+impl Sampled {
+    pub(crate) fn open(path: &Path) -> std::io::Result<Self> {
+        let file = File::open(path)?;
+        let len = file.metadata()?.len();
+        // A sample that misses must not trigger read-ahead around it.
+        rustix::fs::fadvise(&file, 0, None, Advice::Random)?;
+        // Some kernels read a page that was missed, so that samples at the same places would find it.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let state = now.map_or(0, |time| u64::from(time.subsec_nanos())) + 1;
+        Ok(Self { file, len, state })
+    }
+
+    /// Whether a byte of a part, chosen at random, is in the page cache; `None` if the file system does not say.
+    pub(crate) fn is_cached(&mut self, part: Range<u64>) -> Option<bool> {
+        self.state = next(self.state);
+        let offset = part.start + self.state % (part.end - part.start).max(1);
+        let mut byte = [0_u8];
+        let mut buffers = [std::io::IoSliceMut::new(&mut byte)];
+        match rustix::io::preadv2(&self.file, &mut buffers, offset, ReadWriteFlags::NOWAIT) {
+            Ok(_) => Some(true),
+            Err(Errno::AGAIN) => Some(false),
+            Err(_) => None,
+        }
+    }
+}
+
+/// Writes a file and reads it past the page cache, from which it is dropped. The file is unlinked at once, so it disappears
+/// whatever happens.
+fn read_probe(directory: &Path) -> std::io::Result<(File, (u64, Duration))> {
     let path = directory.join(format!(".hearth-probe-{}", std::process::id()));
     let mut file = File::options()
         .read(true)
@@ -128,16 +170,28 @@ fn read_probe(directory: &Path) -> std::io::Result<(u64, Duration)> {
     for _ in 0..PROBE_BYTES / CHUNK_BYTES {
         chunk.clear();
         while chunk.len() < CHUNK_BYTES {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
+            state = next(state);
             chunk.extend_from_slice(&state.to_le_bytes());
         }
         file.write_all(&chunk)?;
     }
     file.sync_all()?;
-    let nameless = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    read_file(&nameless, MAX_BYTES, MAX_TIME)
+    let read = read_file(&nameless(&file), MAX_BYTES, MAX_TIME)?;
+    // What was just written is in the page cache, and nobody else has this file.
+    rustix::fs::fadvise(file.as_fd(), 0, None, Advice::DontNeed)?;
+    Ok((file, read))
+}
+
+/// The next of a sequence of numbers that look random, none of them 0.
+fn next(mut state: u64) -> u64 {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^ (state << 17)
+}
+
+/// Path of an open file that has no name.
+fn nameless(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 /// Regular files in a directory, largest first.

@@ -45,6 +45,8 @@ pub fn take_rates(profile: &mut NodeProfileStatus, measured: &NodeProfileStatus)
     let MemoryProfile {
         total_bytes: _,
         available_bytes: _,
+        least_available_bytes: _,
+        least_over_seconds: _,
         read_one_thread_gbps,
         read_all_threads_gbps,
     } = measured.memory;
@@ -58,6 +60,7 @@ pub fn take_rates(profile: &mut NodeProfileStatus, measured: &NodeProfileStatus)
     for disk in &mut profile.disks {
         let same = measured.disks.iter().find(|other| other.path == disk.path);
         disk.read_gbps = same.map_or(0.0, |other| other.read_gbps);
+        disk.mapped_read_gbps = same.map_or(0.0, |other| other.mapped_read_gbps);
     }
     for gpu in &mut profile.gpus {
         let same = measured.gpus.iter().find(|other| other.uuid == gpu.uuid);

@@ -5,7 +5,7 @@
 //! its CPU quota and its memory limit define the machine. Anything missing or malformed is replaced by a simple
 //! fallback and a line in [`Measured::warnings`]; only a machine without a usable CPU or without memory is an error.
 //!
-//! A whole profile takes about a second. [`observe`] rereads whatever can change without new hardware, and
+//! A whole profile takes about three seconds. [`observe`] rereads whatever can change without new hardware, and
 //! [`take_rates`] adds the rates of an earlier profile, as long as [`hardware`] is the same; [`measure_once`] stores
 //! such rates in a file.
 
@@ -19,6 +19,7 @@ mod gpu;
 mod hardware;
 mod kept;
 mod load;
+mod mapped;
 mod memory;
 mod meter;
 mod nvml;
@@ -57,6 +58,12 @@ pub fn memory_limit_bytes(root: &Path) -> Option<u64> {
 pub fn available_memory_bytes(root: &Path) -> Option<u64> {
     let tree = Tree::new(root);
     let memory = memory::memory(&tree, &cgroup::limits(&tree));
+    memory.ok().map(|memory| memory.available_bytes)
+}
+
+/// The same of the whole node, whatever this process may have of it.
+pub fn available_on_node_bytes(root: &Path) -> Option<u64> {
+    let memory = memory::memory(&Tree::new(root), &Limits::default());
     memory.ok().map(|memory| memory.available_bytes)
 }
 
@@ -128,8 +135,10 @@ pub fn measure(options: &ProfileOptions, meter: &dyn Meter) -> Result<Measured, 
     };
     let all = cpu::one_of_each_core(&profile.cpus);
     let before = Load::now(&tree);
-    rates.of_memory(&all, &mut profile.memory, &mut profile.numa_nodes);
-    profile.compute = rates.of_compute(&all);
+    for _ in 0..ROUNDS {
+        rates.of_memory(&all, &mut profile.memory, &mut profile.numa_nodes);
+        rates.of_compute(&all, &mut profile.compute);
+    }
     profile.busy_percent = before.and_then(|load| load.others_percent(&tree));
     rates.of_gpus(&mut profile.gpus);
     let disk = options.disk.as_deref();
@@ -162,19 +171,34 @@ fn round_rates(profile: &mut NodeProfileStatus) {
         disks,
         ..
     } = profile;
-    let rates = [
+    let of_memory = [
         &mut memory.read_one_thread_gbps,
         &mut memory.read_all_threads_gbps,
+    ];
+    let nodes = numa_nodes.iter_mut().map(|node| &mut node.read_gbps);
+    let disks = disks
+        .iter_mut()
+        .flat_map(|disk| [&mut disk.read_gbps, &mut disk.mapped_read_gbps]);
+    let rates = of_memory.into_iter().chain(compute_rates(compute));
+    for rate in rates.chain(nodes).chain(disks) {
+        *rate = three_digits(*rate);
+    }
+}
+
+/// Its rates, always in the same order.
+fn compute_rates(compute: &mut ComputeProfile) -> [&mut f64; 10] {
+    [
         &mut compute.bf16_one_thread_gflops,
         &mut compute.bf16_all_threads_gflops,
         &mut compute.f32_one_thread_gflops,
         &mut compute.f32_all_threads_gflops,
-    ];
-    let nodes = numa_nodes.iter_mut().map(|node| &mut node.read_gbps);
-    let disks = disks.iter_mut().map(|disk| &mut disk.read_gbps);
-    for rate in rates.into_iter().chain(nodes).chain(disks) {
-        *rate = three_digits(*rate);
-    }
+        &mut compute.fp8_one_thread_gflops,
+        &mut compute.fp8_all_threads_gflops,
+        &mut compute.f16_one_thread_gflops,
+        &mut compute.f16_all_threads_gflops,
+        &mut compute.f32_weights_one_thread_gflops,
+        &mut compute.f32_weights_all_threads_gflops,
+    ]
 }
 
 /// Rounds a measured rate to three digits: the rest is noise, and a short number survives being written and read
@@ -246,6 +270,10 @@ fn isa(tree: &Tree, meter: &dyn Meter) -> IsaProfile {
     }
 }
 
+/// Times that memory and arithmetic are measured, one after the other: a neighbour on the host can take a third of one measurement,
+/// for longer than it lasts.
+const ROUNDS: usize = 2;
+
 /// Rates from the meter; where it fails, a rate of 0 and a warning.
 struct Rates<'a> {
     tree: &'a Tree,
@@ -279,7 +307,7 @@ impl Rates<'_> {
         })
     }
 
-    /// Measures memory rates. `all` has one CPU of each core.
+    /// Measures memory rates, and keeps those that were higher before. `all` has one CPU of each core.
     fn of_memory(&self, all: &[u32], memory: &mut MemoryProfile, nodes: &mut [NumaNodeProfile]) {
         let one = self.read_gbps(&all[..1], memory.available_bytes);
         let together = if all.len() > 1 {
@@ -287,9 +315,9 @@ impl Rates<'_> {
         } else {
             one
         };
-        memory.read_one_thread_gbps = one;
+        memory.read_one_thread_gbps = memory.read_one_thread_gbps.max(one);
         // Because of neighbours on a shared host, the longer measurement may be the slower one.
-        memory.read_all_threads_gbps = together.max(one);
+        memory.read_all_threads_gbps = memory.read_all_threads_gbps.max(together).max(one);
         if let [only] = nodes {
             only.read_gbps = memory.read_all_threads_gbps;
             return;
@@ -301,7 +329,7 @@ impl Rates<'_> {
                 .filter(|cpu| node.cpus.contains(cpu))
                 .collect();
             if !own.is_empty() {
-                node.read_gbps = self.read_gbps(&own, node.free_bytes);
+                node.read_gbps = node.read_gbps.max(self.read_gbps(&own, node.free_bytes));
             }
         }
     }
@@ -323,7 +351,8 @@ impl Rates<'_> {
         }
     }
 
-    fn of_compute(&self, all: &[u32]) -> ComputeProfile {
+    /// Measures arithmetic rates, and keeps those that were higher before.
+    fn of_compute(&self, all: &[u32], compute: &mut ComputeProfile) {
         let gflops = |cpus: &[u32]| {
             self.meter
                 .tell(&format!("arithmetic with {}", threads(cpus.len())));
@@ -331,11 +360,23 @@ impl Rates<'_> {
         };
         let one = gflops(&all[..1]);
         let together = if all.len() > 1 { gflops(all) } else { one };
-        ComputeProfile {
+        let mut measured = ComputeProfile {
             bf16_one_thread_gflops: one.bf16,
             bf16_all_threads_gflops: together.bf16.max(one.bf16),
             f32_one_thread_gflops: one.f32,
             f32_all_threads_gflops: together.f32.max(one.f32),
+            fp8_one_thread_gflops: one.fp8,
+            fp8_all_threads_gflops: together.fp8.max(one.fp8),
+            f16_one_thread_gflops: one.f16,
+            f16_all_threads_gflops: together.f16.max(one.f16),
+            f32_weights_one_thread_gflops: one.f32_weights,
+            f32_weights_all_threads_gflops: together.f32_weights.max(one.f32_weights),
+        };
+        for (kept, new) in compute_rates(compute)
+            .into_iter()
+            .zip(compute_rates(&mut measured))
+        {
+            *kept = kept.max(*new);
         }
     }
 }

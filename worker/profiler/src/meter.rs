@@ -12,6 +12,12 @@ pub struct Gflops {
     pub bf16: f64,
     /// Peak of f32 multiply-adds.
     pub f32: f64,
+    /// Products of FP8 weights with a scale per 128×128 block.
+    pub fp8: f64,
+    /// Products of float16 weights.
+    pub f16: f64,
+    /// Products of float32 weights.
+    pub f32_weights: f64,
 }
 
 /// Measures rates on given CPUs, one thread per CPU.
@@ -128,6 +134,9 @@ impl Meter for CpuMeter {
             let peak = peak?;
             sum.f32 += peak.f32;
             sum.bf16 += peak.bf16;
+            sum.fp8 += peak.fp8;
+            sum.f16 += peak.f16;
+            sum.f32_weights += peak.f32_weights;
         }
         Ok(sum)
     }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use hearth_crds::{GpuProfile, NodeProfileStatus, format_bytes};
+use hearth_crds::{ComputeProfile, GpuProfile, MemoryProfile, NodeProfileStatus, format_bytes};
 
 /// Summarises the profile in a few lines, each ending in a newline.
 pub fn summary(profile: &NodeProfileStatus) -> String {
@@ -29,9 +29,10 @@ pub fn summary(profile: &NodeProfileStatus) -> String {
     line(
         "memory",
         format!(
-            "{}, {} available; reads {:.1} GB/s with one thread, {:.1} GB/s with {cores}",
+            "{}, {} available{}; reads {:.1} GB/s with one thread, {:.1} GB/s with {cores}",
             format_bytes(memory.total_bytes),
             format_bytes(memory.available_bytes),
+            least(memory),
             memory.read_one_thread_gbps,
             memory.read_all_threads_gbps
         ),
@@ -39,15 +40,51 @@ pub fn summary(profile: &NodeProfileStatus) -> String {
     line(
         "compute",
         format!(
-            "products of bf16 weights {:.0} GFLOP/s with one thread, {:.0} with {cores}; f32 {:.0} and {:.0}",
+            "products of bf16 weights {:.0} GFLOP/s with one thread, {:.0} with {cores}{}; multiply-adds of f32 {:.0} and {:.0}",
             compute.bf16_one_thread_gflops,
             compute.bf16_all_threads_gflops,
+            other_formats(compute),
             compute.f32_one_thread_gflops,
             compute.f32_all_threads_gflops
         ),
     );
     add_devices(&mut text, profile);
     text
+}
+
+/// The least memory that was available, if it was watched.
+fn least(memory: &MemoryProfile) -> String {
+    memory
+        .least_available_bytes
+        .map_or_else(String::new, |bytes| {
+            let minutes = memory.least_over_seconds / 60;
+            format!(", {} at least in {minutes} minutes", format_bytes(bytes))
+        })
+}
+
+/// Products of weights in other formats than bf16, as far as they were measured.
+fn other_formats(compute: &ComputeProfile) -> String {
+    let formats = [
+        (
+            "FP8",
+            compute.fp8_one_thread_gflops,
+            compute.fp8_all_threads_gflops,
+        ),
+        (
+            "f16",
+            compute.f16_one_thread_gflops,
+            compute.f16_all_threads_gflops,
+        ),
+        (
+            "f32",
+            compute.f32_weights_one_thread_gflops,
+            compute.f32_weights_all_threads_gflops,
+        ),
+    ];
+    let measured = formats.iter().filter(|(_, one, _)| *one > 0.0);
+    measured
+        .map(|(name, one, all)| format!(", of {name} weights {one:.0} and {all:.0}"))
+        .collect()
 }
 
 fn add_line(text: &mut String, name: &str, value: &str) {
@@ -74,10 +111,14 @@ fn add_devices(text: &mut String, profile: &NodeProfileStatus) {
         line("gpu", gpu_text(gpu));
     }
     for disk in &profile.disks {
+        let mapped = match disk.mapped_read_gbps > 0.0 {
+            true => format!(" ({:.2} through the page cache)", disk.mapped_read_gbps),
+            false => String::new(),
+        };
         line(
             "disk",
             format!(
-                "{} reads {:.2} GB/s, {} free",
+                "{} reads {:.2} GB/s{mapped}, {} free",
                 disk.path,
                 disk.read_gbps,
                 format_bytes(disk.free_bytes)
@@ -105,6 +146,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
         pcie_gbps,
         read_gbps,
         bf16_gflops,
+        fp8_gflops,
         copy_gbps,
         copy_beside_reads_gbps,
         operation_us,
@@ -138,12 +180,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     if *power_limit_watts > 0 {
         parts.push(format!("at most {power_limit_watts} W"));
     }
-    if *read_gbps > 0.0 {
-        parts.push(format!("reads about {read_gbps:.0} GB/s"));
-    }
-    if *bf16_gflops > 0.0 {
-        parts.push(format!("bf16 about {:.0} TFLOP/s", bf16_gflops / 1e3));
-    }
+    parts.extend(rates_text([*read_gbps, *bf16_gflops, *fp8_gflops]));
     if *copy_gbps > 0.0 {
         parts.push(format!(
             "copies {copy_gbps:.2} GB/s ({copy_beside_reads_gbps:.2} while the CPUs read)"
@@ -164,6 +201,23 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     }));
     parts.extend(obstacle.as_ref().map(|why| format!("not usable: {why}")));
     parts.join(", ")
+}
+
+/// Those that are known of a GPU's rates: of reads of its memory in GB/s, of products of bf16 and with FP8 weights in GFLOP/s.
+fn rates_text([read_gbps, bf16_gflops, fp8_gflops]: [f64; 3]) -> Vec<String> {
+    let rates = [
+        (read_gbps, format!("reads about {read_gbps:.0} GB/s")),
+        (
+            bf16_gflops,
+            format!("bf16 about {:.0} TFLOP/s", bf16_gflops / 1e3),
+        ),
+        (
+            fp8_gflops,
+            format!("FP8 weights {:.0} TFLOP/s", fp8_gflops / 1e3),
+        ),
+    ];
+    let known = rates.into_iter().filter(|(rate, _)| *rate > 0.0);
+    known.map(|(_, text)| text).collect()
 }
 
 /// Names of the instruction sets, such as `avx2 avx512f`.

@@ -192,10 +192,16 @@ impl<B: Backend + LoadOps> StreamLoading<B> {
         })
     }
 
-    /// Lets `threads` threads do ahead what the first copies do beside copying, in the order of a pass.
-    pub fn prepare(&mut self, threads: usize) {
+    /// Lets `threads` threads do ahead what the first copies do beside copying, in the order of a pass; of experts, of those of a
+    /// `share` alone, since pages that are registered with the device do not leave memory.
+    pub fn prepare(&mut self, threads: usize, share: ExpertShare) {
         let loading = self.loader.loading();
-        let modules: Vec<ModuleId> = loading.modules.keys().copied().collect();
+        let own = share.experts(self.experts);
+        let is_own = |id: &ModuleId| match id {
+            ModuleId::Expert(_, expert) => own.contains(&(*expert as usize)),
+            _ => true,
+        };
+        let modules: Vec<ModuleId> = loading.modules.keys().copied().filter(is_own).collect();
         let prepare = move |id| loading.modules.get(&id)?.prepare(&*loading.backend);
         self.preparation = Some(Preparation::start(modules, threads, prepare));
     }

@@ -73,6 +73,9 @@ pub struct Routing {
     pub max_queue: usize,
     /// Longest wait, for a slot or for a pool that is starting.
     pub queue_timeout: Duration,
+    /// Longest wait of a request that arrives while no decode worker is ready, where they end for want of requests; `None`: the
+    /// same.
+    pub hold_timeout: Option<Duration>,
     /// Requests that a decode worker is given beyond its batch, so that the next is at hand when a slot
     /// is free. `None`: as many as its batch.
     pub ahead_per_worker: Option<u32>,
@@ -97,6 +100,7 @@ impl Default for Routing {
             together_after_quiet: None,
             max_queue: 256,
             queue_timeout: Duration::from_secs(120),
+            hold_timeout: None,
             ahead_per_worker: None,
             same_numerics_wait: Duration::from_secs(30),
             max_fruitless_attempts: 5,

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 
 use crate::app::App;
 use crate::choice::{Choice, ChoiceOptions, Delta};
+use crate::demand::{OpenGuard, UnansweredGuard};
 use crate::error::{ApiError, ErrorType};
 use crate::failover::{self, Event, Job, JobError};
 use crate::metrics::{Metrics, Operation, RunningGuard};
@@ -200,7 +201,7 @@ fn run_choice(
         let prompt_tokens = job.prompt.len();
         let limit = app.limits.request_timeout;
         let mut choice = Choice::new(submission.choice.clone());
-        let mut tally = ChoiceTally::new(&app.metrics, submission.operation);
+        let mut tally = ChoiceTally::new(&app.metrics, submission.operation, prompt_tokens);
         let mut events = std::pin::pin!(failover::run(app.pool.clone(), job, app.metrics.clone()));
         while let Some(event) = events.next().await {
             match event {
@@ -244,6 +245,7 @@ fn run_choice(
 fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
     let (prompt, max_tokens) = &submission.prompts[(index / submission.n) as usize];
     let sampling = submission.sampling.clone();
+    let hold = app.pool.hold();
     let seed = sampling.seed.wrapping_add(u64::from(index % submission.n));
     Job {
         request_id: format!("{}-{index}", submission.id),
@@ -256,9 +258,11 @@ fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
         logprobs: submission.logprobs,
         trace: submission.trace,
         // The queue admits a request with its first choice, and does not refuse it midway.
-        queue_deadline: (index == 0).then(|| Instant::now() + app.routing.queue_timeout),
+        queue_deadline: (index == 0)
+            .then(|| Instant::now() + hold.unwrap_or(app.routing.queue_timeout)),
         replacement_timeout: app.routing.queue_timeout,
-        deadline: submission.arrived + app.limits.request_timeout,
+        // What it waits for workers is not of its own time.
+        deadline: submission.arrived + app.limits.request_timeout + hold.unwrap_or_default(),
         max_fruitless_attempts: app.routing.max_fruitless_attempts,
     }
 }
@@ -375,6 +379,8 @@ impl Drop for RequestTally {
 struct ChoiceTally {
     metrics: Arc<Metrics>,
     operation: Operation,
+    unanswered: Option<UnansweredGuard>,
+    open: Option<OpenGuard>,
     running: Option<RunningGuard>,
     first: Option<Instant>,
     last: Option<Instant>,
@@ -383,10 +389,13 @@ struct ChoiceTally {
 }
 
 impl ChoiceTally {
-    fn new(metrics: &Arc<Metrics>, operation: Operation) -> Self {
+    fn new(metrics: &Arc<Metrics>, operation: Operation, prompt_tokens: usize) -> Self {
+        let (unanswered, open) = metrics.demand.arrived(prompt_tokens);
         Self {
             metrics: metrics.clone(),
             operation,
+            unanswered: Some(unanswered),
+            open: Some(open),
             running: None,
             first: None,
             last: None,
@@ -409,6 +418,7 @@ impl ChoiceTally {
             return false;
         }
         self.first = Some(now);
+        self.unanswered = None;
         self.metrics.first_token(self.operation, now - arrived);
         true
     }
@@ -417,7 +427,7 @@ impl ChoiceTally {
         if std::mem::replace(&mut self.is_over, true) {
             return;
         }
-        self.running = None;
+        (self.unanswered, self.open, self.running) = (None, None, None);
         let span = match (self.first, self.last) {
             (Some(first), Some(last)) => last - first,
             _ => Duration::ZERO,

@@ -26,6 +26,7 @@ mod choice;
 mod config;
 mod connection;
 mod cors;
+mod demand;
 mod error;
 pub mod failover;
 mod gateway;

@@ -3,6 +3,8 @@
 //! For the model-server protocol of the Gateway API Inference Extension, name `hearth_requests_queued` (queued),
 //! `hearth_requests_running` (running) and `hearth_kv_cache_usage_ratio` (KV-cache utilisation).
 
+mod placements;
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,10 +16,10 @@ use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::metrics::family::{Family, MetricConstructor};
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::config::Predicted;
+use crate::demand::Demand;
 use crate::failover::FailoverObserver;
 use crate::router::{Health, Role, WorkerPool, WorkerView};
 
@@ -87,6 +89,8 @@ impl CutReason {
 
 /// All metrics of a gateway.
 pub(crate) struct Metrics {
+    /// The load as it arrives.
+    pub(crate) demand: Demand,
     registry: Registry,
     model: String,
     first_token: Family<Labels, Histogram, Buckets>,
@@ -107,8 +111,10 @@ pub(crate) struct Metrics {
 impl Metrics {
     /// Creates the metrics of a gateway that serves `model` from `pool`.
     pub(crate) fn new(model: &str, pool: Arc<WorkerPool>, predicted: Predicted) -> Self {
+        let mut registry = Registry::default();
         let mut metrics = Self {
-            registry: Registry::default(),
+            demand: Demand::new(&mut registry),
+            registry,
             model: model.to_owned(),
             first_token: Family::new_with_constructor(FIRST_TOKEN),
             per_token: Family::new_with_constructor(PER_TOKEN),
@@ -330,7 +336,7 @@ impl Collector for Scrape {
         let mut writer = Writer { encoder };
         self.pool_gauges(&mut writer, &workers)?;
         worker_gauges(&mut writer, &workers)?;
-        placements(&mut writer, &workers)?;
+        placements::write(&mut writer, &workers)?;
         worker_counters(&mut writer, &workers)
     }
 }
@@ -449,51 +455,6 @@ fn worker_gauges(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), 
             .encode_descriptor(name, help, None, MetricType::Gauge)?;
         for worker in workers {
             ConstGauge::new(part(worker)).encode(metric.encode_family(&labels_of(worker))?)?;
-        }
-    }
-    Ok(())
-}
-
-/// Writes what workers got from their machines: one series per worker with labels, and its memory by NUMA node.
-fn placements(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(), fmt::Error> {
-    let placed = || {
-        workers.iter().filter_map(|worker| {
-            let placement = worker.placement.as_ref()?;
-            Some((worker, placement))
-        })
-    };
-    let mut info = writer.encoder.encode_descriptor(
-        "hearth_worker_placement",
-        "CPUs, NUMA nodes and GPU that the worker got, what is less than planned, and what became of its group",
-        None,
-        MetricType::Info,
-    )?;
-    for (worker, placement) in placed() {
-        let mut labels = labels_of(worker);
-        labels.extend([
-            ("cpus", placement.cpus.clone()),
-            ("numa_nodes", placement.numa_nodes.clone()),
-            ("memory_numa_nodes", placement.memory_numa_nodes.clone()),
-            ("gpu_uuid", placement.gpu_uuid.clone()),
-            ("shortfalls", placement.shortfalls.join("; ")),
-            ("group", worker.group.clone()),
-        ]);
-        Info::new(labels).encode(info.encode_family(&Labels::new())?)?;
-    }
-    let mut bytes = writer.encoder.encode_descriptor(
-        "hearth_worker_numa_bytes",
-        "Memory of the worker by NUMA node when the model had been loaded: mapped weights, and its own",
-        None,
-        MetricType::Gauge,
-    )?;
-    for (worker, placement) in placed() {
-        for node in &placement.memory {
-            for (kind, value) in [("weights", node.weight_bytes), ("own", node.own_bytes)] {
-                let mut labels = labels_of(worker);
-                labels.push(("numa_node", node.numa_node.to_string()));
-                labels.push(("kind", kind.to_owned()));
-                ConstGauge::new(value as f64).encode(bytes.encode_family(&labels)?)?;
-            }
         }
     }
     Ok(())

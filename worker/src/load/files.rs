@@ -9,7 +9,7 @@ use hearth_formats::{Checkpoint, ModelConfig};
 use hearth_kernels::ops::LoadOps;
 use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuBackend, KernelError};
-use hearth_model::{ExpertCache, Model, ModuleId, ModuleSpec, Residency};
+use hearth_model::{ExpertCache, ExpertShare, Model, ModuleId, ModuleSpec, Residency};
 use hearth_residency::{
     HotExperts, LoadProgress, MmapPrefetch, MmapPrefetchOptions, ReadAhead, Resident,
     ResidentOptions, StreamEvent, StreamListener, StreamLoading, StreamLoadingOptions,
@@ -44,6 +44,8 @@ pub(super) struct Files<'a> {
     pub(super) directory: &'a Path,
     pub(super) config: ModelConfig,
     pub(super) modules: Vec<ModuleSpec>,
+    /// The experts of each layer whose first copies are prepared ahead.
+    pub(super) prepared: ExpertShare,
     pub(super) checkpoint: Checkpoint,
     /// Whether no other process of the node reads these modules, as a member of a ring does.
     pub(super) is_alone: bool,
@@ -192,7 +194,7 @@ impl Files<'_> {
         let backend = Arc::clone(backend);
         let mut policy = StreamLoading::open(&self.checkpoint, &self.modules, backend, options)?;
         if let Some(threads) = self.preparing_threads() {
-            policy.prepare(threads);
+            policy.prepare(threads, self.prepared);
         }
         tracing::info!(slots = policy.slots(), "experts are streamed");
         Ok(Arc::new(policy))

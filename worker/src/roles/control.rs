@@ -8,6 +8,7 @@ use futures::Stream;
 use hearth_transport::v1;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::group::Membership;
 use super::rank::Worker;
 
 /// Time between two looks at whether the worker is about to end, while it records.
@@ -44,7 +45,11 @@ impl v1::control_server::Control for ControlService {
             context_length: worker.context_length,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             placement: Some(worker.binding.placement()),
-            group: worker.engine.group(),
+            group: worker.group(),
+            members: worker
+                .membership
+                .as_ref()
+                .map_or_else(Vec::new, Membership::members),
         }))
     }
 

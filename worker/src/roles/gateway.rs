@@ -145,6 +145,7 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
         max_queue: plan.routing.max_queue as usize,
         model_fingerprint: Some(Checkpoint::open(Path::new(&plan.model.path))?.fingerprint()),
         queue_timeout: Duration::from_millis(plan.routing.queue_timeout_ms),
+        hold_timeout: plan.routing.hold_timeout_ms.map(Duration::from_millis),
         ..Routing::default()
     };
     config.limits = Limits {

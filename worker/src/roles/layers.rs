@@ -14,31 +14,19 @@ const LONGEST: Duration = Duration::from_secs(300);
 const FACTOR: u32 = 10;
 
 /// Observations of layers, from repeated checks.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Layers {
-    /// What is observed: "layer", or the layers that are computed at a time.
-    of: &'static str,
     longest_done: Duration,
     present: Duration,
 }
 
 impl Layers {
-    /// Observations of each `of`.
-    pub(super) fn new(of: &'static str) -> Self {
-        Self {
-            of,
-            longest_done: Duration::ZERO,
-            present: Duration::ZERO,
-        }
-    }
-
     /// Ends the process if it is stuck; nothing else would, since the compute threads never finish.
     pub(super) fn end_if_stuck(&mut self, at_layer_for: Option<Duration>) {
         if self.is_stuck(at_layer_for) {
             logging::say_last(format_args!(
-                "the computation stands still: it has been at one {} for {} s, and the longest before took {:.1} s\n  \
+                "the computation stands still: it has been at one layer for {} s, and the longest before took {:.1} s\n  \
                  the supervisor restarts this worker",
-                self.of,
                 self.present.as_secs(),
                 self.longest_done.as_secs_f64()
             ));
@@ -67,11 +55,11 @@ mod tests {
 
     #[test]
     fn a_layer_that_never_ends_is_found_and_a_long_one_is_not() {
-        let mut layers = Layers::new("layer");
+        let mut layers = Layers::default();
         let mut first = (1..1000).filter(|time| layers.is_stuck(seconds(*time)));
         assert_eq!(first.next(), Some(300));
         // A machine on which a layer takes a minute.
-        let mut slow = Layers::new("layer");
+        let mut slow = Layers::default();
         for _ in 0..3 {
             assert!((1..=60).all(|time| !slow.is_stuck(seconds(time))));
             assert!(!slow.is_stuck(None));

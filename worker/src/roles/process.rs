@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, TLS_DIRECTORY, read_versioned};
+use hearth_crds::{
+    InferencePlanSpec, MOST_IDLE_CHUNK_TOKENS, PlanRank, PlanRole, TLS_DIRECTORY, read_versioned,
+};
 use hearth_transport::{Tls, TlsFiles, TlsNames};
 
 use super::binding::Binding;
@@ -83,8 +85,21 @@ impl ProcessArgs {
 pub(super) fn read_plan(file: &Path) -> anyhow::Result<InferencePlanSpec> {
     let text =
         std::fs::read(file).with_context(|| format!("--plan {} cannot be read", file.display()))?;
-    read_versioned(&text)
-        .with_context(|| format!("--plan {} cannot be carried out", file.display()))
+    let plan: InferencePlanSpec = read_versioned(&text)
+        .with_context(|| format!("--plan {} cannot be carried out", file.display()))?;
+    for rank in &plan.ranks {
+        if let Some(tokens) = rank.idle_chunk_tokens
+            && !(1..=MOST_IDLE_CHUNK_TOKENS).contains(&tokens)
+        {
+            bail!(
+                "--plan {}: idleChunkTokens of {} is {tokens}\n  \
+                 write 1 to {MOST_IDLE_CHUNK_TOKENS}, or remove it",
+                file.display(),
+                rank.name
+            );
+        }
+    }
+    Ok(plan)
 }
 
 /// The certificates of a process.
@@ -194,6 +209,18 @@ mod tests {
         plan["routing"]["weights"] = json!([1]);
         plan["minVersion"] = json!(hearth_crds::READER_VERSION);
         assert_eq!(find(&plan).unwrap().1.name, "decode-0");
+    }
+
+    #[test]
+    fn a_pass_that_no_member_has_room_for_is_refused_with_what_to_write() {
+        let mut plan = plan();
+        for (tokens, is_taken) in [(1, true), (8192, true), (0, false), (8193, false)] {
+            plan["ranks"][0]["idleChunkTokens"] = json!(tokens);
+            let words = find(&plan).map_or_else(|error| format!("{error:#}"), |_| String::new());
+            let is_named = words.contains(&format!("idleChunkTokens of decode-0 is {tokens}"))
+                && words.contains("write 1 to 8192, or remove it");
+            assert_eq!(is_named, !is_taken, "{tokens}: {words}");
+        }
     }
 
     #[test]

@@ -11,10 +11,12 @@ use hearth_crds::{
     WorkerReport,
 };
 use hearth_engine::{Engine, EngineOptions, GrammarTokenizer, Health as EngineHealth, KvBudget};
+use hearth_fetch::Hold;
 use hearth_formats::{Checkpoint, ModelConfig, Tokenizer};
 use hearth_kernels::trace::Trace;
 use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_model::ExpertShare;
+use hearth_parallel::LOST_PATIENCE;
 use hearth_residency::Placing;
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, server};
@@ -81,10 +83,30 @@ pub(crate) struct RankArgs {
         default_value_t = 300
     )]
     load_patience: u64,
+    /// Least seconds that a member of a group has for a part of a pass as it has computed before; what takes that long, and a thousand
+    /// times as long as ever, is taken for lost
+    #[arg(
+        long,
+        hide = true,
+        env = "HEARTH_PART_PATIENCE_S",
+        value_parser = clap::value_parser!(u64).range(1..),
+        default_value_t = LOST_PATIENCE.as_secs()
+    )]
+    part_patience: u64,
     /// File with the addresses of a group's members, its head among them, for the head; read whenever the group forms. Without it,
     /// the plan says where they are
     #[arg(long, value_name = "FILE")]
     routes: Option<PathBuf>,
+}
+
+impl RankArgs {
+    fn part_patience(&self) -> Duration {
+        Duration::from_secs(self.part_patience)
+    }
+
+    fn grace(&self) -> Duration {
+        Duration::from_secs(u64::from(self.process.grace))
+    }
 }
 
 /// Runs a decode worker until it is told to stop.
@@ -104,6 +126,8 @@ pub(crate) fn stage(args: &RankArgs, environment: &Environment) -> anyhow::Resul
 
 fn run(args: &RankArgs, role: PlanRole, environment: &Environment) -> anyhow::Result<()> {
     let (plan, rank) = args.process.find(role)?;
+    // While this process lives, nothing removes the model from its store.
+    let _hold = Hold::take(Path::new(&plan.model.path));
     let binding = args.process.bind(&rank)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -137,7 +161,7 @@ async fn serve(
         tls: tls.clone(),
         ..ClientOptions::default()
     });
-    let calling = clients.clone();
+    let calling = (clients.clone(), args.part_patience());
     // Other workers wait for the turn as long as the weights are in memory.
     let (opened, device, _turn) = tokio::task::block_in_place(|| {
         let placed = (plan, rank, args.routes.clone());
@@ -160,14 +184,14 @@ async fn serve(
         Opened::Engine(worker) => worker,
         Opened::Follower(follower) => {
             ready().await;
-            let grace = Duration::from_secs(u64::from(args.process.grace));
-            return follower.serve(listener, &health, &options, grace).await;
+            let limits = (args.grace(), args.part_patience());
+            return follower.serve(listener, &health, &options, limits).await;
         }
     };
     let routes = routes(&worker, Routes::new(health.service()), clients);
     ready().await;
 
-    let grace = Duration::from_secs(u64::from(args.process.grace));
+    let grace = args.grace();
     let engine = worker.engine.clone();
     let membership = worker.membership.clone();
     let ending = health.clone();
@@ -177,13 +201,12 @@ async fn serve(
         let until = Instant::now() + grace;
         send_report(&WorkerReport::Draining);
         ending.end().await;
+        membership.iter().for_each(Membership::drain);
         if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
             tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
         }
         // Its streams would keep the listener open.
-        if let Some(membership) = membership {
-            membership.leave();
-        }
+        membership.iter().for_each(Membership::leave);
         let _ = has_drained.send(until);
     };
     tokio::select! {
@@ -228,7 +251,7 @@ fn routes(worker: &Arc<Worker>, routes: Routes, clients: Clients) -> Routes {
 /// lost.
 async fn lasting_fault(engine: &Engine, health: &Health) -> anyhow::Error {
     let mut since = None;
-    let mut layers = Layers::new("layer");
+    let mut layers = Layers::default();
     loop {
         tokio::time::sleep(HEALTH_PERIOD).await;
         layers.end_if_stuck(engine.at_layer_for());
@@ -289,11 +312,14 @@ fn open(
     (plan, rank, routes): (&InferencePlanSpec, &PlanRank, Option<PathBuf>),
     binding: Arc<Binding>,
     (mut device, host): (DeviceOptions, CpuOptions),
-    (watch, clients): (&LoadWatch, Clients),
+    (watch, calling): (&LoadWatch, (Clients, Duration)),
 ) -> anyhow::Result<(Opened, String, Turn)> {
     let group = group::Place::of(plan, rank)?;
     let part = group.as_ref().and_then(group::Place::part).cloned();
-    let share = group.as_ref().map_or(ExpertShare::ALL, group::Place::share);
+    let shares = |place: &group::Place| (place.share(), place.usual_share());
+    let (share, prepared) = group
+        .as_ref()
+        .map_or((ExpertShare::ALL, ExpertShare::ALL), shares);
     let head = match group.clone().filter(group::Place::is_head) {
         Some(place) => Some(Head::of(plan, rank, place, routes)?),
         None => None,
@@ -323,6 +349,7 @@ fn open(
         LoadOptions {
             part,
             share,
+            prepared,
             ..load_options(rank, device, HostOptions::Cpu(host), placing)?
         },
         &mut |progress| {
@@ -337,7 +364,7 @@ fn open(
     turn.loaded();
     let (opened, device) = match (head, group) {
         (None, Some(place)) => on_device!(loaded, loaded => {
-            start_follower((place, kv), loaded, &binding, clients)
+            start_follower((place, kv), loaded, Arc::clone(&binding), calling.0)
         })?,
         (None, None) if rank.role == PlanRole::Stage => {
             bail!("the plan gives {} no place in a group", rank.name)
@@ -348,7 +375,7 @@ fn open(
                 rank,
                 kv,
                 head,
-                clients,
+                calling,
             };
             on_device!(loaded, loaded => start(place, loaded, binding, trace, &waits))?
         }
@@ -363,22 +390,22 @@ struct Place<'a> {
     kv: &'a PlanKv,
     /// The group that it is the head of.
     head: Option<Head>,
-    /// Connections to other ranks.
-    clients: Clients,
+    /// Connections to other ranks, and the least time that these have for what they have done before.
+    calling: (Clients, Duration),
 }
 
 /// Starts a follower on its part of a model; also returns a description of the device.
 fn start_follower<B: Backend>(
     (place, kv): (group::Place, &PlanKv),
     loaded: LoadedOn<B>,
-    binding: &Binding,
+    binding: Arc<Binding>,
     clients: Clients,
 ) -> anyhow::Result<(Opened, String)> {
     binding.take(loaded.model.backend(), loaded.host.as_ref());
     let device = loaded.model.backend().describe();
     let cache = (kv.block_tokens as usize, kv_dtype(kv)?);
     let weights = weight_files(&loaded.checkpoint);
-    let follower = FollowerWorker::start(place, loaded, cache, clients)?;
+    let follower = FollowerWorker::start(place, loaded, cache, Arc::clone(&binding), clients)?;
     binding.loaded(&weights);
     Ok((Opened::Follower(follower), device))
 }
@@ -396,7 +423,7 @@ fn start<B: Backend>(
         rank,
         kv,
         head,
-        clients,
+        calling,
     } = place;
     binding.take(loaded.model.backend(), loaded.host.as_ref());
     let directory = Path::new(&plan.model.path);
@@ -407,7 +434,7 @@ fn start<B: Backend>(
     let mut membership = None;
     if let Some(head) = head {
         budget = KvBudget::Blocks(head.kv_blocks(&layout, layout.layers));
-        membership = Some(head.lead(&mut loaded, &layout, clients, waits)?);
+        membership = Some(head.lead(&mut loaded, &layout, calling, waits)?);
     }
     let numerics = load::numerics(&loaded.model, kv_dtype);
     let options = EngineOptions {
@@ -490,6 +517,16 @@ fn kv_dtype(kv: &PlanKv) -> anyhow::Result<KvDType> {
 }
 
 impl Worker {
+    /// What became of its group, in words, and what is slow in it; empty: it has lost no member, or is in none.
+    pub(super) fn group(&self) -> String {
+        let told = self.engine.group();
+        match self.membership.as_ref().and_then(Membership::slow) {
+            None => told,
+            Some(slow) if told.is_empty() => format!("complete; slow: {slow}"),
+            Some(slow) => format!("{told}; slow: {slow}"),
+        }
+    }
+
     /// Rejects a request made for other weights.
     pub(super) fn check_fingerprint(&self, asked: &str) -> Result<(), tonic::Status> {
         if asked.is_empty() || asked == self.model_fingerprint {

@@ -44,6 +44,7 @@ pub(super) fn load_options<'a>(
         is_dual_batch: rank.dual_batch,
         part: None,
         share: ExpertShare::ALL,
+        prepared: ExpertShare::ALL,
         residency: match residency.policy {
             PlanPolicy::Resident => ResidencyPolicy::Resident,
             PlanPolicy::MmapPrefetch => ResidencyPolicy::MmapPrefetch {

@@ -1,17 +1,18 @@
-//! `hearth-worker fetch`: fetches a model from an archive at a URL.
+//! `hearth-worker fetch`: fetches a model from an archive at a URL or a repository of a hub.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::Args;
-use hearth_crds::format_bytes;
-use hearth_fetch::{Cache, Credentials, FetchOptions, Phase, Progress, Source};
+use hearth_crds::{HUB_ENDPOINT, format_bytes, format_remaining};
+use hearth_fetch::{Cache, Claim, Claims, Credentials, FetchOptions, Phase, Progress, Source};
 use serde::Serialize;
 
 use crate::environment::Environment;
 use crate::logging;
+use crate::tools::StoreArgs;
 
 /// Minimum time between two human-readable lines about one phase.
 const LINE_PERIOD: Duration = Duration::from_secs(1);
@@ -24,18 +25,32 @@ pub(crate) struct FetchArgs {
         long,
         value_name = "URL",
         env = "HEARTH_MODEL_URL",
-        hide_env_values = true
+        hide_env_values = true,
+        required_unless_present = "repo",
+        requires = "sha256"
     )]
-    url: String,
+    url: Option<String>,
     /// SHA-256 of the archive, as sha256sum prints it
-    #[arg(long, value_name = "HEX")]
-    sha256: String,
-    /// Open the URL with HEARTH_MODEL_TOKEN, or with HEARTH_MODEL_USERNAME and HEARTH_MODEL_PASSWORD
+    #[arg(long, value_name = "HEX", conflicts_with = "repo")]
+    sha256: Option<String>,
+    /// A repository of the Hugging Face Hub, or of its mirror in HF_ENDPOINT, instead of a URL
+    #[arg(long, value_name = "OWNER/NAME", conflicts_with = "url")]
+    repo: Option<String>,
+    /// Branch, tag or commit of the repository (default: main)
+    #[arg(long, value_name = "REVISION", requires = "repo")]
+    revision: Option<String>,
+    /// Open the source with HEARTH_MODEL_TOKEN, or a URL with HEARTH_MODEL_USERNAME and HEARTH_MODEL_PASSWORD
     #[arg(long)]
     credentials: bool,
     /// Directory of the cache: the model is put into its models/, parts of archives lie in its partial/
     #[arg(long, value_name = "DIR")]
     into: PathBuf,
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Percent of the disk that models leave free; with it or a quota, the least recently used models are removed to make room
+    #[arg(long, value_name = "PERCENT", default_value_t = 0, env = "HEARTH_MODEL_RESERVE",
+        value_parser = clap::value_parser!(u8).range(0..=99))]
+    disk_reserve: u8,
     /// Print progress and the directory as lines of JSON
     #[arg(long)]
     json: bool,
@@ -49,9 +64,9 @@ enum Event<'a> {
     Progress {
         /// `waiting`, `checking`, `connecting`, `downloading` or `unpacking`.
         phase: &'a str,
-        /// Bytes of the archive processed so far.
+        /// Bytes of the archive, or of all files, processed so far.
         bytes: u64,
-        /// Size of the archive in bytes; null until it is known.
+        /// Size of the archive, or of all files, in bytes; null until it is known.
         total_bytes: Option<u64>,
         bytes_per_second: u64,
         /// Reason the connection was lost; null if it was not.
@@ -66,9 +81,12 @@ enum Event<'a> {
 
 /// Fetches the model and prints its directory.
 pub(crate) fn run(args: &FetchArgs, environment: &Environment) -> anyhow::Result<()> {
-    let mut source = Source::new(&args.url, &args.sha256)?;
+    let mut source = source(args, environment)?;
     if args.credentials {
-        source = source.opened_by(credentials(environment)?);
+        source = source.opened_by(match args.repo {
+            Some(_) => hub_token(environment)?,
+            None => credentials(environment)?,
+        });
     }
     let cache = Cache::new(&args.into);
     let lines = Lines {
@@ -79,7 +97,7 @@ pub(crate) fn run(args: &FetchArgs, environment: &Environment) -> anyhow::Result
         .enable_all()
         .build()?;
     let observer = Arc::new(move |progress: &Progress| lines.tell(progress));
-    let options = FetchOptions::default();
+    let options = options(args);
     let directory = runtime.block_on(hearth_fetch::fetch(&source, &cache, &options, observer))?;
     let directory = directory
         .canonicalize()
@@ -92,6 +110,43 @@ pub(crate) fn run(args: &FetchArgs, environment: &Environment) -> anyhow::Result
     } else {
         logging::print_data(&format!("{}\n", directory.display()))
     }
+}
+
+/// Limits of the store. Nothing is removed for another model unless a limit was set.
+fn options(args: &FetchArgs) -> FetchOptions {
+    let quota_bytes = args.store.quota_bytes();
+    let claim = match quota_bytes.is_some() || args.disk_reserve > 0 {
+        true => Claim::Free,
+        false => Claim::Personal,
+    };
+    FetchOptions {
+        quota_bytes,
+        reserve_percent: args.disk_reserve,
+        recent: args.store.recent(),
+        throttle: args.store.throttle(),
+        claims: Claims::by(move |_| claim),
+        ..FetchOptions::default()
+    }
+}
+
+/// The source that the arguments name.
+fn source(args: &FetchArgs, environment: &Environment) -> anyhow::Result<Source> {
+    match (&args.repo, &args.url, &args.sha256) {
+        (Some(repo), _, _) => {
+            let endpoint = environment.hub_endpoint.as_deref().unwrap_or(HUB_ENDPOINT);
+            Ok(Source::of_hub(endpoint, repo, args.revision.as_deref())?)
+        }
+        (None, Some(url), Some(sha256)) => Ok(Source::new(url, sha256)?),
+        _ => bail!("no source is named\n  write --url URL --sha256 HEX, or --repo OWNER/NAME"),
+    }
+}
+
+/// Reads a hub's token from the environment: a user and password there are some other server's.
+fn hub_token(environment: &Environment) -> anyhow::Result<Credentials> {
+    let token = environment.model_token.clone().context(
+        "--credentials was given with --repo, and HEARTH_MODEL_TOKEN is not set\n  set it to a token of the hub, or leave --credentials out",
+    )?;
+    Ok(Credentials::Bearer { token })
 }
 
 /// Reads credentials from the environment: arguments are visible to all users of the machine.
@@ -119,6 +174,7 @@ impl Lines {
             bytes,
             total_bytes,
             bytes_per_second,
+            from_node: _,
             trouble,
         } = progress;
         if self.json {
@@ -139,11 +195,14 @@ impl Lines {
     }
 }
 
-/// Formats progress, such as `downloading: 1.2 GiB of 4 GiB, 110.5 MiB/s`.
+/// Formats progress, such as `downloading: 1.2 GiB of 4 GiB, 110.5 MiB/s, 26 s left`.
 pub(crate) fn sentence(progress: &Progress) -> String {
     let mut text = progress.phase.as_str().to_owned();
     if progress.phase == Phase::Waiting {
         text += " for another process that fetches it";
+    }
+    if let Some(node) = &progress.from_node {
+        text += &format!(" from {node} over the LAN");
     }
     if progress.bytes > 0 {
         text += &format!(": {}", format_bytes(progress.bytes));
@@ -153,6 +212,12 @@ pub(crate) fn sentence(progress: &Progress) -> String {
     }
     if progress.bytes_per_second > 0 {
         text += &format!(", {}/s", format_bytes(progress.bytes_per_second));
+    }
+    let total_bytes = progress.total_bytes.unwrap_or_default();
+    if progress.phase == Phase::Downloading
+        && let Some(left) = format_remaining(progress.bytes, total_bytes, progress.bytes_per_second)
+    {
+        text += &format!(", {left} left");
     }
     if let Some(trouble) = &progress.trouble {
         text += &format!(" ({trouble})");

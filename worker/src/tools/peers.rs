@@ -68,7 +68,7 @@ pub(super) fn start<B: Backend>(
     let peers = GroupPeers::of_head(Box::new(OneGroup(Arc::new(group))));
     peers.rejoin(Duration::ZERO)?;
     let sharing = Sharing::new(experts.into(), count);
-    head.model.share(Arc::new(peers), sharing);
+    head.model.share(Arc::new(peers), sharing.clone());
     let mut started = Peers {
         is_over: Arc::default(),
         threads: Vec::new(),
@@ -83,7 +83,7 @@ pub(super) fn start<B: Backend>(
         let thread = on_device!(loaded, loaded => {
             let (kv, _) = cache(&loaded.model, sequences, capacity_tokens, args.kv_dtype())?;
             let follower = Follower::new(loaded.model, kv, |model, peers| {
-                model.share(peers, sharing);
+                model.share(peers, sharing.clone());
             });
             spawn(place, follower, group, is_over)?
         });

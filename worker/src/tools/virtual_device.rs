@@ -83,8 +83,11 @@ impl VirtualDevice {
         };
         profile.gpus = self.uuids().map(device).collect();
         let taken = self.arg.memory_bytes().saturating_mul(self.count.into());
-        let available = &mut profile.memory.available_bytes;
-        *available = available.saturating_sub(taken);
+        let memory = &mut profile.memory;
+        let least = memory.least_available_bytes.as_mut();
+        for available in least.into_iter().chain([&mut memory.available_bytes]) {
+            *available = available.saturating_sub(taken);
+        }
     }
 
     /// Why it is lost; `None` while it answers.
@@ -148,6 +151,7 @@ mod tests {
         assert_eq!(devices.text(), "virtual:memory=4Mi");
         let mut profile = NodeProfileStatus::default();
         profile.memory.available_bytes = 20 << 20;
+        profile.memory.least_available_bytes = Some(16 << 20);
         let one = GpuProfile {
             memory_bytes: 4 << 20,
             ..GpuProfile::default()
@@ -156,6 +160,7 @@ mod tests {
         let uuids: Vec<&str> = profile.gpus.iter().map(|gpu| &*gpu.uuid).collect();
         assert_eq!(uuids, ["VIRTUAL-0", "VIRTUAL-1", "VIRTUAL-2"]);
         assert_eq!(profile.memory.available_bytes, 8 << 20);
+        assert_eq!(profile.memory.least_available_bytes, Some(4 << 20));
         for (wrong, says) in [
             ("virtual:memory=4Mi,count=0", "1 to 8"),
             ("virtual:count=x,memory=4Mi", "count=x"),
@@ -184,6 +189,7 @@ mod tests {
             profile.copy_beside_reads_gbps,
             profile.read_gbps,
             profile.bf16_gflops,
+            profile.fp8_gflops,
             profile.operation_us,
             profile.exchange_us,
         ] {

@@ -5,12 +5,12 @@ use hearth_transport::v1::{AwaitLinkRequest, LinkEnd, MeasureLinkRequest, Measur
 use super::*;
 
 /// An agent as one end of a link, with the key that its certificates are for.
-struct End {
-    name: &'static str,
+pub(super) struct End {
+    pub(super) name: &'static str,
     agent: Agent,
-    operator: Worker,
+    pub(super) operator: Worker,
     public_key: String,
-    _cache: TempDir,
+    pub(super) cache: TempDir,
 }
 
 impl End {
@@ -27,7 +27,7 @@ impl End {
     }
 
     /// Starts an agent and waits until its node is measured.
-    async fn new(authority: &Authority, name: &'static str) -> Self {
+    pub(super) async fn new(authority: &Authority, name: &'static str) -> Self {
         let (agent, operator, cache) = Self::start(authority);
         first_profile(&operator).await;
         let told = operator.agent().identify(IdentifyRequest {}).await.unwrap();
@@ -36,12 +36,12 @@ impl End {
             agent,
             operator,
             public_key: told.into_inner().public_key,
-            _cache: cache,
+            cache,
         }
     }
 
     /// What it is told of the other end, with a certificate for this name.
-    fn end(&self, authority: &Authority, own: &str, peer: &str) -> Option<LinkEnd> {
+    pub(super) fn end(&self, authority: &Authority, own: &str, peer: &str) -> Option<LinkEnd> {
         Some(LinkEnd {
             peer: peer.to_owned(),
             peer_tls_name: format!("{peer}.link.agent.hearth"),

@@ -2,9 +2,11 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
+mod hub;
 mod links;
 mod models;
 mod profiles;
+mod seeds;
 #[path = "../../fetch/tests/support/mod.rs"]
 mod server;
 #[path = "../support/mod.rs"]

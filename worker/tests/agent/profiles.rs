@@ -15,6 +15,8 @@ async fn a_node_is_measured_once_and_looked_at_each_time() {
     assert_eq!(first.memory.total_bytes, meminfo("MemTotal"));
     assert!(!first.cpus.is_empty() && first.memory.read_one_thread_gbps > 0.0);
     assert!(first.compute.f32_one_thread_gflops > 0.0);
+    let least = first.memory.least_available_bytes;
+    assert!(least.is_some_and(|bytes| 0 < bytes && bytes <= first.memory.available_bytes));
     let disk = &first.disks[0];
     assert_eq!(disk.path, fixture.cache.path().display().to_string());
     assert!(disk.free_bytes > 0 && disk.read_gbps > 0.0, "{disk:?}");

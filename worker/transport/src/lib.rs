@@ -7,7 +7,7 @@
 //! - [`Health`]: answers to probes, also on a separate port.
 //! - [`origin`]: the origins of web pages that the endpoint may be opened to.
 //! - [`DeviceOffer`]: offers devices to a kubelet.
-//! - [`measure_link`]: latency and bandwidth between two processes.
+//! - [`measure_link`]: latency and bandwidth between two processes; [`stream`]: a connection that is not gRPC.
 //! - [`kv`]: KV messages of bounded size; [`loopback`]: a worker without a port, for tests.
 //!
 //! **Invariants**
@@ -32,6 +32,7 @@ pub mod loopback;
 pub mod origin;
 mod secret;
 pub mod server;
+pub mod stream;
 pub mod tls;
 
 pub use client::{ClientOptions, Clients, Worker};

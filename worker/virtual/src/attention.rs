@@ -1,24 +1,20 @@
 //! The paged KV cache, and attention over it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use hearth_kernels::ops::{AttentionOps, KvOps};
 use hearth_kernels::{
     AttentionSpec, BlockId, Heads, KernelError, KvLayout, Latents, MlaHeads, RopeTable, Span,
     checks,
 };
 
-use crate::device::{Computer, fault};
-use crate::lanes::Lane;
+use crate::device::Computer;
 use crate::tensor::no_values;
 use crate::work::Work;
 use crate::{
-    VirtualBackend, VirtualKv, VirtualKvCopy, VirtualTensor, VirtualVector, VirtualWeight,
+    VirtualBackend, VirtualHostCopy, VirtualKv, VirtualTensor, VirtualVector, VirtualWeight,
 };
 
 impl KvOps for VirtualBackend {
     type Kv = VirtualKv;
-    type KvCopy = VirtualKvCopy;
 
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<VirtualKv, KernelError> {
         checks::kv_alloc(&layout)?;
@@ -68,7 +64,7 @@ impl KvOps for VirtualBackend {
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
-    ) -> Result<VirtualKvCopy, KernelError> {
+    ) -> Result<VirtualHostCopy, KernelError> {
         checks::kv_layer("kv_read", &kv.layout, layer)?;
         checks::kv_blocks(
             "kv_read",
@@ -83,41 +79,7 @@ impl KvOps for VirtualBackend {
         let read = self.run(&work, |cpu| {
             cpu.kv_read(kv.values()?, layer, blocks, first_token, tokens)
         })?;
-        let gathered = self.lanes.mark(Lane::Compute);
-        self.lanes.wait_in(Lane::Export, &gathered);
-        self.lanes.queue(Lane::Export, self.link_us(bytes));
-        Ok(VirtualKvCopy {
-            bytes: read.unwrap_or_else(|| vec![0; bytes]),
-            landed: self.lanes.mark(Lane::Export),
-            was_asked: AtomicBool::new(false),
-            has_landed: AtomicBool::new(false),
-        })
-    }
-
-    /// In exact mode, which has no time, a copy is late for the first who asks: callers meet one that is not there yet.
-    fn kv_read_is_done(&self, copy: &VirtualKvCopy) -> Result<bool, KernelError> {
-        self.answers()?;
-        let is_reached = match &self.computer {
-            Computer::Exact { .. } => copy.was_asked.swap(true, Ordering::AcqRel),
-            Computer::Modelled(_) => self.lanes.is_reached(&copy.landed),
-        };
-        Ok(copy.has_landed.fetch_or(is_reached, Ordering::AcqRel) || is_reached)
-    }
-
-    fn kv_read_wait(&self, copy: &VirtualKvCopy) -> Result<(), KernelError> {
-        self.answers()?;
-        self.lanes.wait_for_result(&copy.landed);
-        copy.has_landed.store(true, Ordering::Release);
-        Ok(())
-    }
-
-    fn kv_read_end(&self, copy: VirtualKvCopy) -> Result<Vec<u8>, KernelError> {
-        match copy.has_landed.into_inner() {
-            true => Ok(copy.bytes),
-            false => Err(fault(
-                "KV on its way to the host was read before its copy was waited for",
-            )),
-        }
+        Ok(self.export(read.unwrap_or_else(|| vec![0; bytes])))
     }
 
     fn kv_rows(

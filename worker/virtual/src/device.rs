@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use hearth_kernels::ops::{DeviceMemory, DeviceOps};
 use hearth_kernels::{CpuBackend, KernelError};
@@ -85,6 +86,9 @@ impl VirtualBackend {
         let Some(fault) = &self.fault else {
             return Ok(());
         };
+        while hangs(fault) {
+            std::thread::sleep(HANG_PERIOD);
+        }
         if self.lost.get().is_none()
             && let Some(cause) = cause_of_loss(fault)
         {
@@ -107,6 +111,15 @@ impl VirtualBackend {
     }
 }
 
+/// What the file of a fault says where the device is not lost, but computes nothing as long as the file is there.
+const HANGS: &str = "hang";
+/// Time between two looks at whether it still hangs.
+const HANG_PERIOD: Duration = Duration::from_millis(20);
+
+fn hangs(fault: &Path) -> bool {
+    std::fs::read_to_string(fault).is_ok_and(|text| text.trim() == HANGS)
+}
+
 /// Cause in the file whose existence means that a virtual device is lost; `None` if there is no such file.
 pub fn cause_of_loss(fault: &Path) -> Option<String> {
     let text = match std::fs::read_to_string(fault) {
@@ -115,6 +128,9 @@ pub fn cause_of_loss(fault: &Path) -> Option<String> {
         Err(_) => String::new(),
     };
     let line = text.lines().next().unwrap_or_default().trim();
+    if line == HANGS {
+        return None;
+    }
     Some(match line {
         "" => format!("{} exists", fault.display()),
         line => line.to_owned(),

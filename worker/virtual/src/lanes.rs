@@ -1,4 +1,4 @@
-//! The lanes of a device: what it computes, what is copied to it, and what is copied out of its KV cache.
+//! The lanes of a device: what it computes, weights and rows that are copied to it, and KV and rows that are copied out of it.
 //!
 //! An operation or copy has a serial in its lane, and a mark is the serial of the last one that was queued. In exact mode all
 //! lanes run where they are called, so that nothing would ever go wrong; what the lanes have waited for is recorded all the
@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 
 use hearth_kernels::trace::{Trace, TraceEvent, TraceLane};
 
+use crate::link::{Cargo, Due, Link};
+
 /// Idle time of a lane from which on an operation is late, modelled µs.
 pub const LATE_US: f64 = 50.0;
 
@@ -28,22 +30,31 @@ const SPIN: Duration = Duration::from_micros(120);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lane {
     Compute,
-    /// Copies to the device.
+    /// Copies of weights to the device.
     Copy,
-    /// Copies of KV to the host: the link carries both directions at once.
+    /// Copies of rows to the device, which take turns with those of weights on the link.
+    Rows,
+    /// Copies of KV and rows to the host: the link carries both directions at once.
     Export,
 }
 
 /// A point in the order of a lane.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct VirtualMark {
     lane: Lane,
     /// Operations or copies that were queued before it.
     serial: u64,
-    /// When a modelled lane reaches it, real ns; 0 in exact mode.
-    due_ns: u64,
-    /// When it is reached at the earliest, real ns: a lane that is idle reaches it at once.
-    at_ns: u64,
+    /// When a modelled lane reaches it; 0 in exact mode.
+    due: Due,
+    /// When it was made, or the lane goes on, real ns: a lane that is idle reaches it then.
+    made_ns: u64,
+}
+
+impl VirtualMark {
+    /// When it is reached, real ns.
+    fn at_ns(&self) -> u64 {
+        self.made_ns.max(self.due.ns())
+    }
 }
 
 /// What the lanes of a modelled device have done since it was opened. Times are modelled ones.
@@ -53,7 +64,7 @@ pub struct LaneUse {
     pub wall_ms: f64,
     /// Time for which it computed, ms.
     pub compute_busy_ms: f64,
-    /// Time for which the link was busy, ms.
+    /// Time for which the link to the device was busy, ms.
     pub copy_busy_ms: f64,
     /// Operations and copies.
     pub operations: u64,
@@ -91,7 +102,10 @@ pub(crate) struct Lanes {
 struct State {
     compute: Queue,
     copy: Queue,
+    rows: Queue,
     export: Queue,
+    /// What the copies to the device share.
+    link: Link,
     /// When the host last had no more to wait for, real ns.
     host_from_ns: u64,
 }
@@ -99,9 +113,10 @@ struct State {
 #[derive(Default)]
 struct Queue {
     queued: u64,
-    /// Serial of the lane beside it that this one has waited for.
+    /// Serial of copies of weights that computation has waited for, and of computation that the others have.
     waited: u64,
-    busy_until_ns: u64,
+    /// End of the last one.
+    busy_until: Due,
     not_before_ns: u64,
     busy_ns: u64,
     idle_ns: u64,
@@ -151,8 +166,8 @@ impl Lanes {
     pub(crate) fn queue(&self, lane: Lane, took_us: f64) -> (u64, Times) {
         let now_ns = self.now_ns();
         let mut state = self.state();
-        let host_from_ns = state.host_from_ns;
-        let queue = state.queue(lane);
+        let (host_from_ns, ahead_of) = (state.host_from_ns, state.compute.waited);
+        let (queue, link) = state.queue(lane);
         queue.queued += 1;
         let Some(stretch) = self.stretch else {
             let times = Times {
@@ -161,18 +176,27 @@ impl Lanes {
             };
             return (queue.queued, times);
         };
-        let ready_ns = queue.busy_until_ns.max(queue.not_before_ns);
-        let begin_ns = ready_ns.max(now_ns);
-        let idle_ns = begin_ns - ready_ns.max(host_from_ns).min(begin_ns);
+        let free_ns = queue.busy_until.ns().max(queue.not_before_ns);
+        let ready_ns = free_ns.max(now_ns);
+        let idle_ns = ready_ns - free_ns.max(host_from_ns).min(ready_ns);
         queue.idle_ns += idle_ns;
         queue.late += u64::from(idle_ns as f64 > LATE_US * 1e3 * stretch);
         let took_ns = (took_us * 1e3 * stretch) as u64;
         queue.busy_ns += took_ns;
-        queue.busy_until_ns = begin_ns + took_ns;
+        let cargo = match lane {
+            Lane::Copy => Some(Cargo::Weights(queue.queued)),
+            Lane::Rows => Some(Cargo::Rows { ahead_of }),
+            Lane::Compute | Lane::Export => None,
+        };
+        let (begin_ns, due) = match cargo {
+            Some(cargo) => link.take_turn(now_ns, cargo, (ready_ns, took_ns)),
+            None => (ready_ns, Due::at(ready_ns + took_ns)),
+        };
         let times = Times {
             begin_ns,
-            end_ns: begin_ns + took_ns,
+            end_ns: due.ns(),
         };
+        queue.busy_until = due;
         (queue.queued, times)
     }
 
@@ -189,34 +213,36 @@ impl Lanes {
     pub(crate) fn mark(&self, lane: Lane) -> VirtualMark {
         let now_ns = self.now_ns();
         let mut state = self.state();
-        let queue = state.queue(lane);
+        let (queue, _) = state.queue(lane);
         VirtualMark {
             lane,
             serial: queue.queued,
-            due_ns: queue.busy_until_ns,
-            at_ns: now_ns.max(queue.busy_until_ns).max(queue.not_before_ns),
+            due: queue.busy_until.clone(),
+            made_ns: now_ns.max(queue.not_before_ns),
         }
     }
 
     /// Time between two marks of a lane by the device's clock, ns; `None` if the second is not reached yet.
     pub(crate) fn elapsed_between(&self, from: &VirtualMark, to: &VirtualMark) -> Option<u64> {
-        let took_ns = to.at_ns.saturating_sub(from.at_ns) as f64 / self.stretch.unwrap_or(1.0);
-        (to.at_ns <= self.now_ns()).then_some(took_ns as u64)
+        let took_ns = to.at_ns().saturating_sub(from.at_ns()) as f64 / self.stretch.unwrap_or(1.0);
+        (to.at_ns() <= self.now_ns()).then_some(took_ns as u64)
     }
 
     /// Lets what is queued in `lane` from now on wait for a mark; one of the lane itself is always reached.
     pub(crate) fn wait_in(&self, lane: Lane, mark: &VirtualMark) {
         if mark.lane != lane {
             let mut state = self.state();
-            let queue = state.queue(lane);
-            queue.waited = queue.waited.max(mark.serial);
-            queue.not_before_ns = queue.not_before_ns.max(mark.due_ns);
+            let (queue, _) = state.queue(lane);
+            if mark.lane != Lane::Rows {
+                queue.waited = queue.waited.max(mark.serial);
+            }
+            queue.not_before_ns = queue.not_before_ns.max(mark.due.ns());
         }
     }
 
     /// Serial of the other lane that everything that is queued in `lane` from now on follows.
     pub(crate) fn waited(&self, lane: Lane) -> u64 {
-        self.state().queue(lane).waited
+        self.state().queue(lane).0.waited
     }
 
     /// Makes the host wait until the device has computed what was queued so far.
@@ -226,19 +252,22 @@ impl Lanes {
 
     /// Makes the host wait for what lies behind a mark, and has led to what the host queues next.
     pub(crate) fn wait_for_result(&self, mark: &VirtualMark) {
-        self.wait_until(mark.due_ns);
+        self.wait_for(mark);
         let mut state = self.state();
-        state.host_from_ns = state.host_from_ns.max(mark.due_ns);
+        state.host_from_ns = state.host_from_ns.max(mark.due.ns());
     }
 
     /// Whether a mark is reached.
     pub(crate) fn is_reached(&self, mark: &VirtualMark) -> bool {
-        mark.due_ns <= self.now_ns()
+        mark.due.ns() <= self.now_ns()
     }
 
     /// Makes the host wait until a mark is reached.
     pub(crate) fn wait_for(&self, mark: &VirtualMark) {
-        self.wait_until(mark.due_ns);
+        // A copy may be put off meanwhile.
+        while !self.is_reached(mark) {
+            self.wait_until(mark.due.ns());
+        }
     }
 
     /// Sleeps until a moment, real ns since the device was opened.
@@ -285,14 +314,14 @@ impl Lanes {
         let stretch = self.stretch?;
         let modelled_ms = |real_ns: u64| real_ns as f64 / 1e6 / stretch;
         let state = self.state();
-        let [compute, copy] = [&state.compute, &state.copy];
+        let [compute, copy, rows] = [&state.compute, &state.copy, &state.rows];
         Some(LaneUse {
             wall_ms: modelled_ms(self.now_ns()),
             compute_busy_ms: modelled_ms(compute.busy_ns),
-            copy_busy_ms: modelled_ms(copy.busy_ns),
-            operations: compute.queued + copy.queued,
-            late_operations: compute.late + copy.late,
-            host_idle_ms: modelled_ms(compute.idle_ns + copy.idle_ns),
+            copy_busy_ms: modelled_ms(copy.busy_ns + rows.busy_ns),
+            operations: compute.queued + copy.queued + rows.queued,
+            late_operations: compute.late + copy.late + rows.late,
+            host_idle_ms: modelled_ms(compute.idle_ns + copy.idle_ns + rows.idle_ns),
         })
     }
 
@@ -303,12 +332,14 @@ impl Lanes {
 }
 
 impl State {
-    fn queue(&mut self, lane: Lane) -> &mut Queue {
-        match lane {
+    fn queue(&mut self, lane: Lane) -> (&mut Queue, &mut Link) {
+        let queue = match lane {
             Lane::Compute => &mut self.compute,
             Lane::Copy => &mut self.copy,
+            Lane::Rows => &mut self.rows,
             Lane::Export => &mut self.export,
-        }
+        };
+        (queue, &mut self.link)
     }
 }
 

@@ -1,8 +1,9 @@
 //! A virtual device, to try, test and measure without a GPU what a plan does with one.
 //!
 //! It has memory of a fixed size: weights are copied into it, and the KV cache, activations and the experts' working room
-//! are taken out of it, to the byte. What does not fit is refused as a GPU refuses it. It has two lanes, as a GPU with a stream
-//! for computation and one for copies has, a third one for copies of KV to the host, and marks in them.
+//! are taken out of it, to the byte. What does not fit is refused as a GPU refuses it. It has lanes, as a GPU has streams,
+//! and marks in them: one for computation, two for copies of weights and of rows to it, which share a link, and one for copies
+//! of KV and rows to the host.
 //!
 //! In exact mode the CPU's kernels compute, so tokens are those of the CPU; nothing is claimed about time. In modelled mode
 //! nothing is computed, and operations take the time that given rates say.
@@ -18,6 +19,7 @@ mod elementwise;
 mod experts;
 mod lanes;
 mod linear;
+mod link;
 mod memory;
 mod options;
 mod routing;
@@ -32,4 +34,6 @@ pub use lanes::{LATE_US, LaneUse, VirtualMark};
 pub use options::{CopyModel, Modelled, RoutingModel, VirtualMode, VirtualOptions};
 pub use sampling::VirtualTokens;
 pub use slots::VirtualSlot;
-pub use tensor::{VirtualKv, VirtualKvCopy, VirtualTensor, VirtualVector, VirtualWeight};
+pub use tensor::{
+    VirtualHostCopy, VirtualIncoming, VirtualKv, VirtualTensor, VirtualVector, VirtualWeight,
+};

@@ -17,7 +17,8 @@ pub struct VirtualOptions {
     pub cpu: CpuOptions,
     /// Receives its operations and copies; its clock is stretched as the device's.
     pub trace: Option<Arc<Trace>>,
-    /// A fault on demand: once this file exists the device is lost, for the cause that the file says. `None`: never.
+    /// A fault on demand: once this file exists the device is lost, for the cause that the file says; where that is `hang`, it computes
+    /// nothing instead, as long as the file is there. `None`: never.
     pub fault: Option<PathBuf>,
 }
 

@@ -1,14 +1,16 @@
 //! What lives in the device's memory: activations, weights, vectors and the KV cache.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use hearth_kernels::ops::{LoadOps, MemoryOps};
+use hearth_kernels::trace::TraceLane;
 use hearth_kernels::{CpuKv, CpuTensor, HostMatrix, KernelError, KvLayout, checks};
 
 use crate::VirtualBackend;
 use crate::device::{Computer, fault};
-use crate::lanes::VirtualMark;
+use crate::lanes::{Lane, VirtualMark};
 use crate::memory::Held;
 use crate::slots::Tenancy;
 use crate::work::Work;
@@ -157,8 +159,8 @@ pub struct VirtualKv {
     _held: Held,
 }
 
-/// A copy of stored bytes to the host.
-pub struct VirtualKvCopy {
+/// A copy of bytes to the host.
+pub struct VirtualHostCopy {
     pub(crate) bytes: Vec<u8>,
     pub(crate) landed: VirtualMark,
     /// Whether somebody has asked if it has landed.
@@ -166,6 +168,9 @@ pub struct VirtualKvCopy {
     /// Whether somebody knows that it has.
     pub(crate) has_landed: AtomicBool,
 }
+
+/// Activations whose rows come from the host.
+pub struct VirtualIncoming(VirtualTensor);
 
 impl VirtualKv {
     pub(crate) fn new(layout: KvLayout, blocks: usize, kv: Option<CpuKv>, held: Held) -> Self {
@@ -190,6 +195,8 @@ impl MemoryOps for VirtualBackend {
     type Tensor = VirtualTensor;
     type Weight = VirtualWeight;
     type Vector = VirtualVector;
+    type HostCopy = VirtualHostCopy;
+    type Incoming = VirtualIncoming;
 
     /// Copies the matrix, with its scales, to the device's memory.
     fn weight(&self, matrix: &HostMatrix) -> Result<VirtualWeight, KernelError> {
@@ -246,6 +253,91 @@ impl MemoryOps for VirtualBackend {
         Ok(values.unwrap_or_else(|| vec![0.0; x.elements()]))
     }
 
+    fn rows_read_begin(
+        &self,
+        x: &VirtualTensor,
+        rows: Range<usize>,
+    ) -> Result<VirtualHostCopy, KernelError> {
+        checks::rows_read(x.shape, &rows)?;
+        let elements = rows.len() * x.shape.1;
+        let work = Work::new("rows_read", 2 * elements);
+        let read = self.run(&work, |cpu| cpu.rows_read_begin(x.values()?, rows))?;
+        Ok(self.export(read.unwrap_or_else(|| vec![0; 4 * elements])))
+    }
+
+    /// In exact mode, which has no time, a copy is late for the first who asks: callers meet one that is not there yet.
+    fn host_copy_is_done(&self, copy: &VirtualHostCopy) -> Result<bool, KernelError> {
+        self.answers()?;
+        let is_reached = match &self.computer {
+            Computer::Exact { .. } => copy.was_asked.swap(true, Ordering::AcqRel),
+            Computer::Modelled(_) => self.lanes.is_reached(&copy.landed),
+        };
+        Ok(copy.has_landed.fetch_or(is_reached, Ordering::AcqRel) || is_reached)
+    }
+
+    fn host_copy_wait(&self, copy: &VirtualHostCopy) -> Result<(), KernelError> {
+        self.answers()?;
+        self.lanes.wait_for_result(&copy.landed);
+        copy.has_landed.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    fn host_copy_end(&self, copy: VirtualHostCopy) -> Result<Vec<u8>, KernelError> {
+        match copy.has_landed.into_inner() {
+            true => Ok(copy.bytes),
+            false => Err(fault(
+                "what was on its way to the host was read before its copy was waited for",
+            )),
+        }
+    }
+
+    fn rows_write_begin(&self, rows: usize, cols: usize) -> Result<VirtualIncoming, KernelError> {
+        self.answers()?;
+        let bytes = rows.saturating_mul(cols).saturating_mul(4);
+        let held = self.memory.take(bytes, "activations")?;
+        let values = match &self.computer {
+            Computer::Exact { cpu, .. } => Some(cpu.rows_write_begin(rows, cols)?),
+            Computer::Modelled(_) => None,
+        };
+        // What was computed in that memory before.
+        self.lanes
+            .wait_in(Lane::Rows, &self.lanes.mark(Lane::Compute));
+        Ok(VirtualIncoming(VirtualTensor {
+            shape: (rows, cols),
+            values,
+            product_of: None,
+            _held: held,
+        }))
+    }
+
+    fn rows_write(
+        &self,
+        VirtualIncoming(x): &mut VirtualIncoming,
+        first: usize,
+        values: &[f32],
+    ) -> Result<(), KernelError> {
+        self.answers()?;
+        checks::rows_write(x.shape, first, values.len())?;
+        // The host had no values before, whatever made them.
+        self.lanes.host_has_values();
+        let us = self.link_us(size_of_val(values));
+        let (_, times) = self.lanes.queue(Lane::Rows, us);
+        self.lanes.trace(TraceLane::Copy, times, || "rows".into());
+        match &self.computer {
+            Computer::Exact { cpu, .. } => cpu.rows_write(x.values_mut()?, first, values),
+            Computer::Modelled(_) => Ok(()),
+        }
+    }
+
+    fn rows_write_end(
+        &self,
+        VirtualIncoming(x): VirtualIncoming,
+    ) -> Result<VirtualTensor, KernelError> {
+        self.lanes
+            .wait_in(Lane::Compute, &self.lanes.mark(Lane::Rows));
+        Ok(x)
+    }
+
     fn shape(&self, x: &VirtualTensor) -> (usize, usize) {
         x.shape
     }
@@ -253,5 +345,20 @@ impl MemoryOps for VirtualBackend {
     fn zeros(&self, rows: usize, cols: usize) -> Result<VirtualTensor, KernelError> {
         let work = Work::new("zeros", rows.saturating_mul(cols));
         self.output(&work, (rows, cols), |cpu| cpu.zeros(rows, cols))
+    }
+}
+
+impl VirtualBackend {
+    /// Queues the copy of bytes to the host that the last operation has gathered.
+    pub(crate) fn export(&self, bytes: Vec<u8>) -> VirtualHostCopy {
+        let gathered = self.lanes.mark(Lane::Compute);
+        self.lanes.wait_in(Lane::Export, &gathered);
+        self.lanes.queue(Lane::Export, self.link_us(bytes.len()));
+        VirtualHostCopy {
+            bytes,
+            landed: self.lanes.mark(Lane::Export),
+            was_asked: AtomicBool::new(false),
+            has_landed: AtomicBool::new(false),
+        }
     }
 }

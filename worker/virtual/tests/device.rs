@@ -256,8 +256,8 @@ fn a_lost_device_answers_nothing_again() {
     };
     lost(device.linear(&input, &weight, None).err().unwrap());
     lost(VirtualBackend::new(options()).err().unwrap());
-    lost(device.kv_read_is_done(&copy).err().unwrap());
-    lost(device.kv_read_wait(&copy).err().unwrap());
+    lost(device.host_copy_is_done(&copy).err().unwrap());
+    lost(device.host_copy_wait(&copy).err().unwrap());
     std::fs::remove_file(&file).unwrap();
     lost(device.linear(&input, &weight, None).err().unwrap());
     lost(

@@ -413,27 +413,82 @@ fn kv_is_copied_beside_computation_and_read_behind_its_mark() {
     for device in devices() {
         let kv = device.kv_alloc(layout, 2).unwrap();
         let copy = device.kv_read_begin(&kv, 0, &blocks, 0, 32).unwrap();
-        let missing = fault(device.kv_read_end(copy));
+        let missing = fault(device.host_copy_end(copy));
         assert!(
             missing.contains("before its copy was waited for"),
             "{missing}"
         );
         let copy = device.kv_read_begin(&kv, 0, &blocks, 0, 32).unwrap();
-        assert!(!device.kv_read_is_done(&copy).unwrap());
-        device.kv_read_wait(&copy).unwrap();
-        assert!(device.kv_read_is_done(&copy).unwrap());
-        assert_eq!(device.kv_read_end(copy).unwrap().len(), 32 * 256);
+        assert!(!device.host_copy_is_done(&copy).unwrap());
+        device.host_copy_wait(&copy).unwrap();
+        assert!(device.host_copy_is_done(&copy).unwrap());
+        assert_eq!(device.host_copy_end(copy).unwrap().len(), 32 * 256);
     }
     // 8 KiB at 1 GB/s are 8 µs, and the device computes meanwhile.
     let device = modelled(|_| {});
     let kv = device.kv_alloc(layout, 2).unwrap();
     let copy = device.kv_read_begin(&kv, 0, &blocks, 0, 32).unwrap();
     let computed = device.computed().unwrap();
-    assert!(!device.kv_read_is_done(&copy).unwrap());
+    assert!(!device.host_copy_is_done(&copy).unwrap());
     device.wait(&computed).unwrap();
     assert!(
-        !device.kv_read_is_done(&copy).unwrap(),
+        !device.host_copy_is_done(&copy).unwrap(),
         "the copy takes eight times as long"
     );
-    device.kv_read_wait(&copy).unwrap();
+    device.host_copy_wait(&copy).unwrap();
+}
+
+#[test]
+fn rows_cross_the_link_beside_computation_and_have_their_bits() {
+    let values: Vec<f32> = (0..8 * HIDDEN).map(|value| value as f32 / 7.0).collect();
+    for device in devices() {
+        let mut incoming = device.rows_write_begin(8, HIDDEN).unwrap();
+        for first in [4, 0] {
+            let part = first * HIDDEN..(first + 4) * HIDDEN;
+            device
+                .rows_write(&mut incoming, first, &values[part])
+                .unwrap();
+        }
+        assert!(device.rows_write(&mut incoming, 7, &values).is_err());
+        let mut x = device.rows_write_end(incoming).unwrap();
+        assert!(device.rows_read_begin(&x, 7..9).is_err());
+        let missing = device.rows_read_begin(&x, 0..8).unwrap();
+        let missing = fault(device.host_copy_end(missing));
+        assert!(
+            missing.contains("before its copy was waited for"),
+            "{missing}"
+        );
+        let copy = device.rows_read_begin(&x, 2..8).unwrap();
+        let more = device.upload(8, HIDDEN, &values).unwrap();
+        device.add_assign(&mut x, &more).unwrap();
+        device.host_copy_wait(&copy).unwrap();
+        let bytes = device.host_copy_end(copy).unwrap();
+        let want = values[2 * HIDDEN..].iter();
+        let want: Vec<u8> = want.flat_map(|value| value.to_le_bytes()).collect();
+        // A modelled device has no values.
+        assert!(bytes == want || device.lane_use().is_some() && bytes.len() == want.len());
+    }
+    // 64 KiB at 1 GB/s are 66 µs each way, and the device computes meanwhile.
+    let device = modelled(|_| {});
+    let x = device.zeros(256, HIDDEN).unwrap();
+    let copy = device.rows_read_begin(&x, 0..256).unwrap();
+    let mut incoming = device.rows_write_begin(256, HIDDEN).unwrap();
+    device
+        .rows_write(&mut incoming, 0, &vec![0.0; 256 * HIDDEN])
+        .unwrap();
+    device.zeros(256, HIDDEN).unwrap();
+    device.wait(&device.computed().unwrap()).unwrap();
+    assert!(!device.host_copy_is_done(&copy).unwrap());
+    let used = device.lane_use().unwrap();
+    assert!(used.compute_busy_ms < 0.01, "{used:?}");
+    // What reads them waits for them.
+    let began_ms = used.wall_ms;
+    let x = device.rows_write_end(incoming).unwrap();
+    device
+        .add_assign(&mut device.zeros(256, HIDDEN).unwrap(), &x)
+        .unwrap();
+    device.finish().unwrap();
+    let used = device.lane_use().unwrap();
+    assert!(used.wall_ms - began_ms > 0.05, "{used:?}");
+    assert!((used.copy_busy_ms - 0.065536).abs() < 1e-3, "{used:?}");
 }

@@ -139,7 +139,7 @@ pub(crate) fn source_identity(source: &ModelSource) -> String {
     }
     if let Some(hub) = hugging_face {
         lines.put("hub", &hub.repo);
-        lines.put_some("revision", hub.revision.as_ref());
+        lines.put("revision", hub.revision());
     }
     if let Some(claim) = persistent_volume_claim {
         lines.put("claim", &claim.claim_name);
@@ -204,12 +204,14 @@ fn put_plan(lines: &mut Lines, plan: &InferencePlanSpec, role: PlanRole) {
             together_after_quiet_ms,
             max_queue,
             queue_timeout_ms,
+            hold_timeout_ms,
         } = routing;
         lines.put("served-name", served_name);
         lines.put("chunked-below", chunked_below_tokens);
         lines.put_some("together-after-quiet", together_after_quiet_ms.as_ref());
         lines.put("max-queue", max_queue);
         lines.put("queue-timeout", queue_timeout_ms);
+        lines.put_some("hold-timeout", hold_timeout_ms.as_ref());
     }
 }
 
@@ -237,6 +239,8 @@ fn put_group(lines: &mut Lines, ring: Option<&PlanRing>, peers: Option<&PlanPeer
         place,
         ranks,
         experts,
+        stands_in,
+        kv,
     }) = peers
     else {
         return;
@@ -249,6 +253,8 @@ fn put_group(lines: &mut Lines, ring: Option<&PlanRing>, peers: Option<&PlanPeer
         PlanExpertParallel::Ep => "ep",
     };
     lines.put("peers-experts", experts);
+    lines.put_if(*stands_in, "peers-stand-in", stands_in);
+    lines.put_some("peers-kv", (!kv.is_direct()).then_some("passed-on"));
 }
 
 /// Writes a rank's fields. As with [`put_plan`], a new field is written only where it differs from the behaviour

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use hearth_crds::{
     EndpointType, InferenceDeployment, InferencePlanSpec, Pinning, PlanActivations,
-    PlanExpertParallel, PlanMlaForm, PlanPeers, PlanRank, PlanRing, PlanRingLength, PlanRole,
-    PlanWindow, ResidencyPolicy, SecretRef, TolerationSpec,
+    PlanExpertParallel, PlanKvGather, PlanMlaForm, PlanPeers, PlanRank, PlanRing, PlanRingLength,
+    PlanRole, PlanWindow, ResidencyPolicy, SecretRef, TolerationSpec,
 };
 use serde_json::json;
 
@@ -306,6 +306,8 @@ fn with_peers(ranks: u32, in_pod_of: Option<&str>) -> InferencePlanSpec {
             place,
             ranks,
             experts: PlanExpertParallel::SmallEp,
+            stands_in: false,
+            kv: PlanKvGather::Direct,
         });
     }
     plan
@@ -322,6 +324,10 @@ fn peers_are_replaced_as_a_whole_and_their_head_gets_the_others() {
         let differs: Vec<bool> = (0..5).map(|n| before[n] != after[n]).collect();
         assert_eq!(differs, [false, true, false, false, true]);
     }
+    let mut stands_in = of(2);
+    let peers = stands_in.ranks[4].peers.as_mut().expect("peers");
+    peers.stands_in = true;
+    assert_ne!(before[4], hashes(&stands_in)[4]);
     let pods = pods_of(&settings(), &deployment(), &of(2));
     assert_eq!(pods[1].group, ["prefill-0", "stage-0"]);
     let pod = serde_json::to_string(&pods[1].pod).expect("JSON");

@@ -1,7 +1,7 @@
 //! Pods that hold GPUs: through the device plugin, or by claims.
 
 use hearth_crds::{
-    InferenceDeployment, InferencePlanSpec, PlanExpertParallel, PlanPeers, PlanRole,
+    InferenceDeployment, InferencePlanSpec, PlanExpertParallel, PlanKvGather, PlanPeers, PlanRole,
 };
 use serde_json::json;
 
@@ -97,6 +97,8 @@ fn a_pod_of_two_ranks_may_take_as_long_to_start_as_both() {
             place,
             ranks: 2,
             experts: PlanExpertParallel::SmallEp,
+            stands_in: false,
+            kv: PlanKvGather::Direct,
         });
     }
     assert_eq!([1, 2].map(|n| seconds(&both, n)), [Some(5900), Some(5900)]);
@@ -146,7 +148,7 @@ fn a_pod_of_two_ranks_holds_the_sum_and_one_gpu() {
 /// Followers on a node without their head have different experts; beside a rank that has all, they map the same.
 #[test]
 fn followers_hold_their_own_share_where_nobody_has_all_experts() {
-    let with_stages = |decode_bytes: u64| {
+    let with_stages = |decode_bytes: u64, (stage_bytes, stands_in): (u64, bool)| {
         let mut plan = plan();
         let follower = |n: u32| {
             let mut rank = plan.ranks[1].clone();
@@ -158,8 +160,10 @@ fn followers_hold_their_own_share_where_nobody_has_all_experts() {
                 place: n + 1,
                 ranks: 4,
                 experts: PlanExpertParallel::SmallEp,
+                stands_in,
+                kv: PlanKvGather::Direct,
             });
-            rank.residency.as_mut().expect("a residency").host_bytes = 100 << 20;
+            rank.residency.as_mut().expect("a residency").host_bytes = stage_bytes;
             rank
         };
         let stages = [follower(0), follower(1)];
@@ -170,12 +174,18 @@ fn followers_hold_their_own_share_where_nobody_has_all_experts() {
         let held = |n: usize| rank_holding(&plan, &plan.ranks[n]).memory_bytes;
         [3, 4, 5].map(held)
     };
-    let [without, one, other] = with_stages(0);
+    let share = (100 << 20, false);
+    let [without, one, other] = with_stages(0, share);
     assert_eq!(one, other);
-    let [decode, beside, _] = with_stages(400 << 20);
+    let [decode, beside, _] = with_stages(400 << 20, share);
     // Page tables are each process's own.
     assert_eq!(decode - without, (400 << 20) + (400 << 20) / 512);
     assert_eq!(one - beside, 100 << 20);
+    // Those that stand in for others map what is there once, with dense modules that stream, too.
+    let [decode, one, other] = with_stages(400 << 20, (450 << 20, true));
+    assert_eq!(decode - without, (400 << 20) / 512);
+    assert_eq!(one - other, 450 << 20);
+    assert_eq!(other - beside, (350 << 20) / 512);
 }
 
 #[test]

@@ -68,7 +68,10 @@ impl Held {
         let most = sharing.clone().map(PlanRank::host_weight_bytes).max();
         let most = most.filter(|most| *most > 0);
         let first = sharing.find(|other| Some(other.host_weight_bytes()) == most);
-        let is_share = |rank: &PlanRank| rank.peers.is_some() && rank.role == PlanRole::Stage;
+        let is_share = |rank: &PlanRank| {
+            let peers = rank.peers.as_ref().filter(|peers| !peers.stands_in);
+            peers.is_some() && rank.role == PlanRole::Stage
+        };
         let weights = match first {
             Some(first) if first.name == rank.name || is_share(first) && is_share(rank) => {
                 rank.host_weight_bytes()

@@ -53,7 +53,7 @@ use crate::observed::{SecondRank, Settings};
 use crate::plan_record::{model_key_of, spec_of_plan};
 pub use canonical::short_digest;
 pub use holding::rank_holding;
-pub use objects::{objects, prefill_scaler, role_selector};
+pub use objects::{Beside, objects, prefill_scaler, role_selector, unwanted};
 pub use pod::{inspect_pod, rank_pod};
 
 /// Inputs to the objects besides the plan.
@@ -161,8 +161,7 @@ pub fn model_path(_context: &BuildContext<'_>, source: &ModelSource) -> String {
 /// Name of a deployment's fetched model in the nodes' stores; `None` for a source that is not fetched.
 pub fn model_key(deployment: &InferenceDeployment, source: &ModelSource) -> Option<String> {
     let namespace = deployment.metadata.namespace.as_deref().unwrap_or_default();
-    let http = source.http.as_ref()?;
-    Some(http.store_key(namespace))
+    source.store_key(namespace)
 }
 
 /// Digest of a model source, for [`crate::names::ANNOTATION_SOURCE`]. `key` distinguishes fetched models.

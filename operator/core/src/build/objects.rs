@@ -1,14 +1,15 @@
 //! Objects around the Pods of a deployment: its Service, its PodDisruptionBudgets and its NetworkPolicies.
 
+use std::sync::Arc;
+
 use hearth_crds::{
-    EndpointType, InferencePlanSpec, InferencePoolScaler, InferencePoolScalerSpec, PlanRole,
-    ScaledPool,
+    EndpointType, InferenceDeploymentStatus, InferencePlan, InferencePlanSpec, InferencePoolScaler,
+    InferencePoolScalerSpec, PlanRole, ScaledPool,
 };
 use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
-use kube_core::Resource;
-use kube_core::{ApiResource, DynamicObject};
+use kube_core::{ApiResource, DynamicObject, Resource, ResourceExt};
 use serde_json::{Value, json};
 
 use super::BuildContext;
@@ -16,10 +17,71 @@ use crate::names::{
     GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, METRICS_PORT, ROLE_INSPECT, SECOND_WORKER_PORT,
     SERVICE_PORT, WORKER_PORT, scaler_name,
 };
+use crate::observed::{PodRole, PodView};
+
+/// Groups of other plans that still run beside a plan: they must go on until it serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Beside {
+    /// Pods of their stages.
+    pub stages: usize,
+    /// Whether peers are among them.
+    pub has_peers: bool,
+}
+
+impl Beside {
+    /// Those of worker Pods that the target does not have.
+    pub(crate) fn of<'a>(
+        pods: impl Iterator<Item = &'a PodView>,
+        plans: &[Arc<InferencePlan>],
+    ) -> Self {
+        let mut beside = Self::default();
+        for pod in pods.filter(|pod| !pod.has_ended()) {
+            let is_stage = pod.role == PodRole::Rank(PlanRole::Stage);
+            beside.stages += usize::from(is_stage && !pod.is_deleting);
+            let mut plans = plans.iter();
+            let plan = plans.find(|plan| plan.spec.generation == pod.plan_generation);
+            let ranks = plan.map_or(&[][..], |plan| &plan.spec.ranks);
+            beside.has_peers |= ranks.iter().any(|rank| rank.peers.is_some());
+        }
+        beside
+    }
+}
+
+/// Kinds and parts of the names of all objects but the Service that a deployment may have.
+const POSSIBLE: [(&str, &str); 6] = [
+    ("PodDisruptionBudget", "gateway"),
+    ("PodDisruptionBudget", "prefill"),
+    ("PodDisruptionBudget", "decode"),
+    ("PodDisruptionBudget", "stage"),
+    ("NetworkPolicy", "gateway"),
+    ("NetworkPolicy", "workers"),
+];
+
+/// Kinds and names of objects that `wanted`, those of a deployment, lack.
+pub fn unwanted(deployment: &str, wanted: &[DynamicObject]) -> Vec<(String, String)> {
+    let is_wanted = |kind: &str, name: &str| {
+        let mut wanted = wanted.iter();
+        wanted.any(|object| {
+            let types = object.types.as_ref();
+            object.name_any() == name && types.is_some_and(|types| types.kind == kind)
+        })
+    };
+    let possible = POSSIBLE.into_iter();
+    possible
+        .map(|(kind, part)| (kind.to_owned(), format!("{deployment}-{part}")))
+        .filter(|(kind, name)| !is_wanted(kind, name))
+        .collect()
+}
 
 /// Service, PodDisruptionBudgets of the roles that the plan has, and NetworkPolicies unless they are disabled.
-pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<DynamicObject> {
+pub fn objects(
+    context: &BuildContext<'_>,
+    plan: &InferencePlanSpec,
+    beside: Beside,
+) -> Vec<DynamicObject> {
     let is_suspended = context.deployment.spec.suspend;
+    let status = context.deployment.status.as_ref();
+    let is_at_zero = status.is_some_and(InferenceDeploymentStatus::is_at_zero);
     let mut objects = vec![service(context)];
     let roles = [
         PlanRole::Gateway,
@@ -29,17 +91,25 @@ pub fn objects(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<Dyna
     ];
     for role in roles {
         let ranks = plan.ranks_of(role);
-        let pods = ranks.filter(|rank| rank.in_pod_of.is_none()).count();
+        let own = ranks.filter(|rank| rank.in_pod_of.is_none()).count();
+        // Where one stage of a ring ends, none of its members serves any more.
+        let others = if role == PlanRole::Stage {
+            beside.stages
+        } else {
+            0
+        };
+        let pods = own + others;
         if pods > 0 {
-            // A suspended deployment needs no Pods.
-            let least = if is_suspended { 0 } else { pods };
+            // A suspended deployment needs no Pods, and one without requests no workers.
+            let needs_none = is_suspended || (is_at_zero && role != PlanRole::Gateway);
+            let least = if needs_none { 0 } else { pods };
             objects.push(disruption_budget(context, role.as_str(), least));
         }
     }
     if context.settings.network_policies {
         objects.push(gateway_policy(context));
         let has_peers = plan.ranks.iter().any(|rank| rank.peers.is_some());
-        objects.push(workers_policy(context, has_peers));
+        objects.push(workers_policy(context, has_peers || beside.has_peers));
     }
     objects
 }

@@ -498,7 +498,7 @@ fn source_volume(context: &BuildContext<'_>, source: &ModelSource) -> Option<Vol
     };
     let volume = if let Some(host) = &source.host_path {
         directory(host.path.clone())
-    } else if let (Some(_), Some(key)) = (&source.http, context.model_key) {
+    } else if let (true, Some(key)) = (source.is_fetched(), context.model_key) {
         let cache = context.settings.model_cache.trim_end_matches('/');
         directory(format!("{cache}/{key}"))
     } else if let Some(claim) = &source.persistent_volume_claim {

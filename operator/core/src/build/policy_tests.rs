@@ -6,12 +6,14 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::{InferenceDeployment, InferencePlanSpec, PlanExpertParallel, PlanPeers};
+use hearth_crds::{
+    InferenceDeployment, InferencePlanSpec, PlanExpertParallel, PlanKvGather, PlanPeers,
+};
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::{inspect_pod, objects, rank_pods};
+use super::{Beside, inspect_pod, objects, rank_pods};
 use crate::testing::samples::{context_of, deployment, plan, settings};
 
 /// One end of a flow: a Pod with its namespace and labels, or an address outside the cluster.
@@ -24,7 +26,7 @@ enum End {
 fn policies(deployment: &InferenceDeployment, plan: &InferencePlanSpec) -> Vec<NetworkPolicy> {
     let settings = settings();
     let context = context_of(&settings, deployment);
-    objects(&context, plan)
+    objects(&context, plan, Beside::default())
         .into_iter()
         .filter(|object| {
             object
@@ -273,6 +275,8 @@ fn peers_reach_each_other_and_nothing_else_more() {
         place: 0,
         ranks: 2,
         experts: PlanExpertParallel::SmallEp,
+        stands_in: false,
+        kv: PlanKvGather::Direct,
     });
     let Cluster { policies, mut ends } = cluster_of(&planned);
     let End::Pod(namespace, mut labels) = ends["decode"].clone() else {

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::digest_tests::hashes;
 use super::tests::{pods_of, restricted_violations};
-use super::{inspect_pod, objects};
+use super::{Beside, inspect_pod, objects};
 use crate::testing::samples::{context_of, deployment, plan, settings};
 
 fn with_template(template: Value) -> InferenceDeployment {
@@ -169,7 +169,7 @@ fn the_service_has_the_annotations_of_the_endpoint() {
     let mut deployment = deployment();
     let annotations = |deployment: &InferenceDeployment| {
         let context = context_of(&settings, deployment);
-        let objects = objects(&context, &plan());
+        let objects = objects(&context, &plan(), Beside::default());
         let others = objects[1..].iter();
         assert!(others.clone().all(|it| it.metadata.annotations.is_none()));
         objects[0].metadata.annotations.clone()

@@ -11,8 +11,8 @@ use serde_json::json;
 
 use super::digest_tests::hashes;
 use super::{
-    DesiredPod, deployment_of_plan, inspect_pod, kept_spec, model_path, objects, plan_object,
-    rank_pods,
+    Beside, DesiredPod, deployment_of_plan, inspect_pod, kept_spec, model_path, objects,
+    plan_object, rank_pods,
 };
 use crate::names::{ANNOTATION_PLAN, ANNOTATION_SPEC};
 use crate::observed::Settings;
@@ -40,12 +40,12 @@ fn the_pods_of_the_demo() {
 fn the_objects_of_the_demo() {
     let (settings, deployment) = (settings(), deployment());
     let context = context_of(&settings, &deployment);
-    insta::assert_yaml_snapshot!("objects", objects(&context, &plan()));
+    insta::assert_yaml_snapshot!("objects", objects(&context, &plan(), Beside::default()));
     let names = |settings: &Settings| -> Vec<String> {
         let context = context_of(settings, &deployment);
         let mut chunked = plan();
         chunked.ranks.remove(1);
-        let objects = objects(&context, &chunked).into_iter();
+        let objects = objects(&context, &chunked, Beside::default()).into_iter();
         objects.filter_map(|object| object.metadata.name).collect()
     };
     let open = Settings {
@@ -76,7 +76,10 @@ fn the_type_of_the_service_is_the_endpoint_s() {
         let mut deployment = deployment();
         deployment.spec.endpoint.type_ = endpoint_type;
         let context = context_of(&settings, &deployment);
-        assert_eq!(objects(&context, &plan())[0].data["spec"]["type"], text);
+        assert_eq!(
+            objects(&context, &plan(), Beside::default())[0].data["spec"]["type"],
+            text
+        );
     }
 }
 

@@ -1,5 +1,6 @@
 //! The choice that this module makes.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use hearth_crds::InferencePlan;
 
 use super::new_plan::{Refusal, lacks_nodes};
 use crate::cause::Cause;
+use crate::key::Key;
 use crate::observed::Observed;
 use crate::plan_record::PlanStatusChange;
 
@@ -27,8 +29,21 @@ pub(crate) struct PlanChoice {
     pub(crate) trouble: Option<Cause>,
     /// Time after which to reconsider the target even if nothing is reported.
     pub(crate) look_again: Option<Duration>,
+    /// Other deployments whose workers are to end, so that this one's have room.
+    pub(crate) asks: Vec<Key>,
+    /// Nodes that its workers will have once others have ended theirs, whether these may be asked for that or not.
+    pub(crate) awaits: BTreeSet<String>,
+    /// Whether the target's workers are not made before these have ended.
+    pub(crate) waits_for_place: bool,
     /// Reason why it does not change to the operator's worker image yet.
     pub(crate) held: Option<Cause>,
+}
+
+impl PlanChoice {
+    /// Reconsiders after this time at the latest.
+    pub(crate) fn look_again_after(&mut self, time: Duration) {
+        self.look_again = self.look_again.into_iter().chain([time]).min();
+    }
 }
 
 /// Keeps the target, because no plan can be made for what the spec asks.

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use hearth_crds::{InferenceDeployment, InferencePlan, InferencePlanSpec, PlanPrediction};
+use hearth_crds::{
+    InferenceDeployment, InferencePlan, InferencePlanSpec, PlanPrediction, PlanRole,
+};
 use kube_core::ResourceExt;
 
 use crate::build::{model_key, source_digest};
@@ -110,6 +112,13 @@ pub(super) fn is_of_source(plan: &InferencePlan, deployment: &InferenceDeploymen
 
 pub(crate) fn nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {
     plan.spec.ranks.iter().map(|rank| rank.node.as_str())
+}
+
+/// Nodes of its workers, without those of its gateways alone.
+pub(crate) fn worker_nodes_of(plan: &InferencePlan) -> impl Iterator<Item = &str> {
+    let ranks = plan.spec.ranks.iter();
+    let workers = ranks.filter(|rank| rank.role != PlanRole::Gateway);
+    workers.map(|rank| rank.node.as_str())
 }
 
 /// Words for a node that is down.

@@ -12,22 +12,28 @@ pub(crate) mod stand_in;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hearth_crds::{InferenceDeployment, InferencePlan, InferencePlanStatus, PlanRank, ServedSpec};
 
 pub(crate) use self::choice::PlanChoice;
 use self::choice::refuse;
 pub(crate) use self::existing::{in_force, lost_words, unneeded, way_back};
-use self::existing::{is_of_source, is_same_work, nodes_of};
+use self::existing::{is_of_source, is_same_work, nodes_of, worker_nodes_of};
 use self::new_plan::{is_made_for, lacks_nodes, made};
 use self::refusals::Refusals;
 use self::scale::scaled;
 use crate::build::deployment_of_plan;
-use crate::candidates::{is_lost, is_to_be_left};
+use crate::candidates::{Candidates, is_lost, is_to_be_left};
 use crate::cause::Cause;
+use crate::conditions::NODES_TAKEN;
 use crate::model::{Model, Search, Widened, model_of_plan};
-use crate::observed::Observed;
+use crate::observed::{FetchView, Holding, Observed};
 use crate::plan_record::{PlanStatusChange, has_failed, instead_of};
+use crate::sharing::{Who, in_the_way};
+
+/// Time after which one that finds no room looks again for others that could make some.
+const LOOK_FOR_ROOM: Duration = Duration::from_secs(10);
 
 /// Chooses for the model that `search` finds; `search` is `None` if the spec is invalid. If the nodes that are known
 /// to have the model do not suffice, others are searched, and what is found there counts at once.
@@ -35,6 +41,49 @@ pub(crate) fn choose(observed: &Observed, search: Option<&mut Search<'_>>) -> Pl
     let Some(search) = search else {
         return choose_for(observed, None);
     };
+    let mut choice = choose_among_nodes(observed, search);
+    ask_others(observed, search.known(), &mut choice);
+    choice
+}
+
+/// Same as [`choose`] where nodes have room for the workers now that nobody else waits for; else `None`, and nobody is asked for any.
+pub(crate) fn with_room(observed: &Observed, search: &mut Search<'_>) -> Option<PlanChoice> {
+    let is_awaited = |choice: &PlanChoice| {
+        let target = choice.target.as_deref();
+        target.is_some_and(|plan| {
+            let mut nodes = worker_nodes_of(plan);
+            nodes.any(|node| observed.awaited_nodes.contains(node))
+        })
+    };
+    let mut choice = choose_among_nodes(observed, search);
+    if is_awaited(&choice) {
+        choice = choose_among_nodes(&without_awaited(observed), search);
+    }
+    let has_room = choice.target.is_some() && choice.refusal.is_none() && choice.trouble.is_none();
+    (has_room && !is_awaited(&choice)).then_some(choice)
+}
+
+/// The cluster as it is for one that leaves to others the nodes that they wait for.
+fn without_awaited(observed: &Observed) -> Observed {
+    let mut left = observed.clone();
+    for name in &observed.awaited_nodes {
+        let Some(node) = observed.nodes.get(name) else {
+            continue;
+        };
+        let everything = Holding {
+            cpu_millis: node.cpu_millis,
+            memory_bytes: node.memory_bytes,
+            gpus: node.gpus,
+            claimed_gpus: observed.claimable.get(name).cloned().unwrap_or_default(),
+            ..Holding::default()
+        };
+        left.held_by_others.insert(name.clone(), everything);
+    }
+    left
+}
+
+/// Chooses for the model on the nodes that are known to have it, or on others where these do not suffice.
+fn choose_among_nodes(observed: &Observed, search: &mut Search<'_>) -> PlanChoice {
     let mut choice = choose_for(observed, search.known());
     let Some(model) = search.known().filter(|model| model.nodes.is_some()) else {
         return choice;
@@ -42,15 +91,62 @@ pub(crate) fn choose(observed: &Observed, search: Option<&mut Search<'_>>) -> Pl
     if !choice.wants_nodes || choice.is_new {
         return choice;
     }
-    let draft = draft_nodes(observed, model);
-    let can_wait = choice.target.is_none() && !draft.is_empty();
-    match search.widen(draft, can_wait) {
+    let draft = draft(observed, model);
+    let of_draft = draft.iter().flat_map(nodes_of).map(str::to_owned);
+    // Those that could not fetch it are asked again, as long as they may have workers: nobody else remembers them.
+    let candidates = Candidates::of(observed, &observed.deployment.spec.placement);
+    let failed = observed.fetches.keys().map(ToString::to_string);
+    let failed = failed.filter(|name| {
+        let may_have_workers = candidates.free.contains_key(name);
+        draft.is_some() && may_have_workers && has_failed_to_fetch(observed, name)
+    });
+    let nodes: BTreeSet<String> = of_draft.chain(failed).collect();
+    let can_wait = choice.target.is_none() && draft.is_some();
+    match search.widen(nodes.into_iter().collect(), can_wait) {
         Widened::Known => choose_for(observed, search.known()),
         Widened::Coming => {
             choice.refusal = None;
             choice
         }
+        Widened::Failed(mut cause) => {
+            // More nodes would do: what keeps the model from them is the obstacle.
+            cause.message +=
+                &draft.map_or_else(String::new, |plan| members_without(observed, &plan));
+            choice.refusal = Some(cause);
+            choice
+        }
         Widened::Nothing => choice,
+    }
+}
+
+/// Where no node has room, finds out which others could make some by ending their workers, and says so.
+fn ask_others(observed: &Observed, wanted: Option<&Model>, choice: &mut PlanChoice) {
+    let obstacle = choice.refusal.as_ref().or(choice.trouble.as_ref());
+    // The place may be gone although a refusal of the current spec is told first.
+    let wants_room = choice.waits_for_place || (obstacle.is_some() && choice.wants_nodes);
+    if choice.is_new || !wants_room {
+        return;
+    }
+    if !observed.neighbours.is_empty() {
+        // Others become idle without a word to this one.
+        choice.look_again_after(LOOK_FOR_ROOM);
+    }
+    let fits = |then: &Observed| {
+        let choice = choose_for(then, wanted);
+        let fits = choice.refusal.is_none() && choice.trouble.is_none();
+        let target = choice.target.filter(|_| fits)?;
+        Some(worker_nodes_of(&target).map(str::to_owned).collect())
+    };
+    let Some(others) = in_the_way(observed, &fits) else {
+        return;
+    };
+    let obstacle = choice.refusal.as_mut().or(choice.trouble.as_mut());
+    if let Some(cause) = obstacle {
+        cause.message += &format!("; {}", others.words(observed));
+    }
+    choice.awaits = others.nodes;
+    if let Who::Asked(asked) = others.who {
+        choice.asks = asked;
     }
 }
 
@@ -79,23 +175,51 @@ fn choose_for(observed: &Observed, wanted: Option<&Model>) -> PlanChoice {
     if !choice.is_new {
         renew::renew(observed, &mut choice);
     }
+    let trouble = choice.trouble.as_ref().filter(|_| !choice.is_new);
+    if trouble.is_some_and(|cause| cause.reason == NODES_TAKEN) {
+        choice.waits_for_place = true;
+        choice.look_again_after(LOOK_FOR_ROOM);
+    }
     choice
 }
 
-/// The nodes of the plan that the spec would get if every node had the model; empty if none fits.
-fn draft_nodes(observed: &Observed, model: &Model) -> Vec<String> {
-    let everywhere = Model {
-        nodes: None,
-        ..model.clone()
-    };
+/// The plan that would be made if all nodes had the model: without those that could not fetch it, if that is possible; `None` if
+/// there is no such plan.
+fn draft(observed: &Observed, model: &Model) -> Option<InferencePlan> {
     let image = renew::image_of_next(observed);
-    let none = Refusals::new();
-    let plan = made(observed, &observed.deployment, &everywhere, image, &none);
-    let nodes: BTreeSet<String> = match &plan {
-        Ok(plan) => nodes_of(plan).map(str::to_owned).collect(),
-        Err(_) => BTreeSet::new(),
+    let plan_on = |nodes: Option<BTreeSet<String>>| {
+        let there = Model {
+            nodes,
+            ..model.clone()
+        };
+        let none = Refusals::new();
+        made(observed, &observed.deployment, &there, image, &none).ok()
     };
-    nodes.into_iter().collect()
+    let names = observed.nodes.keys();
+    let others: BTreeSet<String> = names
+        .filter(|name| !has_failed_to_fetch(observed, name))
+        .map(|name| name.to_string())
+        .collect();
+    let is_short = others.len() < observed.nodes.len();
+    let without = is_short.then(|| plan_on(Some(others))).flatten();
+    without.or_else(|| plan_on(None))
+}
+
+fn has_failed_to_fetch(observed: &Observed, node: &str) -> bool {
+    matches!(observed.fetches.get(node), Some(FetchView::Failed(_)))
+}
+
+/// The members of a group that would be on nodes that cannot fetch the model, in words; empty if there are none.
+fn members_without(observed: &Observed, plan: &InferencePlan) -> String {
+    let members = plan.spec.ranks.iter().filter(|rank| rank.group().is_some());
+    let without = members.filter(|rank| has_failed_to_fetch(observed, &rank.node));
+    let names: Vec<String> = without
+        .map(|rank| format!("{} on {}", rank.name, rank.node))
+        .collect();
+    match names.is_empty() {
+        true => String::new(),
+        false => format!("; the group waits for {}", names.join(", ")),
+    }
 }
 
 /// Makes `plan` the target. If it does the same work as the newest plan, that one stays and only records the new spec.
@@ -197,6 +321,17 @@ fn trouble_of_nodes(
         let why = is_to_be_left(observed, view, &deployment.spec.placement)?;
         Some((node, why))
     });
+    if rest::has_lost_its_place(observed, target) {
+        // Of what it has no workers for it holds nothing, until it has a place on all of its nodes.
+        let words = match (lost, closed) {
+            (Some(node), _) => lost_words(observed, node),
+            (None, Some((node, why))) => format!("{node} {why}"),
+            (None, None) => {
+                "others were given room of its plan in which it had no workers".to_owned()
+            }
+        };
+        return Some(Cause::trouble(NODES_TAKEN, words));
+    }
     match (lost, closed) {
         (Some(node), _) => Some(Cause::trouble("NodeLost", lost_words(observed, node))),
         (None, Some((node, why))) => {
@@ -207,10 +342,6 @@ fn trouble_of_nodes(
             };
             Some(Cause::trouble(reason, format!("{node} {why}")))
         }
-        (None, None) if rest::has_lost_its_place(observed, target) => Some(Cause::trouble(
-            "NodesTaken",
-            "its nodes were given to others while it was suspended".to_owned(),
-        )),
         (None, None) => None,
     }
 }

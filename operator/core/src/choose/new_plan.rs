@@ -1,8 +1,8 @@
 //! Makes a plan for a spec, and says why there is none.
 
 use hearth_crds::{
-    InferenceDeployment, InferenceDeploymentSpec, InferencePlan, ModelFacts, PlanInputs,
-    PodTemplateSpec,
+    AutoscalingSpec, InferenceDeployment, InferenceDeploymentSpec, InferencePlan, ModelFacts,
+    PlanInputs, PodTemplateSpec,
 };
 use hearth_planner::{CpuOffer, GpuOffer, PlanError, PlanInput};
 use kube_core::ResourceExt;
@@ -60,6 +60,8 @@ struct Inputs<'a> {
     decode: &'a hearth_crds::DecodeSpec,
     placement: &'a hearth_crds::PlacementSpec,
     objectives: &'a hearth_crds::ObjectivesSpec,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hold_timeout: Option<&'a hearth_crds::DurationText>,
     #[serde(skip_serializing_if = "hearth_crds::GatewaySpec::is_default")]
     gateway: &'a hearth_crds::GatewaySpec,
     #[serde(skip_serializing_if = "PodTemplateSpec::is_empty")]
@@ -78,11 +80,19 @@ impl<'a> Inputs<'a> {
             decode,
             placement,
             objectives,
-            autoscaling: _,
+            autoscaling:
+                AutoscalingSpec {
+                    scale_to_zero_after: _,
+                    hold_timeout,
+                    keep: _,
+                    preload: _,
+                    scale_down_stabilization: _,
+                },
             endpoint: _,
             rollout: _,
             gateway,
             pod_template,
+            priority: _,
             suspend: _,
         } = spec;
         Self {
@@ -92,6 +102,7 @@ impl<'a> Inputs<'a> {
             decode,
             placement,
             objectives,
+            hold_timeout: hold_timeout.as_ref(),
             gateway,
             pod_template,
             facts: facts.into(),
@@ -183,7 +194,10 @@ impl Refusal {
             PlanError::Unsupported(_) => "Unsupported",
             PlanError::NoNodes(_) => "NoNodes",
             PlanError::BadProfile { .. } => "BadProfile",
-            PlanError::InsufficientMemory { .. } | PlanError::NoRing(_) => "InsufficientMemory",
+            PlanError::InsufficientMemory { .. } | PlanError::NoRoomInRing { .. } => {
+                "InsufficientMemory"
+            }
+            PlanError::NoRing(_) => "BadProfile",
             PlanError::KvBudgetTooSmall { .. } | PlanError::KvBudgetTiny { .. } => {
                 "KvBudgetTooSmall"
             }
@@ -219,7 +233,7 @@ pub(super) fn lacks_nodes(error: &PlanError) -> bool {
         error,
         PlanError::NoNodes(_)
             | PlanError::InsufficientMemory { .. }
-            | PlanError::NoRing(_)
+            | PlanError::NoRoomInRing { .. }
             | PlanError::TooFewCores { .. }
             | PlanError::InsufficientCpu { .. }
             | PlanError::TooFewGpus { .. }

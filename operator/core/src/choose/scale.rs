@@ -8,9 +8,11 @@ use std::sync::Arc;
 
 use hearth_crds::{
     InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts, PlanRank, PlanRole,
+    PlanRouting,
 };
 
 use super::new_plan::inputs;
+use super::rest::has_lost_its_place;
 use crate::build::deployment_of_plan;
 use crate::candidates::Candidates;
 use crate::model::model_of_plan;
@@ -20,14 +22,16 @@ use crate::plan_record::{has_failed, has_served, spec_of_plan};
 /// Pools whose number of workers is in the spec.
 const POOLS: [PlanRole; 2] = [PlanRole::Prefill, PlanRole::Decode];
 
-/// Returns `plan`, or the newest plan with other numbers of workers if that suffices.
+/// Returns `plan`, or the newest plan with other numbers of workers if that suffices and its places are still its own.
 pub(super) fn scaled(
     observed: &Observed,
     newest: Option<&Arc<InferencePlan>>,
     mut plan: InferencePlan,
     facts: &ModelFacts,
 ) -> InferencePlan {
-    let Some(newest) = newest.filter(|newest| !has_failed(newest)) else {
+    let stays =
+        |newest: &&Arc<InferencePlan>| !has_failed(newest) && !has_lost_its_place(observed, newest);
+    let Some(newest) = newest.filter(stays) else {
         return plan;
     };
     let spec = &observed.deployment.spec;
@@ -35,11 +39,16 @@ pub(super) fn scaled(
     if but_for_numbers(spec, facts) != but_for_numbers(&before.spec, facts) {
         return plan;
     }
-    if has_same_numbers(&newest.spec, &plan.spec) {
-        // Another number is requested, and the bounds keep the current one.
+    if asks_for_same(&before.spec, spec) || has_same_numbers(&newest.spec, &plan.spec) {
+        // The number is written out, or the bounds keep the current one. Whatever the planner would do now, all stays.
         plan.spec = InferencePlanSpec {
             generation: plan.spec.generation,
             inputs: plan.spec.inputs,
+            routing: PlanRouting {
+                // Whether workers end for want of requests stands beside their number.
+                hold_timeout_ms: plan.spec.routing.hold_timeout_ms,
+                ..newest.spec.routing.clone()
+            },
             ..newest.spec.clone()
         };
         return plan;
@@ -49,6 +58,17 @@ pub(super) fn scaled(
         plan.spec = in_place;
     }
     plan
+}
+
+/// Whether both specs mean the same numbers of workers, however they are written. Prefill workers are asked for by any number
+/// that is written.
+fn asks_for_same(old: &InferenceDeploymentSpec, new: &InferenceDeploymentSpec) -> bool {
+    let numbers = |spec: &InferenceDeploymentSpec| {
+        let prefill = spec.prefill.replicas.is_some();
+        let planned = spec.prefill.planned_replicas();
+        (prefill, planned, spec.decode.planned_replicas())
+    };
+    numbers(old) == numbers(new)
 }
 
 fn has_same_numbers(old: &InferencePlanSpec, new: &InferencePlanSpec) -> bool {

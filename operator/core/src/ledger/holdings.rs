@@ -80,6 +80,18 @@ impl Holdings {
         others
     }
 
+    /// Holdings of each owner, by node.
+    pub fn all(&self) -> impl Iterator<Item = (&Arc<str>, &[(String, Holding)])> {
+        let owners = self.by_owner.iter();
+        owners.map(|(owner, nodes)| (owner, &**nodes))
+    }
+
+    /// Holdings of `owner`, by node.
+    pub fn of<'a>(&'a self, owner: &str) -> impl Iterator<Item = (&'a str, &'a Holding)> {
+        let own = self.by_owner.get(owner).map_or(&[][..], |own| &own[..]);
+        own.iter().map(|(node, held)| (node.as_str(), held))
+    }
+
     /// Owners that hold resources of a node.
     pub fn owners_on<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a Arc<str>> {
         let owners = self.by_owner.iter();
@@ -179,34 +191,8 @@ pub fn of_deployment<'a>(
     ahead: Option<&InferencePlanSpec>,
 ) -> ByNode {
     let mut by_pods = ByNode::new();
-    let mut waiting = BTreeSet::new();
-    for pod in pods {
-        if pod.phase == "Succeeded" || pod.phase == "Failed" {
-            continue;
-        }
-        let planned = rank_of(pod, plans);
-        if pod.node.is_empty() {
-            // At most one Pod for each rank.
-            let rank = planned.filter(|_| waiting.insert((pod.plan_generation, &*pod.rank)));
-            if let Some((plan, rank)) = rank {
-                let held = by_pods.entry(rank.node.clone()).or_default();
-                held.add(&rank_holding(plan, rank));
-            }
-            continue;
-        }
-        let held = by_pods.entry(pod.node.clone()).or_default();
-        let mut holding = match planned.filter(|(_, rank)| rank.node == pod.node) {
-            Some((plan, rank)) => rank_holding(plan, rank),
-            None if planned.is_none() => Holding {
-                exclusive_cpus: told_cpus(pod),
-                ..Holding::default()
-            },
-            None => Holding::default(),
-        };
-        holding.cpu_millis = pod.cpu_millis;
-        holding.memory_bytes = pod.memory_bytes;
-        holding.gpus = pod.gpus;
-        held.add(&holding);
+    for share in shares(pods, plans) {
+        by_pods.entry(share.node).or_default().add(&share.holding);
     }
     let mut by_plan = ByNode::new();
     let ranks = ahead
@@ -230,6 +216,66 @@ pub fn of_deployment<'a>(
         held.exclusive_cpus.dedup();
     }
     by_pods
+}
+
+/// What one Pod of a deployment holds of a node.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Share {
+    /// The node.
+    pub node: String,
+    /// The Pod.
+    pub pod: String,
+    /// Its first rank; empty if it only reads a model's facts.
+    pub rank: String,
+    /// Generation of the plan that it was made for.
+    pub plan_generation: u64,
+    /// What it holds.
+    pub holding: Holding,
+}
+
+/// What each Pod of a deployment holds, as [`of_deployment`] adds it up.
+pub fn shares<'a>(
+    pods: impl Iterator<Item = &'a PodView>,
+    plans: &[Arc<InferencePlan>],
+) -> Vec<Share> {
+    let mut shares = Vec::new();
+    let mut waiting = BTreeSet::new();
+    for pod in pods {
+        if pod.phase == "Succeeded" || pod.phase == "Failed" {
+            continue;
+        }
+        let mut add = |node: &str, holding: Holding| {
+            shares.push(Share {
+                node: node.to_owned(),
+                pod: pod.name.clone(),
+                rank: pod.rank.clone(),
+                plan_generation: pod.plan_generation,
+                holding,
+            });
+        };
+        let planned = rank_of(pod, plans);
+        if pod.node.is_empty() {
+            // At most one Pod for each rank.
+            let rank = planned.filter(|_| waiting.insert((pod.plan_generation, &*pod.rank)));
+            if let Some((plan, rank)) = rank {
+                add(&rank.node, rank_holding(plan, rank));
+            }
+            continue;
+        }
+        let mut holding = match planned.filter(|(_, rank)| rank.node == pod.node) {
+            Some((plan, rank)) => rank_holding(plan, rank),
+            None if planned.is_none() => Holding {
+                exclusive_cpus: told_cpus(pod),
+                ..Holding::default()
+            },
+            None => Holding::default(),
+        };
+        holding.cpu_millis = pod.cpu_millis;
+        holding.memory_bytes = pod.memory_bytes;
+        holding.gpus = pod.gpus;
+        add(&pod.node, holding);
+    }
+    shares
 }
 
 /// CPUs that a bound Pod without a plan says it has exclusively, no more than it requests: its deployment may be
@@ -284,6 +330,20 @@ mod tests {
     }
 
     #[test]
+    fn what_one_holds_is_told_by_node() {
+        let mut holdings = Holdings::default();
+        let a: Arc<str> = "a".into();
+        holdings.set(&a, on("n", held(10, 1, &[0])));
+        let of = |owner: &str| -> ByNode {
+            let held = holdings.of(owner);
+            held.map(|(node, held)| (node.to_owned(), held.clone()))
+                .collect()
+        };
+        assert_eq!(of("a"), on("n", held(10, 1, &[0])));
+        assert_eq!(of("b"), ByNode::new());
+    }
+
+    #[test]
     fn what_is_given_back_is_told() {
         let mut holdings = Holdings::default();
         let a: Arc<str> = "a".into();
@@ -325,6 +385,9 @@ mod tests {
         let count = |pods: &[PodView]| of_deployment(pods.iter(), &plans, None);
         let ended = pod("n", "n", "Failed");
         let bound = pod("n", "n", "Running");
+        let alone = shares([&bound, &ended].into_iter(), &plans);
+        assert_eq!(alone.len(), 1, "one has ended");
+        assert_eq!((&*alone[0].rank, &*alone[0].node), ("decode-0", "n"));
         assert_eq!(count(&[bound, ended]), on("n", held(4, 0, &[2, 3])));
         let waiting = [pod("", "n", "Pending"), pod("", "n", "Pending")];
         assert_eq!(

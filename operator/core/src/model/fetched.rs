@@ -1,10 +1,10 @@
-//! Models behind a URL: the nodes that should have one, and its progress there.
+//! Models behind a URL and of a hub: the nodes that should have one, and its progress there.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use hearth_crds::format_bytes;
+use hearth_crds::{format_bytes, format_remaining};
 
 use crate::build::{model_key, source_digest};
 use crate::candidates::{Candidates, is_lost};
@@ -23,6 +23,19 @@ const FETCH_POLL: Duration = Duration::from_secs(2);
 pub(crate) struct Download {
     pub(crate) bytes: u64,
     pub(crate) total_bytes: u64,
+    /// Rate over the last few seconds; 0 if nothing arrives.
+    pub(crate) bytes_per_second: u64,
+}
+
+impl Download {
+    /// A model that is there.
+    fn all_of(bytes: u64) -> Self {
+        Self {
+            bytes,
+            total_bytes: bytes,
+            bytes_per_second: 0,
+        }
+    }
 }
 
 /// A model behind a URL: fetched on one node to learn its facts, then wherever a plan wants it.
@@ -38,10 +51,7 @@ pub(crate) fn fetched(
         step.download = in_use
             .iter()
             .find_map(|name| match observed.fetches.get(name) {
-                Some(FetchView::Ready { bytes, .. }) => Some(Download {
-                    bytes: *bytes,
-                    total_bytes: *bytes,
-                }),
+                Some(FetchView::Ready { bytes, .. }) => Some(Download::all_of(*bytes)),
                 _ => None,
             });
         step.fetch_on = in_use;
@@ -143,7 +153,8 @@ fn fetch_verdict(
         }
         return ModelState::Unknown(Cause::waiting("Downloading", progress));
     }
-    let cause = if let (Some(first), true) = (silent.first(), failed.len() < FIRST_FETCHES) {
+    let may_come = is_waiting || failed.len() < FIRST_FETCHES;
+    let cause = if let (Some(first), true) = (silent.first(), may_come) {
         Cause::waiting(
             "WaitingForAgent",
             format!("the model is to be fetched on {first}"),
@@ -164,12 +175,16 @@ fn furthest<'a>(observed: &'a Observed, asked: &'a [String]) -> Option<(&'a str,
     let mut best: Option<(&str, Download)> = None;
     for name in asked {
         if let Some(FetchView::Fetching {
-            bytes, total_bytes, ..
+            bytes,
+            total_bytes,
+            bytes_per_second,
+            ..
         }) = observed.fetches.get(name)
         {
             let download = Download {
                 bytes: *bytes,
                 total_bytes: *total_bytes,
+                bytes_per_second: *bytes_per_second,
             };
             if best.is_none_or(|(_, best)| download.bytes > best.bytes) {
                 best = Some((name, download));
@@ -189,23 +204,60 @@ pub(crate) fn percent(download: Download) -> Option<u32> {
 /// Describes the progress; changes with each whole percent, not with each byte.
 fn progress(observed: &Observed, asked: &[String]) -> Option<String> {
     let (node, download) = furthest(observed, asked)?;
-    Some(match percent(download) {
-        Some(percent) => format!(
-            "{percent} % of {} on {node}",
-            format_bytes(download.total_bytes)
-        ),
-        None => format!("the download has begun on {node}"),
-    })
+    let Some(percent) = percent(download) else {
+        return Some(format!("the download has begun on {node}"));
+    };
+    let from = match observed.fetches.get(node) {
+        Some(FetchView::Fetching {
+            from_node: Some(giver),
+            ..
+        }) => format!(" from {giver} over the LAN"),
+        _ => String::new(),
+    };
+    let words = fetch_words(observed, download).unwrap_or_default();
+    let rate = words.strip_prefix(&percent_words(percent));
+    Some(format!(
+        "{} of {} on {node}{from}{}",
+        percent_words(percent),
+        format_bytes(download.total_bytes),
+        rate.unwrap_or_default()
+    ))
+}
+
+/// Share, rate and remaining time of a download that is not complete: `43 %, 110.5 MiB/s, 3 min left`. They change with
+/// each whole percent, as the status does, not with each byte.
+pub(crate) fn fetch_words(observed: &Observed, download: Download) -> Option<String> {
+    let percent = percent(download).filter(|_| download.bytes < download.total_bytes)?;
+    let mut words = percent_words(percent);
+    let status = observed.deployment.status.as_ref();
+    let told = status.and_then(|status| status.model.as_ref());
+    let same = told.filter(|told| {
+        (told.percent, told.total_bytes) == (Some(percent), Some(download.total_bytes))
+    });
+    // Until a rate is known, the first one is waited for.
+    let same = same.and_then(|told| told.fetch.clone());
+    if let Some(same) = same.filter(|same| same.len() > words.len() && same.starts_with(&words)) {
+        return Some(same);
+    }
+    if download.bytes_per_second > 0 {
+        words += &format!(", {}/s", format_bytes(download.bytes_per_second));
+    }
+    let (bytes, total_bytes) = (download.bytes, download.total_bytes);
+    if let Some(left) = format_remaining(bytes, total_bytes, download.bytes_per_second) {
+        words += &format!(", {left} left");
+    }
+    Some(words)
+}
+
+fn percent_words(percent: u32) -> String {
+    format!("{percent} %")
 }
 
 fn download(observed: &Observed, asked: &[String]) -> Option<Download> {
     let ready = asked
         .iter()
         .find_map(|name| match observed.fetches.get(name) {
-            Some(FetchView::Ready { bytes, .. }) => Some(Download {
-                bytes: *bytes,
-                total_bytes: *bytes,
-            }),
+            Some(FetchView::Ready { bytes, .. }) => Some(Download::all_of(*bytes)),
             _ => None,
         });
     ready.or_else(|| furthest(observed, asked).map(|(_, download)| download))

@@ -10,6 +10,7 @@ use std::time::Duration;
 use hearth_crds::{InferencePlan, ModelFacts, ModelSource};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
+use kube_core::ResourceExt;
 
 use self::fetched::{Download, fetched};
 use crate::age::is_older;
@@ -77,12 +78,32 @@ impl ModelStep {
     }
 }
 
+impl ModelStep {
+    /// The same, and what another search takes to have the model on the nodes that it wants.
+    #[must_use]
+    pub(crate) fn and(mut self, other: &Self) -> Self {
+        let is_new = |pod: &&Pod| self.create.iter().all(|it| it.name_any() != pod.name_any());
+        let create: Vec<Pod> = other.create.iter().filter(is_new).cloned().collect();
+        self.create.extend(create);
+        // What either still needs stays.
+        self.end.retain(|end| other.end.contains(end));
+        for node in &other.fetch_on {
+            if !self.fetch_on.contains(node) {
+                self.fetch_on.push(node.clone());
+            }
+        }
+        let both = [self.look_again, other.look_again];
+        self.look_again = both.into_iter().flatten().min();
+        self
+    }
+}
+
 /// Nodes that are wanted beyond those known to have a model.
 #[derive(Clone, Debug)]
 pub(crate) struct More<'a> {
     /// The model as it is known.
     pub(crate) known: &'a Model,
-    /// The nodes of the plan that would be made if all of them had it; empty: there is no such plan.
+    /// The nodes of the plan that would be made if all of them had it, and those that could not fetch it; empty: there is no such plan.
     pub(crate) draft: Vec<String>,
 }
 
@@ -95,12 +116,14 @@ pub(crate) struct Search<'a> {
 }
 
 /// Result of looking at more nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Widened {
     /// The model is known, with the nodes that have it by now.
     Known,
     /// It is on its way to sufficient nodes; until then it counts as unknown.
     Coming,
+    /// It does not come to sufficient nodes, and this is why.
+    Failed(Cause),
     /// Nothing more is known.
     Nothing,
 }
@@ -125,8 +148,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Looks at nodes beyond those that are known to have the model. A model behind a URL is fetched on the nodes of
-    /// `draft`, the plan that would be made if all had it. `can_wait`: nothing is running that could continue, and the
+    /// Looks at nodes beyond those that are known to have the model. A model that is fetched, is so on the nodes of
+    /// `draft`, those of the plan that would be made if all had it, among others. `can_wait`: nothing is running that could continue, and the
     /// draft would do.
     pub(crate) fn widen(&mut self, draft: Vec<String>, can_wait: bool) -> Widened {
         let Some(known) = self.known() else {
@@ -137,9 +160,10 @@ impl<'a> Search<'a> {
         let widened = match &wider.state {
             ModelState::Known(_) => Widened::Known,
             ModelState::Unknown(cause) if can_wait && !cause.is_trouble => Widened::Coming,
+            ModelState::Unknown(cause) if can_wait => Widened::Failed(cause.clone()),
             ModelState::Unknown(_) => Widened::Nothing,
         };
-        if widened == Widened::Nothing {
+        if matches!(widened, Widened::Nothing | Widened::Failed(_)) {
             // What is known stays known while the search continues.
             wider.state = self.step.state.clone();
         }
@@ -189,7 +213,7 @@ fn find(observed: &Observed, candidates: &Candidates, more: Option<&More<'_>>) -
         return step;
     }
     let told = model_of_plans(&observed.plans, &digest);
-    let mut step = if source.http.is_some() {
+    let mut step = if source.is_fetched() {
         fetched(observed, candidates, told.as_ref(), more)
     } else {
         inspected(observed, candidates, told.as_ref(), more.is_some())

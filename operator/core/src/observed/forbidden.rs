@@ -21,6 +21,9 @@ pub const BACKOFF_MAX: Duration = Duration::from_secs(60);
 /// next reconcile, which comes after the longest wait at the latest, still knows of it.
 pub const FULL_FOR: Duration = BACKOFF_MAX.saturating_mul(2);
 
+/// Time after which a plan is tried again whose Pods, all together, a quota does not admit.
+pub const TRIED_AGAIN_AFTER: Duration = Duration::from_secs(300);
+
 /// Time after which a quota no longer counts what has gone from the deployment.
 const RECOUNT: Duration = Duration::from_secs(30);
 
@@ -42,6 +45,8 @@ pub struct Forbidden {
     /// Time at which a Pod was last forbidden; `None`: since then something of the deployment has gone, or a Pod was
     /// created.
     pub last: Option<Timestamp>,
+    /// Time at which a Pod was last forbidden, whatever has gone or been created since.
+    tried: Timestamp,
     /// Record of what has gone from the deployment since the first refusal.
     gone: Option<Gone>,
     /// Whether the plan has lost its place on the nodes.
@@ -185,6 +190,7 @@ impl Forbidden {
             rooms,
             since: Some(since.unwrap_or(now)),
             last: Some(now),
+            tried: now,
             gone,
             is_dropped,
         }
@@ -210,6 +216,22 @@ impl Forbidden {
             && age(gone.at, last) >= RECOUNT
             && self.fits(needs, |resource| gone.known.contains(resource))
             && !self.fits(needs, |_| true)
+    }
+
+    /// Time after which all Pods of that plan, which count `needs`, are worth a try, where a quota admitted some of them and is
+    /// known not to admit all, also without the previous plan's; `None`: they are worth one now.
+    pub fn is_short_for(
+        &self,
+        generation: u64,
+        needs: Counted,
+        now: Timestamp,
+    ) -> Option<Duration> {
+        // The first message may count Pods that were created with the one that was too much.
+        let since = self.since.filter(|since| age(*since, now) >= RECOUNT)?;
+        let left = TRIED_AGAIN_AFTER.saturating_sub(age(self.tried.max(since), now));
+        let is_short =
+            self.generation == generation && is_quota(&self.words) && !self.fits(needs, |_| true);
+        (is_short && !left.is_zero()).then_some(left)
     }
 
     /// State of the quota for the rollout of that plan, whose Pods count `needs`. Nothing that runs makes room for a

@@ -1,5 +1,6 @@
 //! Everything that one reconcile looks at, read before anything is decided. No client beyond this point.
 
+mod demand;
 pub mod forbidden;
 mod node;
 pub mod placement;
@@ -7,6 +8,7 @@ mod pod;
 mod requests;
 mod scaler;
 mod settings;
+mod sharing;
 mod turn;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,6 +18,7 @@ use std::sync::Arc;
 use hearth_crds::{InferenceDeployment, InferencePlan, ModelFacts};
 use jiff::Timestamp;
 
+pub use demand::Demand;
 pub use forbidden::Forbidden;
 pub use node::{AgentEndpoint, NodeView, Taint};
 pub use placement::{Placement, Reach};
@@ -23,6 +26,7 @@ pub use pod::{ContainerEnd, ContainerView, PodRole, PodView, SecondRank};
 pub use requests::{Holding, Others, Requests, Sight};
 pub use scaler::ScalerView;
 pub use settings::{LedgerSettings, NodeSettings, PASSING_TAINT, Settings};
+pub use sharing::{Asker, Neighbour};
 pub use turn::Turn;
 
 /// State of one deployment and of the cluster around it at `now`.
@@ -44,6 +48,13 @@ pub struct Observed {
     pub nodes: BTreeMap<String, Arc<NodeView>>,
     /// Resources that other deployments hold, by node.
     pub held_by_others: BTreeMap<String, Holding>,
+    /// Other deployments whose workers may end for this one's.
+    pub neighbours: Vec<Neighbour>,
+    /// Other deployments that ask for the room of this one's workers.
+    pub askers: Vec<Asker>,
+    /// Nodes that the workers of yet others will have once some have ended theirs; known only where a deployment's workers may start
+    /// without a request.
+    pub awaited_nodes: BTreeSet<String>,
     /// Requests of Pods that belong to no deployment.
     pub others: Others,
     /// UUIDs of GPUs that this deployment may claim or has claimed, by node; a node without an entry has none to
@@ -63,6 +74,8 @@ pub struct Observed {
     pub fetches: BTreeMap<String, FetchView>,
     /// Latencies that the gateway measured recently.
     pub measured: Option<Measured>,
+    /// Load that the gateways measured recently; `None` if none was read.
+    pub demand: Option<Demand>,
     /// Resources that workers actually got on their machines, by the workers' addresses, as far as a gateway has
     /// reported them.
     pub placements: BTreeMap<SocketAddr, Placement>,
@@ -85,6 +98,8 @@ pub enum FetchView {
         total_bytes: u64,
         /// Recent speed; 0: nothing arrives.
         bytes_per_second: u64,
+        /// The node whose agent gives the bytes; `None`: a server does.
+        from_node: Option<String>,
     },
     /// Fetched and in place, with its facts.
     Ready {

@@ -96,6 +96,19 @@ impl Holding {
         Requests::new(self.cpu_millis, self.memory_bytes, self.gpus)
     }
 
+    /// Takes away what was added before.
+    pub fn subtract(&mut self, other: &Self) {
+        let less = |a: u64, b: u64| a.saturating_sub(b);
+        self.cpu_millis = less(self.cpu_millis, other.cpu_millis);
+        self.memory_bytes = less(self.memory_bytes, other.memory_bytes);
+        self.gpus = self.gpus.saturating_sub(other.gpus);
+        self.exclusive_cpus
+            .retain(|cpu| !other.exclusive_cpus.contains(cpu));
+        self.claimed_gpus
+            .retain(|uuid| !other.claimed_gpus.contains(uuid));
+        self.virtual_bytes = less(self.virtual_bytes, other.virtual_bytes);
+    }
+
     /// Adds another Pod's holding.
     pub fn add(&mut self, other: &Self) {
         let sum = self.requests().plus(other.requests());

@@ -32,13 +32,15 @@ pub struct Settings {
     pub host_paths: Vec<HostPath>,
     /// Address ranges of Pods and Services, as configured or derived from the API server's addresses.
     pub cluster_ranges: Vec<IpNet>,
+    /// Address of the hub that repositories are fetched from.
+    pub hub_endpoint: String,
     /// Whether NetworkPolicies are made.
     pub network_policies: bool,
     /// Whether the certificate authority outlives the operator's Deployment, as the CRDs do.
     pub keeps_authority: bool,
     /// Lifetime of a deployment's certificate.
     pub certificate_lifetime: Duration,
-    /// Handling of nodes that are NotReady or have taints.
+    /// Handling of nodes that are NotReady, have taints, or are shared by deployments.
     pub nodes: NodeSettings,
 }
 
@@ -53,13 +55,15 @@ pub struct LedgerSettings {
     pub unseen: Requests,
 }
 
-/// Handling of nodes that are NotReady or have taints.
+/// Handling of nodes that are NotReady, have taints, or are shared by deployments.
 #[derive(Clone, Debug)]
 pub struct NodeSettings {
     /// Time after which the work of a NotReady node is planned on others, where it fits.
     pub move_after: Duration,
     /// Time after which unwanted Pods of a NotReady node are deleted without waiting for its kubelet.
     pub forget_after: Duration,
+    /// Time for which workers that have become ready stay before they end for another deployment's.
+    pub min_residence: Duration,
     /// Keys of NoExecute taints that are temporary: workers stay for [`PASSING_TAINT`].
     pub passing_taints: Vec<String>,
 }

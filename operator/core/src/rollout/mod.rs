@@ -22,10 +22,13 @@
 //!   or the extras must make room (old down first). No Pod is deleted while a gateway that will stay routes to it, except
 //!   that old workers make room for a gateway of the target that has no other place.
 //! - The head of a group has routes to its members. The members of a group that is replaced stay as long as its head.
+//! - Where a quota admits some members of a group that has never served and not all, those that it admitted end, and none is
+//!   created until all are worth another try.
 //! - An extra worker is deleted at once while it is not ready if its plan differs from the target only in numbers of
 //!   workers.
 
 pub(crate) mod ends;
+mod groups;
 mod routing;
 mod want;
 
@@ -70,6 +73,8 @@ pub(crate) struct RolloutInput<'a> {
     /// Pods of the target that ended as a whole and were created again.
     pub(crate) ends: &'a Ends,
     pub(crate) quota: Quota,
+    /// Time for which a quota is known not to admit all of the target's Pods, which have never served: its groups wait.
+    pub(crate) short_for: Option<Duration>,
     pub(crate) now: Timestamp,
 }
 
@@ -113,6 +118,7 @@ pub(crate) fn step(input: &RolloutInput<'_>) -> Steps {
     let create = sorted.create(mode);
     let mut end = sorted.ends_of_the_dead();
     end.extend(sorted.end(mode));
+    end.extend(sorted.taken_back());
     let create = create
         .into_iter()
         .map(|index| {
@@ -249,6 +255,7 @@ impl<'a> Sorted<'a> {
         self.wants().filter(|(index, want)| {
             self.made[*index].is_none()
                 && !self.is_taken[*index]
+                && !self.is_held_back(want)
                 && self.input.rooms.contains_key(&want.node)
         })
     }
@@ -512,7 +519,11 @@ impl<'a> Sorted<'a> {
             let created = pod.created.unwrap_or(self.input.now);
             REFUSED_FOR.saturating_sub(age(created, self.input.now))
         });
-        let soonest = remade.chain(reformed).chain(refused).min();
+        let others = reformed
+            .into_iter()
+            .chain(refused)
+            .chain(self.input.short_for);
+        let soonest = remade.chain(others).min();
         soonest.map(|wait| wait.max(Duration::from_secs(1)))
     }
 }

@@ -66,6 +66,12 @@ impl Want {
         })
     }
 
+    /// Whether one of its ranks is a member of the group that `head` leads.
+    pub(crate) fn is_member_of(&self, head: &Self) -> bool {
+        let mut ranks = self.ranks();
+        ranks.any(|(rank, _)| head.group.iter().any(|member| member == rank))
+    }
+
     pub(super) fn is_group_head(&self) -> bool {
         !self.group.is_empty()
     }

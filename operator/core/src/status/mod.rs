@@ -2,34 +2,37 @@
 
 mod causes;
 mod format;
+mod groups;
 mod placements;
 mod rest;
 pub mod undecided;
+mod zero;
 
 use std::sync::Arc;
 
 use hearth_crds::{
     DurationText, FieldError, InferenceDeploymentStatus, InferencePlan, LatencyStatus, ModelStatus,
-    PlanRef, PlanRole, PoolStatus, format_bytes,
+    PlanRef, PlanRole, PoolAutoscaling, PoolStatus, ScaleToZeroStatus, format_bytes,
 };
 use kube_core::ResourceExt;
 
 pub(crate) use self::causes::first_cause;
-use self::causes::{is_up, pool_cause};
+use self::causes::{Scene, is_up};
 use self::format::{
     bounds_words, endpoint_url, latency_ms, list, measured, plan_sentence, sight_words, topology,
 };
 use crate::build::role_selector;
 use crate::cause::Cause;
-use crate::choose::PlanChoice;
-use crate::choose::lost_gpus;
+use crate::choose::rest::has_no_way_back;
 use crate::choose::stand_in::is_of;
+use crate::choose::{PlanChoice, lost_gpus, way_back};
 use crate::conditions::{
-    self, DECODE_READY, DEGRADED, EXACT_FAILOVER, GATEWAY_READY, INVALID_SPEC, MODEL_READY, PLACED,
-    PLANNED, PREFILL_READY, PROGRESSING, READY, RESUMING, ROLLED_BACK, Verdict,
+    self, DECODE_READY, DEGRADED, EXACT_FAILOVER, GATEWAY_READY, INVALID_SPEC, MODEL_READY,
+    NODES_TAKEN, PLACED, PLANNED, PREFILL_READY, PROGRESSING, READY, RESUMING, ROLLED_BACK,
+    Verdict,
 };
 use crate::decision::Decision;
-use crate::model::fetched::{Download, percent};
+use crate::model::fetched::{Download, fetch_words, percent};
 use crate::model::{ModelState, ModelStep};
 use crate::observed::{Observed, PodView};
 use crate::plan_record::{failure, has_failed, has_served, instead_of};
@@ -64,6 +67,10 @@ pub(crate) struct StatusInput<'a> {
     /// `None` if the spec is invalid.
     pub(crate) model: Option<&'a ModelStep>,
     pub(crate) choice: &'a PlanChoice,
+    /// What was decided about the pools that follow the load.
+    pub(crate) decided: &'a [(PlanRole, PoolAutoscaling)],
+    /// Where the workers end for want of requests, whether they have.
+    pub(crate) zero: Option<&'a ScaleToZeroStatus>,
     /// The target's Pods; empty without a target.
     pub(crate) wants: &'a [Want],
     pub(crate) progress: Option<Progress>,
@@ -99,6 +106,9 @@ pub(crate) fn write(input: &StatusInput<'_>) -> InferenceDeploymentStatus {
     let conditions = verdicts.into_iter().chain(inexact).map(|(type_, verdict)| {
         let verdict = match deployment.spec.suspend {
             true => rest::verdict(input, type_, verdict),
+            false if input.zero.is_some_and(|zero| zero.at_zero) => {
+                zero::verdict(input, type_, verdict)
+            }
             false => verdict,
         };
         conditions::write(observed, type_, verdict)
@@ -117,9 +127,11 @@ pub(crate) fn write(input: &StatusInput<'_>) -> InferenceDeploymentStatus {
             .filter(|(role, pool)| *role != PlanRole::Stage || pool.desired + pool.replicas > 0)
             .map(|(_, pool)| pool)
             .collect(),
+        scale_to_zero: input.zero.cloned(),
         model: Some(input.model_status()),
         topology: target.map(topology),
         placement,
+        groups: groups::status(input),
         predicted: target.map(|plan| LatencyStatus {
             time_to_first_token_milliseconds: latency_ms(plan.spec.predicted.ttft_ms),
             time_per_output_token_milliseconds: latency_ms(plan.spec.predicted.tpot_ms),
@@ -258,7 +270,7 @@ impl StatusInput<'_> {
             ModelState::Known(model) => {
                 let reason = match source {
                     source if source.builtin.is_some() => "Builtin",
-                    source if source.http.is_some() => "Downloaded",
+                    source if source.is_fetched() => "Downloaded",
                     _ => "Found",
                 };
                 let place = match &model.nodes {
@@ -297,6 +309,7 @@ impl StatusInput<'_> {
         let replicas = self.existing(role).count();
         let is_wanted = |pod: &&Arc<PodView>| self.wants.iter().any(|want| want.name == pod.name);
         let updated = self.existing(role).filter(is_wanted).count();
+        let decided = self.decided.iter().find(|(of, _)| *of == role);
         PoolStatus {
             name: role.as_str().to_owned(),
             role: format!("{role:?}"),
@@ -305,6 +318,7 @@ impl StatusInput<'_> {
             ready: count(ready),
             updated: count(updated),
             summary: format!("{ready}/{desired}"),
+            autoscaling: decided.map(|(_, decided)| decided.clone()),
         }
     }
 
@@ -328,10 +342,18 @@ impl StatusInput<'_> {
     fn ready_count(&self, role: PlanRole) -> usize {
         let is_up = |rank: &&str| {
             let mut pods = self.observed.pods.iter();
-            pods.any(|pod| pod.has_rank(rank) && is_up(self.observed, pod, rank))
+            pods.any(|pod| {
+                pod.has_rank(rank) && is_up(self.observed, pod, rank) && self.is_whole(pod)
+            })
         };
         let ranks = self.wants.iter().filter_map(|want| want.rank_of(role));
         ranks.filter(is_up).count()
+    }
+
+    /// Whether a Pod, as this reconcile leaves it, does not lack a member of a ring that it leads.
+    fn is_whole(&self, pod: &PodView) -> bool {
+        let left = self.left.iter().find(|left| left.name == pod.name);
+        left.is_some_and(|pod| groups::is_whole(self.observed, self.left, pod))
     }
 
     fn pool_ready(&self, role: PlanRole) -> Verdict {
@@ -346,22 +368,38 @@ impl StatusInput<'_> {
             );
         }
         let ready = self.ready_count(role);
-        if ready == desired {
+        let cause = self.scene().pool_cause(role);
+        // Beside what it replaces, the target may start as long as it takes.
+        let is_replacing = self.mode() != Mode::Alone;
+        if ready == desired && (cause.is_none() || is_replacing) {
             return Verdict::yes("AllReady", format!("{ready} of {desired} ready"));
         }
-        match pool_cause(self.observed, self.wants, self.mode(), role) {
+        match cause {
             Some(cause) => Verdict::not_for(&cause),
             None => Verdict::no("Starting", format!("{ready} of {desired} ready")),
         }
     }
 
+    fn scene(&self) -> Scene<'_> {
+        let has_served = self.target().is_some_and(has_served);
+        Scene {
+            observed: self.observed,
+            wants: self.wants,
+            mode: self.mode(),
+            has_been_whole: has_served
+                && self.mode() == Mode::Alone
+                && !conditions::is_resuming(self.observed),
+        }
+    }
+
     fn cause(&self) -> Option<Cause> {
-        first_cause(self.observed, self.wants, self.mode())
+        self.scene().first_cause()
     }
 
     /// Whether some gateway can get a request answered once everything that is decided now is done.
     fn is_reachable(&self) -> bool {
-        let pods: Vec<&PodView> = self.left.iter().map(|pod| &**pod).collect();
+        let left = self.left.iter().map(|pod| &**pod);
+        let pods: Vec<&PodView> = left.filter(|pod| self.is_whole(pod)).collect();
         let is_open =
             |pod: &&&PodView| pod.role.is_gateway() && is_up(self.observed, pod, &pod.rank);
         pods.iter()
@@ -385,6 +423,9 @@ impl StatusInput<'_> {
                 "Serving",
                 format!("answers at {}", endpoint_url(self.observed, Some(target))),
             );
+        }
+        if let Some(verdict) = zero::ready_from(self, old) {
+            return verdict;
         }
         match self.cause() {
             Some(cause) if self.mode() == Mode::OldDownFirst && !cause.is_trouble => Verdict::no(
@@ -462,10 +503,15 @@ impl StatusInput<'_> {
     }
 
     fn degraded(&self) -> Verdict {
+        let back = self.rolled_back();
+        if let Some(why) = back.as_ref().filter(|_| self.has_no_way_back()) {
+            let words = format!("{why}; others were given room of the plan before it");
+            return Verdict::yes(NODES_TAKEN, words);
+        }
         if let Some(trouble) = &self.choice.trouble {
             return Verdict::yes(trouble.reason, trouble.message.clone());
         }
-        if let Some(why) = self.rolled_back() {
+        if let Some(why) = back {
             return Verdict::yes(ROLLED_BACK, why);
         }
         let is_expected =
@@ -487,6 +533,13 @@ impl StatusInput<'_> {
         }
     }
 
+    /// Whether the target is given up now, and the plan that comes back has no place any more: it is not to hold what others have.
+    fn has_no_way_back(&self) -> bool {
+        let target = self.target().filter(|_| self.given_up.is_some());
+        let back = target.and_then(|target| way_back(self.observed, target));
+        back.is_some_and(|back| has_no_way_back(self.observed, back))
+    }
+
     /// Sentences about GPUs that the deployment's plans do without.
     fn lost_gpus(&self) -> Option<String> {
         let told: Vec<String> = lost_gpus::sentences(&lost_gpus::known(self.observed)).collect();
@@ -499,10 +552,8 @@ impl StatusInput<'_> {
             .status
             .as_ref()
             .and_then(|status| status.model.as_ref());
-        let now = self
-            .model
-            .and_then(|model| model.download)
-            .map(download_status);
+        let download = self.model.and_then(|model| model.download);
+        let now = download.map(download_status);
         let (downloaded_bytes, total_bytes, percent) = match (now, old) {
             // Bytes are updated with each new percent only.
             (Some((_, total, percent)), Some(old))
@@ -511,7 +562,7 @@ impl StatusInput<'_> {
                 (old.downloaded_bytes, total, percent)
             }
             (Some(now), _) => now,
-            (None, Some(old)) if deployment.spec.model.source.http.is_some() => {
+            (None, Some(old)) if deployment.spec.model.source.is_fetched() => {
                 (old.downloaded_bytes, old.total_bytes, old.percent)
             }
             (None, _) => (None, None, None),
@@ -521,6 +572,7 @@ impl StatusInput<'_> {
             downloaded_bytes,
             total_bytes,
             percent,
+            fetch: download.and_then(|download| fetch_words(self.observed, download)),
         }
     }
 }

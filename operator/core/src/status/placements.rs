@@ -1,7 +1,7 @@
 //! Resources that workers actually got on their machines: reported by their gateway in the labels of one series each,
 //! and written into the status.
 
-use hearth_crds::RankPlacement;
+use hearth_crds::{PlanRole, RankPlacement};
 
 use crate::conditions::Verdict;
 use crate::observed::{Observed, Placement, PodView, Reach};
@@ -63,7 +63,17 @@ pub(crate) fn verdict(observed: &Observed, wants: &[Want], placed: &[RankPlaceme
         return Verdict::no("LessThanPlanned", format!("{}{more}", named.join(", ")));
     }
     let running = wants.iter().filter(|want| pod_of(observed, want).is_some());
-    match (running.flat_map(Want::ranks).count(), placed.len()) {
+    let running: Vec<_> = running.flat_map(Want::ranks).collect();
+    // A gateway has the report of a group's members from its head; workers of earlier versions send none.
+    let silent = running.iter().filter(|(_, role)| *role == PlanRole::Stage);
+    let silent = silent.filter(|(rank, _)| placed.iter().all(|it| it.rank != *rank));
+    let silent = silent.count();
+    let beside = match silent {
+        0 => String::new(),
+        1 => "; 1 stage reports nothing".to_owned(),
+        silent => format!("; {silent} stages report nothing"),
+    };
+    match (running.len() - silent, placed.len()) {
         (0, _) => Verdict::unknown("NoWorkers", "no worker runs"),
         (workers, told) if told < workers => Verdict::unknown(
             "NotTold",
@@ -71,7 +81,7 @@ pub(crate) fn verdict(observed: &Observed, wants: &[Want], placed: &[RankPlaceme
         ),
         (workers, _) => Verdict::yes(
             "AsPlanned",
-            format!("{workers} of {workers} workers have what the plan gives them"),
+            format!("{workers} of {workers} workers have what the plan gives them{beside}"),
         ),
     }
 }
@@ -93,7 +103,7 @@ fn of(rank: &str, pod: &PodView, placement: &Placement) -> RankPlacement {
 
 /// The running worker of that rank; `None` for the gateway, which reports nothing about itself.
 fn pod_of<'a>(observed: &'a Observed, want: &Want) -> Option<&'a PodView> {
-    let is_worker = want.role != hearth_crds::PlanRole::Gateway;
+    let is_worker = want.role != PlanRole::Gateway;
     let pods = observed.pods.iter().filter(|_| is_worker);
     let mut found = pods.filter(|pod| pod.name == want.name).map(|pod| &**pod);
     found.rfind(|pod| pod.is_ready && !pod.is_deleting)

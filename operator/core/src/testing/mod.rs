@@ -1,8 +1,12 @@
 //! Simulated clusters, for the tests of this crate and of those above it.
 
+pub(crate) mod carry_out;
+pub mod churn;
+mod random;
 pub mod samples;
+pub mod traffic;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,12 +54,14 @@ pub fn settings() -> Settings {
         model_cache: "/var/lib/hearth/models".to_owned(),
         host_paths: vec![HostPath::parse("/models").expect("a path")],
         cluster_ranges: Vec::new(),
+        hub_endpoint: "http://hub.lan".to_owned(),
         network_policies: true,
         keeps_authority: false,
         certificate_lifetime: Duration::from_secs(86_400),
         nodes: NodeSettings {
             move_after: Duration::from_secs(20),
             forget_after: Duration::from_secs(300),
+            min_residence: Duration::from_secs(60),
             passing_taints: vec!["example.net/agent-not-ready".to_owned()],
         },
     }
@@ -100,12 +106,14 @@ pub fn node(name: &str, cpus: u32, memory_bytes: u64) -> NodeView {
             available_bytes: memory_bytes,
             read_one_thread_gbps: 10.0,
             read_all_threads_gbps: 20.0,
+            ..MemoryProfile::default()
         },
         compute: ComputeProfile {
             bf16_one_thread_gflops: 20.0,
             bf16_all_threads_gflops: 80.0,
             f32_one_thread_gflops: 20.0,
             f32_all_threads_gflops: 80.0,
+            ..ComputeProfile::default()
         },
         measured_at: "2026-01-01T00:00:00Z".to_owned(),
         ..NodeProfileStatus::default()
@@ -133,6 +141,9 @@ pub fn observed(deployment: InferenceDeployment) -> Observed {
         scaler: None,
         nodes: BTreeMap::from(nodes),
         held_by_others: BTreeMap::new(),
+        neighbours: Vec::new(),
+        askers: Vec::new(),
+        awaited_nodes: BTreeSet::new(),
         claimable: BTreeMap::new(),
         has_device_claims: true,
         others: Others {
@@ -145,6 +156,7 @@ pub fn observed(deployment: InferenceDeployment) -> Observed {
         forbidden: None,
         fetches: BTreeMap::new(),
         measured: None,
+        demand: None,
         placements: BTreeMap::new(),
         certificate: Some("1".to_owned()),
         external: None,

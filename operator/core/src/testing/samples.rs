@@ -26,12 +26,14 @@ pub fn settings() -> Settings {
         model_cache: "/var/lib/hearth/models".to_owned(),
         host_paths: Vec::new(),
         cluster_ranges: Vec::new(),
+        hub_endpoint: "http://hub.lan".to_owned(),
         network_policies: true,
         keeps_authority: false,
         certificate_lifetime: Duration::from_secs(90 * 24 * 3600),
         nodes: NodeSettings {
             move_after: Duration::from_secs(20),
             forget_after: Duration::from_secs(300),
+            min_residence: Duration::from_secs(60),
             passing_taints: vec!["example.net/agent-not-ready".to_owned()],
         },
     }
@@ -102,6 +104,7 @@ pub fn plan() -> InferencePlanSpec {
             together_after_quiet_ms: None,
             max_queue: 256,
             queue_timeout_ms: 120_000,
+            hold_timeout_ms: None,
         },
         predicted: PlanPrediction {
             ttft_ms: 12.7,

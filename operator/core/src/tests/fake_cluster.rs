@@ -4,18 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{Condition, InferenceDeploymentStatus};
-use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube_core::ResourceExt;
 
 use crate::decide::decide;
-use crate::decision::{Decision, Grace, ScalerStep, Transition};
-use crate::names::{
-    ANNOTATION_CERTIFICATE, ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION,
-    ANNOTATION_ROUTES, ANNOTATION_SOURCE, LABEL_RANK, LABEL_ROLE,
-};
-use crate::observed::{NodeView, Observed, PodRole, PodView, ScalerView, SecondRank};
+use crate::decision::{Decision, ScalerStep, Transition};
+use crate::observed::{NodeView, Observed, PodRole, PodView, ScalerView};
+use crate::testing::carry_out::carry_out;
 use crate::testing::{deployment, observed};
 
 pub(super) struct FakeCluster {
@@ -68,62 +62,12 @@ impl FakeCluster {
     }
 
     fn apply(&mut self, decision: &Decision) {
-        let now = self.observed.now;
-        let plans = &mut self.observed.plans;
-        if let Some(plan) = &decision.create_plan {
-            assert!(
-                plans
-                    .iter()
-                    .all(|old| old.spec.generation < plan.spec.generation)
-            );
-            let mut plan = plan.clone();
-            plan.metadata.creation_timestamp = Some(Time(now));
-            plans.push(Arc::new(plan));
-        }
-        for change in &decision.plan_statuses {
-            let plan = plans.iter_mut().find(|plan| plan.name_any() == change.name);
-            let plan = Arc::make_mut(plan.expect("the status of a plan that is there"));
-            plan.status = Some(change.status.clone());
-        }
-        plans.retain(|plan| !decision.delete_plans.contains(&plan.name_any()));
-        for pod in &decision.create_pods {
-            let view = self.view(pod, now);
-            assert!(
-                self.observed
-                    .pods
-                    .iter()
-                    .all(|other| other.name != view.name),
-                "{} is there",
-                view.name
-            );
-            self.observed.pods.push(Arc::new(view));
-        }
-        for marks in &decision.mark_pods {
-            let pods = &mut self.observed.pods;
-            let pod = pods.iter_mut().find(|pod| pod.name == marks.name);
-            let pod = Arc::make_mut(pod.expect("marks of a Pod that is there"));
-            for (key, value) in &marks.annotations {
-                match key.as_str() {
-                    ANNOTATION_ROUTES => pod.routes.clone_from(value),
-                    ANNOTATION_CERTIFICATE => pod.certificate.clone_from(value),
-                    ANNOTATION_PLAN_GENERATION => pod.plan_generation = value.parse().unwrap(),
-                    other => panic!("mark {other}"),
-                }
-            }
-        }
-        for end in &decision.delete_pods {
-            let pods = &mut self.observed.pods;
-            if end.grace == Grace::None {
-                pods.retain(|pod| pod.uid != end.uid);
-            } else if let Some(pod) = pods.iter_mut().find(|pod| pod.uid == end.uid) {
-                Arc::make_mut(pod).is_deleting = true;
-            }
-        }
+        let made = &mut self.made;
+        carry_out(&mut self.observed, decision, || {
+            *made += 1;
+            made.to_string()
+        });
         self.scale(decision.scaler.as_ref());
-        self.observed.pods.sort_by(|a, b| a.name.cmp(&b.name));
-        let mut deployment = (*self.observed.deployment).clone();
-        deployment.status = Some(decision.status.clone());
-        self.observed.deployment = Arc::new(deployment);
         self.events.extend(decision.events.iter().cloned());
     }
 
@@ -148,49 +92,6 @@ impl FakeCluster {
                 scaler.status = Some(status.clone());
             }
             Some(ScalerStep::Remove { .. }) => *scaler = None,
-        }
-    }
-
-    fn view(&mut self, pod: &Pod, now: Timestamp) -> PodView {
-        self.made += 1;
-        let label = |name: &str| pod.labels().get(name).cloned().unwrap_or_default();
-        let annotation = |name: &str| pod.annotations().get(name).cloned().unwrap_or_default();
-        let value = serde_json::to_value(pod).unwrap();
-        let node = value.pointer(
-            "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution\
-             /nodeSelectorTerms/0/matchFields/0/values/0",
-        );
-        let slice: serde_json::Value =
-            serde_json::from_str(&annotation(ANNOTATION_PLAN)).unwrap_or_default();
-        let told = |at: &str| slice.pointer(at).and_then(|text| text.as_str());
-        let second = told("/ranks/1/name").and_then(|name| {
-            let first = told("/ranks/0/name").unwrap_or_default();
-            SecondRank::named(name.to_owned(), first, told("/ranks/1/inPodOf"))
-        });
-        let memory = value.pointer("/spec/containers/0/resources/requests/memory");
-        let memory = memory.and_then(|memory| memory.as_str());
-        let gpus = value.pointer("/spec/containers/0/resources/limits/nvidia.com~1gpu");
-        let gpus = gpus.and_then(|gpus| gpus.as_str());
-        PodView {
-            name: pod.name_any(),
-            uid: self.made.to_string(),
-            role: PodRole::of_label(&label(LABEL_ROLE)),
-            rank: label(LABEL_RANK),
-            second,
-            form: annotation(ANNOTATION_FORM),
-            plan_generation: annotation(ANNOTATION_PLAN_GENERATION).parse().unwrap_or(0),
-            source: annotation(ANNOTATION_SOURCE),
-            routes: annotation(ANNOTATION_ROUTES),
-            certificate: annotation(ANNOTATION_CERTIFICATE),
-            wanted_node: node
-                .and_then(|node| node.as_str())
-                .unwrap_or_default()
-                .to_owned(),
-            phase: "Pending".to_owned(),
-            created: Some(now),
-            memory_bytes: memory.and_then(|memory| memory.parse().ok()).unwrap_or(0),
-            gpus: gpus.and_then(|gpus| gpus.parse().ok()).unwrap_or(0),
-            ..PodView::default()
         }
     }
 

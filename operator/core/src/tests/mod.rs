@@ -1,14 +1,20 @@
 //! Tests of the pure part: whole reconciles and whole rollouts against a simulated cluster.
 
+mod churn;
 mod decide;
 mod events;
 mod fake_cluster;
+mod follow;
 mod gateways;
 mod handover;
+mod keep;
 mod lost_gpus;
+mod members;
 mod models;
 mod nodes;
 mod peers;
+mod places;
+mod preload;
 mod progress;
 mod refusals;
 mod rings;
@@ -16,8 +22,10 @@ mod rollout;
 mod scale;
 mod scaling;
 mod shared_gpus;
+mod sharing;
 mod sim;
 mod suspend;
 mod template;
 mod upgrade;
 mod weather;
+mod zero;

@@ -247,6 +247,7 @@ fn fetching(bytes: u64) -> FetchView {
         bytes,
         total_bytes: 1000,
         bytes_per_second: 10,
+        from_node: None,
     }
 }
 
@@ -275,6 +276,14 @@ fn a_download_shows_its_percent() {
         (model.downloaded_bytes, model.percent),
         (Some(314), Some(31))
     );
+    // 686 bytes at 10 bytes a second.
+    let words = "31 %, 10 B/s, 2 min left";
+    assert_eq!(model.fetch.as_deref(), Some(words));
+    let message = &cluster.condition(MODEL_READY).message;
+    assert!(
+        message.contains("31 % of 1000 B on attic, 10 B/s, 2 min left"),
+        "{message}"
+    );
     let before = cluster.status().clone();
     set(&mut cluster, fetching(317), fetching(25));
     assert_eq!(
@@ -282,14 +291,26 @@ fn a_download_shows_its_percent() {
         before,
         "told with each percent, not with each byte"
     );
+    let from_office = FetchView::Fetching {
+        bytes: 420,
+        total_bytes: 1000,
+        bytes_per_second: 0,
+        from_node: Some("office".to_owned()),
+    };
+    set(&mut cluster, from_office, fetching(30));
+    let message = &cluster.condition(MODEL_READY).message;
+    assert!(
+        message.contains("42 % of 1000 B on attic from office over the LAN"),
+        "{message}"
+    );
     let decision = set(&mut cluster, ready(), fetching(600));
     assert!(decision.create_plan.is_some());
     cluster.settle();
     assert_eq!(cluster.says(MODEL_READY), ("True", "Downloaded"));
     let model = cluster.status().model.clone().unwrap();
     assert_eq!(
-        (model.downloaded_bytes, model.percent),
-        (Some(1000), Some(100))
+        (model.downloaded_bytes, model.percent, model.fetch),
+        (Some(1000), Some(100), None)
     );
     let told = cluster.told();
     assert_eq!(
@@ -303,6 +324,20 @@ fn a_download_shows_its_percent() {
         ["attic"],
         "the nodes that use it keep it"
     );
+}
+
+#[test]
+fn a_model_of_a_hub_is_fetched_as_an_archive_is() {
+    let spec = "model: {source: {huggingFace: {repo: acme/poems}}, contextLength: 2048}\n";
+    let mut cluster = FakeCluster::new(spec);
+    assert_eq!(cluster.reconcile().fetch_on, ["attic"]);
+    cluster.observed.fetches.insert("attic".to_owned(), ready());
+    cluster.settle();
+    assert_eq!(cluster.says(MODEL_READY), ("True", "Downloaded"));
+    assert_eq!(cluster.says(READY), ("True", "Serving"));
+    let message = &cluster.condition(MODEL_READY).message;
+    assert!(message.contains("huggingFace acme/poems@main"), "{message}");
+    assert_eq!(cluster.reconcile().fetch_on, ["attic"]);
 }
 
 #[test]

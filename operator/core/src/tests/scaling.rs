@@ -106,7 +106,8 @@ fn the_deprecated_range_is_refused_by_its_own_name_and_old_work_goes_on() {
     cluster.settle();
     assert_eq!(cluster.says(PLANNED), ("False", "InvalidSpec"));
     let message = &cluster.condition(PLANNED).message;
-    let words = "spec.decode.maxReplicas is 4: this engine does not scale by itself: write spec.decode.replicas: 1";
+    let words =
+        "spec.decode.maxReplicas is 4: bounds are deprecated here: write spec.decode.replicas: 1";
     assert!(message.contains(words), "{message}");
     assert_eq!(cluster.condition(READY).status, "True");
     assert_eq!(count(&cluster, PlanRole::Decode), 2);

@@ -51,6 +51,8 @@ pub(super) struct Sim {
     pub(super) most_pods: Option<usize>,
     /// Set if the plan's Pods met that limit and no Pod has gone since: whether a gateway was among them.
     met: Option<bool>,
+    /// See [`RolloutInput::short_for`].
+    pub(super) short_for: Option<std::time::Duration>,
     pub(super) compatible_generations: BTreeSet<u64>,
     pub(super) generation: u64,
     tick: i64,
@@ -68,6 +70,7 @@ impl Sim {
             broken: BTreeSet::new(),
             hidden_bytes: 0,
             most_pods: None,
+            short_for: None,
             met: None,
             compatible_generations: BTreeSet::new(),
             generation: 1,
@@ -104,6 +107,7 @@ impl Sim {
             begun_generations: &BTreeSet::new(),
             ends: &Ends::default(),
             quota: self.quota_state(),
+            short_for: self.short_for,
             now: self.now(),
         })
     }

@@ -6,17 +6,47 @@ use crate::ring_simulator::{Share, Window};
 /// machine. With the defaults, 8 devices and 80 layers take a second at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
+    /// Greedy splits by which sets of devices are compared; each set gets a few in any case.
+    pub splits: usize,
     /// Integer programs; beyond them the greedy split stands alone.
     pub programs: usize,
-    /// Nodes of the solver's trees, of all programs together.
+    /// Nodes of the solver's trees, of all programs together. Those of a program with many variables count several times.
     pub nodes: u64,
     /// Simulations of improvements.
     pub simulations: usize,
 }
 
+impl Effort {
+    /// What two choices took.
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            splits: self.splits + other.splits,
+            programs: self.programs + other.programs,
+            proven: self.proven + other.proven,
+            unsolved: self.unsolved + other.unsolved,
+            nodes: self.nodes + other.nodes,
+            simulations: self.simulations + other.simulations,
+        }
+    }
+}
+
+impl Limits {
+    /// An equal share of them for each of `count` choices.
+    pub fn shared_by(self, count: usize) -> Self {
+        let count = count.max(1);
+        Self {
+            splits: self.splits / count,
+            programs: self.programs / count,
+            nodes: self.nodes / count as u64,
+            simulations: self.simulations / count,
+        }
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self {
+            splits: 3000,
             programs: 80,
             nodes: 1600,
             simulations: 40_000,
@@ -59,6 +89,8 @@ pub struct Dropped {
     /// Milliseconds from one token to the next of the best ring found that has it beside the chosen ones, which may be a
     /// thousandth less than without it; `None` if no such ring fits.
     pub with_tpot_ms: Option<f64>,
+    /// Milliseconds until the first token of the problem's prompt of that ring.
+    pub with_ttft_ms: Option<f64>,
 }
 
 /// A ring that is slower than the chosen one.
@@ -72,20 +104,24 @@ pub struct Alternative {
     pub rounds: usize,
     /// Predicted milliseconds from one token to the next.
     pub tpot_ms: f64,
-    /// The same by the paper's objective.
+    /// Predicted milliseconds until the first token of the problem's prompt.
+    pub ttft_ms: f64,
+    /// A token by the paper's objective.
     pub objective_ms: f64,
 }
 
 /// What a choice took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Effort {
+    /// Greedy splits by which sets were compared.
+    pub splits: usize,
     /// Integer programs.
     pub programs: usize,
     /// Those of them whose answer is proven to be the lowest of the objective.
     pub proven: usize,
     /// Those without an answer that fits, where the greedy split stood in.
     pub unsolved: usize,
-    /// Nodes of the solver's trees.
+    /// Nodes of the solver's trees, as the limit counts them.
     pub nodes: u64,
     /// Simulations.
     pub simulations: usize,

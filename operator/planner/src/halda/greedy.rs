@@ -15,8 +15,17 @@ const FEW_SLOTS: usize = 8;
 /// The same of a split that breaks limits of memory.
 const MANY_SLOTS: usize = 12;
 
+/// How long moves are looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Moves {
+    /// One at a time: for splits that are only compared.
+    Single,
+    /// Then two at once where slots are few, or not too many and limits of memory are broken.
+    Double,
+}
+
 /// Sizes of the slots and their cost. The cost may break limits of memory: then nothing that fits was found.
-pub(super) fn split(round: &Round) -> (Vec<usize>, Cost) {
+pub(super) fn split(round: &Round, moves: Moves) -> (Vec<usize>, Cost) {
     let ring = round.ring;
     let mut sizes = vec![0; ring.slots.len()];
     // Each device of the ring has a layer at least, on its GPU if one has room there.
@@ -28,7 +37,7 @@ pub(super) fn split(round: &Round) -> (Vec<usize>, Cost) {
         let slots = 0..=sizes.len() - 1;
         add_cheapest(round, &mut sizes, slots);
     }
-    improve(round, sizes)
+    improve(round, sizes, moves)
 }
 
 /// Adds a layer to the slot of `slots` where it costs least; the first of equal ones.
@@ -47,9 +56,8 @@ fn add_cheapest(round: &Round, sizes: &mut [usize], slots: RangeInclusive<usize>
     }
 }
 
-/// Moves layers between two slots as long as the cost falls, ever fewer at a time; then two moves at once where slots are
-/// few, or not too many and limits of memory are broken.
-pub(super) fn improve(round: &Round, mut sizes: Vec<usize>) -> (Vec<usize>, Cost) {
+/// Moves layers between two slots as long as the cost falls, ever fewer at a time.
+pub(super) fn improve(round: &Round, mut sizes: Vec<usize>, moves: Moves) -> (Vec<usize>, Cost) {
     let mut cost = round.cost(&sizes);
     let mut count = (round.width / 4).max(1);
     for _ in 0..MAX_PASSES {
@@ -67,7 +75,11 @@ pub(super) fn improve(round: &Round, mut sizes: Vec<usize>) -> (Vec<usize>, Cost
             }
         }
         if count == 1 && !cost.is_below(before) {
-            match move_twice(round, &sizes, cost) {
+            let moved = match moves {
+                Moves::Single => None,
+                Moves::Double => move_twice(round, &sizes, cost),
+            };
+            match moved {
                 Some(moved) => (sizes, cost) = moved,
                 None => break,
             }

@@ -23,12 +23,14 @@ mod polish;
 mod program;
 mod round;
 mod search;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 #[cfg(test)]
 mod tests;
 mod tours;
 
 pub use choice::{Alternative, Choice, Dropped, Effort, Limits};
-pub use search::choose;
+pub use search::{choose, choose_head};
 
 pub use crate::ring_error::RingError;
 pub use crate::ring_problem::{

@@ -2,7 +2,8 @@
 //!
 //! The paper knows a device's case only after the solution, so it solves again until the cases stay. Here cases 3 and 4
 //! are one: an overflow is a variable of its own, at least 0 and at least what memory lacks, which the minimum makes the
-//! larger of the two, because the maximum is convex; a device whose layers must fit has none. Each round is cut alike,
+//! larger of the two, because the maximum is convex; a device whose layers must fit has none. Of a model with experts it
+//! has a second one, of the weights that each token reads. Each round is cut alike,
 //! so the variables are the sizes of slots, by stretches of positions that cost the same: in a full last round of equal
 //! layers there is one stretch, and the program is the paper's. Where positions differ (a partial last round, dense layers
 //! before those with experts), binaries keep each slot's positions together: a slot that reaches into a stretch leaves
@@ -17,7 +18,7 @@ use microlp::{
     ComparisonOp, OptimizationDirection, Solution, SolutionStatus, SolveOptions, Variable,
 };
 
-use super::greedy::improve;
+use super::greedy::{Moves, improve};
 use super::round::{GIB, Round, Slot};
 
 /// What the solver made of a program.
@@ -25,7 +26,7 @@ use super::round::{GIB, Round, Slot};
 pub(super) struct Outcome {
     /// `None` if it found no split, failed, or its answer breaks a limit.
     pub solved: Option<Solved>,
-    /// Nodes of its tree, where it says so.
+    /// Nodes of its tree, where it says so, as the limit counts them.
     pub nodes: u64,
 }
 
@@ -62,14 +63,21 @@ struct Program<'p, 'r, 'a> {
     counts: Vec<Vec<Variable>>,
     /// By slot, then by stretch but the last: whether the slots up to this one have all of it.
     filled: Vec<Vec<Variable>>,
+    /// By slot, whether it has an overflow, where that takes room from KV.
+    passing: Vec<(usize, Variable)>,
 }
+
+/// Counts of a program whose nodes count once; they take as long as the cube of the counts.
+const FEW_COUNTS: usize = 64;
 
 /// Solves the program within `nodes` of its tree; `start` is a split that fits, if one is known.
 pub(super) fn solve(round: &Round, start: Option<&[usize]>, nodes: u64) -> Outcome {
     let (stretches, is_exact) = stretches(round);
+    let times = (stretches.len() * round.ring.slots.len()).div_ceil(FEW_COUNTS) as u64;
+    let weight = times.pow(3);
     let program = Program::new(round, stretches);
     let mut options = SolveOptions::default();
-    options.node_limit = Some(nodes);
+    options.node_limit = Some((nodes / weight).max(1));
     options.warm_start = start.map(|sizes| program.values(sizes));
     let Ok(outcome) = program.problem.solve_with(options) else {
         return Outcome {
@@ -83,7 +91,7 @@ pub(super) fn solve(round: &Round, start: Option<&[usize]>, nodes: u64) -> Outco
     });
     Outcome {
         solved,
-        nodes: outcome.stats().nodes_solved,
+        nodes: outcome.stats().nodes_solved * weight,
     }
 }
 
@@ -95,6 +103,7 @@ impl<'p, 'r, 'a> Program<'p, 'r, 'a> {
             problem: microlp::Problem::new(OptimizationDirection::Minimize),
             counts: Vec::new(),
             filled: Vec::new(),
+            passing: Vec::new(),
         };
         program.add_counts();
         program.keep_together();
@@ -118,7 +127,7 @@ impl<'p, 'r, 'a> Program<'p, 'r, 'a> {
         }
         let (sizes, cost) = match is_proven {
             true => (sizes.clone(), round.cost(&sizes)),
-            false => improve(round, sizes),
+            false => improve(round, sizes, Moves::Double),
         };
         cost.fits().then_some(Solved { sizes, is_proven })
     }
@@ -202,39 +211,72 @@ impl<'p, 'r, 'a> Program<'p, 'r, 'a> {
         }
     }
 
-    /// Memory of a GPU and of a device where layers must fit is a limit; elsewhere weights may overflow, KV may not.
+    /// Memory of a GPU and of a device where layers must fit is a limit; elsewhere weights may overflow, KV and what they pass
+    /// through may not.
     fn limit_memory(&mut self, index: usize) {
         let round = self.round;
         let Slot {
             room_bytes,
-            overflow_ms_per_byte,
+            disk_ms_per_byte,
             ..
         } = round.ring.slots[index];
-        let both = |at: usize| round.stored[at] + round.kv[at];
-        let kv = |at: usize| round.kv[at];
-        let Some(ms_per_byte) = overflow_ms_per_byte else {
-            return self.limit(index, &both, room_bytes, None);
-        };
-        self.limit(index, &kv, room_bytes, None);
-        if both(round.width) > room_bytes {
-            let overflow = self
-                .problem
-                .add_var(ms_per_byte * GIB, (0.0, f64::INFINITY));
-            self.limit(index, &both, room_bytes, Some(overflow));
+        let all = |at: usize| round.stored[at] + round.kv[at];
+        let dense = |at: usize| round.dense[at] + round.kv[at];
+        if all(round.width) <= room_bytes {
+            return;
         }
+        let Some(ms_per_byte) = disk_ms_per_byte else {
+            return self.limit(index, &all, room_bytes, None);
+        };
+        let share = round.ring.chosen_share;
+        let overflow = self.overflow(share * ms_per_byte);
+        self.limit(index, &all, room_bytes, Some((overflow, -1.0)));
+        if share < 1.0 && dense(round.width) > room_bytes {
+            let beyond = self.overflow((1.0 - share) * ms_per_byte);
+            self.limit(index, &dense, room_bytes, Some((beyond, -1.0)));
+        }
+        self.limit_passing(index, overflow);
     }
 
-    /// Limits a slot's bytes, of which `of` gives the sum over a round's first positions, to `room` and an overflow in GiB.
+    /// A variable of GiB that cost so much a byte.
+    fn overflow(&mut self, ms_per_byte: f64) -> Variable {
+        self.problem
+            .add_var(ms_per_byte * GIB, (0.0, f64::INFINITY))
+    }
+
+    /// KV leaves room for what passes through memory where there is an overflow, which a binary says.
+    fn limit_passing(&mut self, index: usize, overflow: Variable) {
+        let round = self.round;
+        let (room_bytes, window_bytes) = (
+            round.ring.slots[index].room_bytes,
+            round.ring.problem.window_bytes,
+        );
+        let kv = |at: usize| round.kv[at];
+        if kv(round.width).saturating_add(window_bytes) <= room_bytes {
+            return;
+        }
+        let has_overflow = self.problem.add_binary_var(0.0);
+        let most = (round.stored[round.width] + kv(round.width)) as f64 / GIB;
+        self.problem.add_constraint(
+            [(overflow, 1.0), (has_overflow, -most)],
+            ComparisonOp::Le,
+            0.0,
+        );
+        self.passing.push((index, has_overflow));
+        // Without one, KV is no more than the room anyway.
+        let window = (has_overflow, window_bytes as f64 / GIB);
+        self.limit(index, &kv, room_bytes, Some(window));
+    }
+
+    /// Limits a slot's bytes, of which `of` gives the sum over a round's first positions, to `room`; `more` is a term in GiB
+    /// beside them.
     fn limit(
         &mut self,
         slot: usize,
         of: &dyn Fn(usize) -> u64,
         room: u64,
-        overflow: Option<Variable>,
+        more: Option<(Variable, f64)>,
     ) {
-        if of(self.round.width) <= room {
-            return;
-        }
         let counts = self.counts[slot].iter().zip(&self.stretches);
         let gib = |stretch: &Stretch| {
             let bytes = of(stretch.end()) - of(stretch.first);
@@ -243,14 +285,23 @@ impl<'p, 'r, 'a> Program<'p, 'r, 'a> {
         let mut terms: Vec<(Variable, f64)> = counts
             .map(|(&count, stretch)| (count, gib(stretch)))
             .collect();
-        terms.extend(overflow.map(|overflow| (overflow, -1.0)));
+        terms.extend(more);
         self.problem
             .add_constraint(terms, ComparisonOp::Le, room as f64 / GIB);
     }
 
-    /// The counts of a split, and which stretches it fills, to start from.
+    /// The counts of a split, which stretches it fills and which slots overflow, to start from.
     fn values(&self, sizes: &[usize]) -> Vec<(Variable, f64)> {
-        let mut values = Vec::new();
+        let round = self.round;
+        let has_overflow = |slot: usize| {
+            let begin: usize = sizes[..slot].iter().sum();
+            let sum = |of: &[u64]| of[begin + sizes[slot]] - of[begin];
+            sum(&round.stored) + sum(&round.kv) > round.ring.slots[slot].room_bytes
+        };
+        let passing = self.passing.iter();
+        let mut values: Vec<(Variable, f64)> = passing
+            .map(|&(slot, variable)| (variable, f64::from(u8::from(has_overflow(slot)))))
+            .collect();
         let mut begin = 0;
         for (slot, (counts, size)) in self.counts.iter().zip(sizes).enumerate() {
             let end = begin + size;

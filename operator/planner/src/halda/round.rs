@@ -21,6 +21,8 @@ pub(super) struct Ring<'a> {
     /// Milliseconds of a round that ends at each place, besides its layers: hops, the one back to the head included, and
     /// copies to GPUs and back (the paper's `ξ` of all places up to this one).
     pub round_ms: Vec<f64>,
+    /// The share of the experts without room that a token reads.
+    pub chosen_share: f64,
     /// Of each layer, the first one that has the same bytes and takes as long on each of the ring's processors.
     pub kinds: Vec<usize>,
 }
@@ -33,9 +35,8 @@ pub(super) struct Slot {
     pub is_gpu: bool,
     /// Bytes for weights and KV.
     pub room_bytes: u64,
-    /// Milliseconds that a byte of weights without room costs at each token: its share that a token reads, from disk.
-    /// `None` if all must have room.
-    pub overflow_ms_per_byte: Option<f64>,
+    /// Milliseconds to read a byte from disk; `None` if all weights must have room.
+    pub disk_ms_per_byte: Option<f64>,
 }
 
 impl Slot {
@@ -50,8 +51,7 @@ impl Slot {
                 true => problem.gpu_room_bytes(device),
                 false => problem.room_bytes(device),
             },
-            overflow_ms_per_byte: may_overflow
-                .then(|| problem.read_share() / rates.disk_read_gbps / 1e6),
+            disk_ms_per_byte: may_overflow.then(|| 1.0 / rates.disk_read_gbps / 1e6),
         }
     }
 }
@@ -80,6 +80,7 @@ impl<'a> Ring<'a> {
         }
         Self {
             kinds: kinds(problem, &order),
+            chosen_share: problem.chosen_share(),
             problem,
             order,
             slots,
@@ -91,6 +92,12 @@ impl<'a> Ring<'a> {
     /// Devices of the ring.
     pub(super) fn len(&self) -> usize {
         self.order.len()
+    }
+
+    /// Whether any weights may be read from a disk at each token.
+    pub(super) fn may_overflow(&self) -> bool {
+        let mut slots = self.slots.iter();
+        slots.any(|slot| slot.disk_ms_per_byte.is_some())
     }
 
     /// Whether each device has a layer.
@@ -176,6 +183,8 @@ pub(super) struct Round<'r, 'a> {
     pub ms: Vec<Vec<f64>>,
     /// Sums over a round's first positions of the bytes of weights.
     pub stored: Vec<u64>,
+    /// The same of those that each token reads.
+    pub dense: Vec<u64>,
     /// The same of KV.
     pub kv: Vec<u64>,
 }
@@ -228,12 +237,14 @@ impl<'r, 'a> Round<'r, 'a> {
             overflow_part: 1.0,
             ms: ring.slots.iter().map(slot_ms).collect(),
             stored: bytes(&|layer| layers[layer].stored_bytes),
+            dense: bytes(&|layer| layers[layer].stored_bytes - layers[layer].expert_bytes()),
             kv: bytes(&|layer| layers[layer].kv_bytes),
         }
     }
 
     /// The objective (equations 11, 15, 20 and 21 with the maximum kept): times of all layers, overflow of memory from
-    /// disk, hops of full rounds and of the last one, and the head.
+    /// disk, hops of full rounds and of the last one, and the head. What has no room are experts, of which a token reads
+    /// a share, and beyond all of them the weights that each token reads.
     pub(super) fn cost(&self, sizes: &[usize]) -> Cost {
         let ring = self.ring;
         let mut ms =
@@ -246,16 +257,22 @@ impl<'r, 'a> Round<'r, 'a> {
             ms += self.ms[index][end] - self.ms[index][start];
             let kv = self.kv[end] - self.kv[start];
             let bytes = self.stored[end] - self.stored[start] + kv;
+            let dense_bytes = self.dense[end] - self.dense[start] + kv;
             if start < self.rest && ring.first_slot(slot.place) == index {
                 last = slot.place;
             }
             start = end;
             let overflow = bytes.saturating_sub(slot.room_bytes);
-            match slot.overflow_ms_per_byte {
+            match slot.disk_ms_per_byte {
+                _ if overflow == 0 => {}
                 None => excess_bytes += overflow,
                 Some(ms_per_byte) => {
-                    excess_bytes += kv.saturating_sub(slot.room_bytes);
-                    ms += overflow as f64 * ms_per_byte * self.overflow_part;
+                    let passing_bytes = kv.saturating_add(ring.problem.window_bytes);
+                    excess_bytes += passing_bytes.saturating_sub(slot.room_bytes);
+                    let beyond = dense_bytes.saturating_sub(slot.room_bytes);
+                    let read = overflow as f64 * ring.chosen_share
+                        + beyond as f64 * (1.0 - ring.chosen_share);
+                    ms += read * ms_per_byte * self.overflow_part;
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! The whole choice: which devices, in which order, with which layers, in how many rounds.
 //!
 //! 1. Each set of devices (of many devices, what leaving out one after the other gives) is split greedily for a few numbers
-//!    of rounds, and simulated.
+//!    of rounds and in a few orders, and simulated.
 //! 2. The most promising sets get an integer program for each number of layers a round, until the limits are reached.
 //! 3. The fastest candidates, one for each set and number of rounds, are improved under the simulator.
 //! 4. A device more or less than the best ring has is tried, until neither makes a token faster.
@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::choice::{Alternative, Choice, Dropped, Effort, Limits};
-use super::greedy;
+use super::greedy::{self, Moves};
 use super::polish::{Candidate, Judge};
 use super::program;
 use super::round::{Ring, Round};
@@ -18,6 +18,8 @@ use crate::ring_error::RingError;
 use crate::ring_problem::Problem;
 use crate::ring_simulator::Simulator;
 
+/// Heads of which more rings are tried than of the others.
+const BEST_HEADS: usize = 2;
 /// Most devices of which each set is tried.
 const MAX_DEVICES_OF_ALL_SETS: usize = 5;
 /// Most layers for which sets are compared by every number of layers a round.
@@ -29,6 +31,8 @@ const IMPROVED: usize = 16;
 /// Parts of the time to read what has no room that greedy splits count with: all of it as the objective does, or less, as
 /// if other devices' windows hid it.
 const OVERFLOW_PARTS: [f64; 3] = [1.0, 0.25, 0.0];
+/// The part of the greedy splits for all sets that are compared at first.
+const COMPARED_SPLITS: f64 = 0.75;
 /// How many equal shares of the solver's nodes that are left a program may take.
 const SHARES_OF_NODES: u64 = 4;
 /// Alternatives that are reported.
@@ -43,6 +47,14 @@ struct Search<'a> {
     tours: Tours,
     judge: Judge<'a>,
     effort: Effort,
+    /// Sets that were compared.
+    compared: BTreeSet<Set>,
+    /// The part of a set's orders and numbers of rounds by which it is compared.
+    part: f64,
+    /// How long moves are looked for where sets are compared.
+    moves: Moves,
+    /// Whether the sets of many devices are compared until the limit of splits is reached, instead of each by a few.
+    is_thorough: bool,
     /// The fastest candidate of each order and number of layers a round.
     pool: BTreeMap<(Vec<usize>, usize), Candidate>,
 }
@@ -53,32 +65,160 @@ struct Search<'a> {
 ///
 /// A problem that [`Problem::check`] refuses, and one that fits no ring ([`RingError::NoRoom`]).
 pub fn choose(problem: &Problem, limits: Limits) -> Result<Choice, RingError> {
+    let quick = choose_by(Search::new, problem, limits);
+    quick.or_else(|_| choose_by(Search::thorough, problem, limits))
+}
+
+/// A kind of search.
+type Kind<'a> = fn(&'a Problem, Limits) -> Search<'a>;
+
+fn choose_by<'a>(
+    kind: Kind<'a>,
+    problem: &'a Problem,
+    limits: Limits,
+) -> Result<Choice, RingError> {
     problem.check()?;
-    let mut search = Search {
-        problem,
-        limits,
-        tours: Tours::new(problem),
-        judge: Judge {
-            problem,
-            simulator: Simulator::new(problem),
-            count: 0,
-            limit: limits.simulations,
-        },
-        effort: Effort::default(),
-        pool: BTreeMap::new(),
-    };
-    let sets = search.compare_sets();
-    search.solve_programs(&sets);
-    search.improve_best();
-    search.try_neighbours();
-    search.escape();
-    let Some(best) = search.best() else {
+    if !problem.may_have_room() {
         return Err(no_room(problem));
+    }
+    let mut search = kind(problem, limits);
+    let sets = search.compare_sets();
+    search.choose_among(&sets)
+}
+
+/// Chooses among rings of several problems, which are one that differs by its head: the index of the one with the fastest
+/// ring, the first of equal ones, and that ring. All choices together have these limits: each head gets an equal share of half
+/// of them, and the best ones the other half.
+///
+/// # Errors
+///
+/// That of the first problem, if none has a ring.
+pub fn choose_head(problems: &[Problem], limits: Limits) -> Result<(usize, Choice), RingError> {
+    if let [problem] = problems {
+        return choose(problem, limits).map(|choice| (0, choice));
+    }
+    let mut heads = Heads {
+        problems,
+        limits,
+        choices: Vec::new(),
+        effort: Effort::default(),
+        refused: None,
     };
-    Ok(search.choice(best))
+    let all: Vec<usize> = (0..problems.len()).collect();
+    heads.try_each(&all, Search::new);
+    if heads.choices.is_empty() {
+        heads.try_each(&all, Search::thorough);
+    }
+    let best = heads.choices.iter().take(BEST_HEADS);
+    let best: Vec<usize> = best.map(|(head, _)| *head).collect();
+    heads.try_each(&best, Search::new);
+    let effort = heads.effort;
+    match (heads.choices.into_iter().next(), heads.refused) {
+        (Some((head, choice)), _) => Ok((head, Choice { effort, ..choice })),
+        (None, refused) => Err(refused.unwrap_or(RingError::None { what: "device" })),
+    }
+}
+
+/// A choice of the head in the making.
+struct Heads<'a> {
+    problems: &'a [Problem],
+    limits: Limits,
+    /// Rings by their heads, the fastest first.
+    choices: Vec<(usize, Choice)>,
+    effort: Effort,
+    refused: Option<RingError>,
+}
+
+impl<'a> Heads<'a> {
+    /// Chooses a ring for each of these heads, with half of the limits for all of them.
+    fn try_each(&mut self, heads: &[usize], kind: Kind<'a>) {
+        for &head in heads {
+            let limits = self.limits.shared_by(2 * heads.len());
+            match choose_by(kind, &self.problems[head], limits) {
+                Ok(choice) => {
+                    self.effort = self.effort.and(choice.effort);
+                    self.choices.push((head, choice));
+                }
+                Err(error) => self.refused = self.refused.take().or(Some(error)),
+            }
+        }
+        self.choices
+            .sort_by(|(_, a), (_, b)| a.tpot_ms.total_cmp(&b.tpot_ms));
+    }
+}
+
+impl<'a> Search<'a> {
+    fn new(problem: &'a Problem, limits: Limits) -> Self {
+        let mut search = Self {
+            problem,
+            limits,
+            tours: Tours::new(problem),
+            judge: Judge {
+                problem,
+                simulator: Simulator::new(problem),
+                count: 0,
+                limit: limits.simulations,
+            },
+            effort: Effort::default(),
+            compared: BTreeSet::new(),
+            part: 1.0,
+            moves: match problem.devices.len() <= MAX_DEVICES_OF_ALL_SETS {
+                true => Moves::Double,
+                false => Moves::Single,
+            },
+            is_thorough: false,
+            pool: BTreeMap::new(),
+        };
+        // What is left is for neighbours of the best set.
+        let splits = limits.splits as f64 * COMPARED_SPLITS;
+        search.part = (splits / search.splits_of_all_sets() as f64).min(1.0);
+        search
+    }
+
+    /// One that tries all orders and numbers of rounds, of many devices as far as the limit of splits goes, and moves of two
+    /// layers: for problems of which hardly any ring fits.
+    fn thorough(problem: &'a Problem, limits: Limits) -> Self {
+        Self {
+            part: 1.0,
+            moves: Moves::Double,
+            is_thorough: problem.devices.len() > MAX_DEVICES_OF_ALL_SETS,
+            ..Self::new(problem, limits)
+        }
+    }
+
+    fn choose_among(mut self, sets: &[Set]) -> Result<Choice, RingError> {
+        self.solve_programs(sets);
+        self.improve_best();
+        self.try_neighbours();
+        self.escape();
+        match self.best() {
+            Some(best) => Ok(self.choice(best)),
+            None => Err(no_room(self.problem)),
+        }
+    }
 }
 
 impl Search<'_> {
+    /// Greedy splits of all sets that are compared, if each were in all of its orders and numbers of rounds.
+    fn splits_of_all_sets(&self) -> usize {
+        let devices = self.problem.devices.len();
+        let others = devices - 1;
+        let sets = |size: usize| match devices <= MAX_DEVICES_OF_ALL_SETS {
+            true => (0..size).fold(1, |sets, n| sets * (others - n) / (n + 1)),
+            false if size == others => 1,
+            false => size + 1,
+        };
+        let splits = |size: usize| {
+            let orders = Tours::count_of_orders(size);
+            orders * self.widths(size + 1).len() * OVERFLOW_PARTS.len()
+        };
+        let sizes = 0..=others;
+        sizes
+            .map(|size| sets(size) * splits(size))
+            .sum::<usize>()
+            .max(1)
+    }
+
     /// Splits sets greedily; the most promising set first.
     fn compare_sets(&mut self) -> Vec<Set> {
         let mut scores = Vec::new();
@@ -107,22 +247,41 @@ impl Search<'_> {
 
     /// The fastest greedy split of a set, in milliseconds; infinite if none fits.
     fn compare(&mut self, set: Set) -> f64 {
-        let layers = self.problem.layers.len();
+        self.compared.insert(set);
+        let mut orders = self.tours.orders(set);
+        let mut widths = self.widths(set.count_ones() as usize + 1);
+        let part =
+            |count: usize, part: f64| ((count as f64 * part) as usize).clamp(1, count.max(1));
+        // Fewer orders first, the shortest way among them, then fewer numbers of rounds.
+        let kept = part(orders.len(), self.part);
+        widths.truncate(part(
+            widths.len(),
+            self.part * orders.len() as f64 / kept as f64,
+        ));
+        orders.truncate(kept);
         let mut best_ms = f64::INFINITY;
-        for order in self.tours.orders(set) {
+        for order in orders {
             let ring = Ring::new(self.problem, order);
-            let widths: Vec<usize> = match layers <= MAX_LAYERS_OF_ALL_WIDTHS {
-                true => (ring.len()..=layers).collect(),
-                false => (1..=MAX_COMPARED_ROUNDS)
-                    .map(|rounds| layers.div_ceil(rounds))
-                    .filter(|&width| width >= ring.len())
-                    .collect(),
-            };
-            for width in widths {
+            for &width in &widths {
+                if self.is_thorough && self.effort.splits >= self.limits.splits {
+                    return best_ms;
+                }
                 best_ms = best_ms.min(self.split_greedily(&ring, width));
             }
         }
         best_ms
+    }
+
+    /// Numbers of layers a round by which a set of so many devices, the head among them, is compared: fewer rounds first.
+    fn widths(&self, devices: usize) -> Vec<usize> {
+        let layers = self.problem.layers.len();
+        match layers <= MAX_LAYERS_OF_ALL_WIDTHS {
+            true => (devices..=layers).rev().collect(),
+            false => (1..=MAX_COMPARED_ROUNDS)
+                .map(|rounds| layers.div_ceil(rounds))
+                .filter(|&width| width >= devices)
+                .collect(),
+        }
     }
 
     fn split_greedily(&mut self, ring: &Ring, width: usize) -> f64 {
@@ -130,9 +289,13 @@ impl Search<'_> {
         let mut best_ms = f64::INFINITY;
         for overflow_part in OVERFLOW_PARTS {
             round.overflow_part = overflow_part;
-            let (sizes, cost) = greedy::split(&round);
+            let (sizes, cost) = greedy::split(&round, self.moves);
+            self.effort.splits += 1;
             if cost.fits() {
                 best_ms = best_ms.min(self.add(ring, &sizes));
+            }
+            if !ring.may_overflow() {
+                break;
             }
         }
         best_ms
@@ -167,6 +330,9 @@ impl Search<'_> {
             let widths = (ring.len()..=layers).rev();
             let left = self.limits.programs.saturating_sub(self.effort.programs);
             for width in widths.take(left) {
+                if self.effort.nodes >= self.limits.nodes {
+                    return;
+                }
                 self.solve_program(&ring, width);
             }
         }
@@ -174,7 +340,7 @@ impl Search<'_> {
 
     fn solve_program(&mut self, ring: &Ring, width: usize) {
         let round = Round::new(ring, width);
-        let (sizes, cost) = greedy::split(&round);
+        let (sizes, cost) = greedy::split(&round, Moves::Double);
         let start = cost.fits().then_some(&*sizes);
         // A few programs take many nodes and most take few, so one may take several shares of what is left.
         let programs_left = (self.limits.programs - self.effort.programs).max(1) as u64;
@@ -223,7 +389,10 @@ impl Search<'_> {
             }
             for device in 0..devices - 1 {
                 let neighbour = set ^ (1 << device);
-                self.compare(neighbour);
+                let may_compare = self.effort.splits < self.limits.splits;
+                if may_compare && !self.compared.contains(&neighbour) {
+                    self.compare(neighbour);
+                }
                 if let Some(candidate) = self.best_of(neighbour) {
                     self.improve(candidate, each);
                 }
@@ -297,9 +466,13 @@ impl Search<'_> {
         let set = best.set();
         let dropped = (0..problem.devices.len() - 1)
             .filter(|device| set & (1 << device) == 0)
-            .map(|device| Dropped {
-                device: device + 1,
-                with_tpot_ms: self.best_of(set | (1 << device)).map(|with| with.tpot_ms),
+            .map(|device| {
+                let with = self.best_of(set | (1 << device));
+                Dropped {
+                    device: device + 1,
+                    with_tpot_ms: with.as_ref().map(|with| with.tpot_ms),
+                    with_ttft_ms: with.as_ref().map(|with| self.ttft_ms(with)),
+                }
             });
         let windows = Ring::new(problem, best.order.clone()).windows(&best.sizes);
         Choice {
@@ -333,9 +506,18 @@ impl Search<'_> {
                 layers_a_round: candidate.width(),
                 rounds: self.rounds(candidate),
                 tpot_ms: candidate.tpot_ms,
+                ttft_ms: self.ttft_ms(candidate),
                 objective_ms: objective_ms(self.problem, candidate),
             })
             .collect()
+    }
+
+    /// A candidate's time of the problem's prompt.
+    fn ttft_ms(&self, candidate: &Candidate) -> f64 {
+        let ring = Ring::new(self.problem, candidate.order.clone());
+        self.judge
+            .simulator
+            .ttft_ms(&ring.windows(&candidate.sizes))
     }
 }
 

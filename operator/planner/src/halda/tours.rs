@@ -50,7 +50,15 @@ impl Tours {
         (1 << self.others) - 1
     }
 
-    /// Orders worth a try: all of a few devices, else the shortest way.
+    /// Number of orders worth a try of so many devices beside the head.
+    pub(super) fn count_of_orders(others: usize) -> usize {
+        match others < MAX_DEVICES_OF_ALL_ORDERS {
+            true => (1..=others).product(),
+            false => 1,
+        }
+    }
+
+    /// Orders worth a try: the shortest way, and of a few devices all others.
     pub(super) fn orders(&self, set: Set) -> Vec<Vec<usize>> {
         let shortest = self.order(set);
         if shortest.len() > MAX_DEVICES_OF_ALL_ORDERS {
@@ -65,6 +73,9 @@ impl Tours {
                 absent.map(with).collect::<Vec<_>>()
             };
             orders = orders.iter().flat_map(longer).collect();
+        }
+        if let Some(first) = orders.iter().position(|order| *order == shortest) {
+            orders[..=first].rotate_right(1);
         }
         orders
     }

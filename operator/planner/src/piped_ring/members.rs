@@ -66,14 +66,17 @@ impl<'a> Members<'a> {
             }
         }
         if members.all.is_empty() {
-            let why = match members.too_old.is_empty() {
-                true => "no node has CPUs for a member".to_owned(),
-                false => too_old(&members.too_old),
-            };
+            let mut why = members.refused;
+            if !members.too_old.is_empty() {
+                why.push(too_old(&members.too_old));
+            }
+            if why.is_empty() {
+                why.push("no node has CPUs for a member".to_owned());
+            }
             return Err(PlanError::Unsupported(vec![FieldError::new(
                 "spec.strategy",
-                "is \"PipedRing\"",
-                why,
+                "is \"PipedRing\", and no node can be in a ring",
+                why.join("; "),
             )]));
         }
         let all = &mut members.all;
@@ -116,10 +119,24 @@ impl<'a> Members<'a> {
         let rooms = self.usable(planning, node, may_use);
         let gpus = self.hosted(planning, (n, node), rooms);
         let gateways = planning.input.spec.gateway.replicas.max(1);
-        // Without GPUs, Halda says what the memory lacks.
-        let has_room = gpus.is_empty()
-            || planning.host_bytes(gpus.len(), gateways) + planning.demand.worker_scratch_bytes()
-                < free_bytes(node);
+        // A ring's first gateway is on the head's node, and any node may be that.
+        let here = match gpus.is_empty() {
+            true => gateways - 1,
+            false => gateways,
+        };
+        let needs_bytes =
+            planning.host_bytes(gpus.len(), here) + planning.demand.worker_scratch_bytes();
+        let layer_bytes = self.least_layer(planning);
+        let has_room = needs_bytes + layer_bytes <= free_bytes(node);
+        if !has_room && gpus.is_empty() {
+            self.refused.push(format!(
+                "{}: a layer takes {} with its KV, and of {} of memory {} are left beside processes",
+                node.node,
+                format_bytes(layer_bytes),
+                format_bytes(free_bytes(node)),
+                format_bytes(free_bytes(node).saturating_sub(needs_bytes))
+            ));
+        }
         let ranks = planning.node_ranks(1, gpus.len(), gateways);
         let cpus = planning.estimator.cpus(n, ranks).ok();
         let cpus = cpus.filter(|_| has_room);
@@ -128,7 +145,7 @@ impl<'a> Members<'a> {
                 n,
                 node,
                 gpu: None,
-                rates: Rates::of(node, set),
+                rates: Rates::of(node, set, planning.demand.facts),
                 name: match node.gpus.is_empty() {
                     true => node.node.clone(),
                     false => format!("CPUs of {}", node.node),
@@ -140,7 +157,11 @@ impl<'a> Members<'a> {
             n,
             node,
             gpu: Some(room),
-            rates: Rates::of_gpu(room.gpu, activations_on(room.gpu, asked)),
+            rates: Rates::of_gpu(
+                room.gpu,
+                activations_on(room.gpu, asked),
+                planning.demand.facts,
+            ),
             name: name_of(room.gpu, node),
         }));
     }

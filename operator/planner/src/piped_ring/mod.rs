@@ -7,18 +7,19 @@
 mod layers;
 mod members;
 mod problem;
+mod refusal;
 mod why;
 mod write;
 
 use hearth_crds::{
     DualBatch, ExpertCache, FieldError, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
-    PlanKvType, RING_VERSION, ScalingMode, Strategy,
+    PlanKvType, RING_VERSION, ScalingSpec, Strategy,
 };
 
 use crate::draft::DEFAULT_STALL_MS;
 use crate::error::PlanError;
 use crate::estimator::Estimator;
-use crate::halda::{self, Choice, Limits, Problem, RingError, Simulator};
+use crate::halda::{self, Choice, Limits, Problem, Simulator};
 use crate::input::PlanInput;
 use crate::memory::Demand;
 
@@ -95,90 +96,99 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
         return Ok(());
     }
     let mut errors = check_prefill(spec);
-    errors.extend(check_decode(spec));
+    errors.extend(contradictions(spec));
     match errors.is_empty() {
         true => Ok(()),
         false => Err(PlanError::Unsupported(errors)),
     }
 }
 
+/// What a spec says of prompts' workers: a ring has none.
 fn check_prefill(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
-    let mut errors = Vec::new();
-    let mut refuse = |is_wrong: bool, field: &str, is: String, remedy: &str| {
-        errors.extend(is_wrong.then(|| FieldError::new(field, is, remedy)));
-    };
-    let mode = spec.prefill.mode;
-    refuse(
-        mode.streams(),
+    let prefill = &spec.prefill;
+    let mut errors = Errors::default();
+    errors.refuse(
+        prefill.mode.streams(),
         "spec.prefill.mode",
-        format!("is \"{mode:?}\""),
+        format!("is \"{:?}\"", prefill.mode),
         "a ring reads prompts itself: write Auto or Chunked",
     );
-    refuse(
-        spec.prefill.gpus_per_worker.is_some_and(|gpus| gpus > 0),
+    errors.refuse(
+        prefill.gpus_per_worker.is_some_and(|gpus| gpus > 0),
         "spec.prefill.gpusPerWorker",
-        format!("is {}", spec.prefill.gpus_per_worker.unwrap_or(0)),
+        format!("is {}", prefill.gpus_per_worker.unwrap_or(0)),
         "a ring reads prompts itself: remove gpusPerWorker, or write 0 for a ring without GPUs",
     );
-    refuse(
-        spec.prefill.replicas.is_some_and(|replicas| replicas > 0),
+    errors.refuse(
+        prefill.replicas.is_some_and(|replicas| replicas > 0),
         "spec.prefill.replicas",
-        format!("is {}", spec.prefill.replicas.unwrap_or(0)),
+        format!("is {}", prefill.replicas.unwrap_or(0)),
         "a ring reads prompts itself: remove it",
     );
-    refuse(
-        spec.prefill.scaling.is_some(),
+    errors.refuse(
+        prefill.scaling.is_some(),
         "spec.prefill.scaling",
         "is set".to_owned(),
         "a ring reads prompts itself: remove it",
     );
-    refuse(
-        spec.prefill.chunked_below_tokens.is_some(),
+    errors.0
+}
+
+/// What a spec asks for that no ring does, whoever chose it. Workers for prompts are not among it: with Auto, a ring that
+/// reads prompts itself stands in for them.
+pub(crate) fn contradictions(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
+    let (prefill, decode) = (&spec.prefill, &spec.decode);
+    let mut errors = Errors::default();
+    errors.refuse(
+        prefill.chunked_below_tokens.is_some(),
         "spec.prefill.chunkedBelowTokens",
         "has no effect".to_owned(),
         "a ring reads every prompt in chunks: remove it",
     );
-    refuse(
-        spec.prefill.quiet_window.is_some(),
+    errors.refuse(
+        prefill.quiet_window.is_some(),
         "spec.prefill.quietWindow",
         "has no effect".to_owned(),
         "a ring has no GPUs that read prompts together: remove it",
     );
-    errors
-}
-
-fn check_decode(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
-    let mut errors = Vec::new();
-    let mut refuse = |is_wrong: bool, field: &str, is: String, remedy: &str| {
-        errors.extend(is_wrong.then(|| FieldError::new(field, is, remedy)));
-    };
-    refuse(
-        spec.decode.expert_cache == Some(ExpertCache::On),
+    errors.refuse(
+        decode.expert_cache == Some(ExpertCache::On),
         "spec.decode.expertCache",
         "is \"On\"".to_owned(),
         "a member of a ring has all experts of its layers on its own device: write Auto or \"Off\"",
     );
-    let replicas = spec.decode.planned_replicas();
-    refuse(
+    let replicas = decode.planned_replicas();
+    errors.refuse(
         replicas > 1,
         "spec.decode.replicas",
         format!("is {replicas}"),
         "a ring is one decode worker with the stages behind it: write 1",
     );
-    let scaling = spec.decode.scaling.as_ref();
-    refuse(
-        scaling.is_some_and(|scaling| scaling.mode == ScalingMode::External),
+    let scaling = decode.scaling.as_ref();
+    errors.refuse(
+        scaling.is_some_and(ScalingSpec::is_dynamic),
         "spec.decode.scaling.mode",
-        "is \"External\"".to_owned(),
+        "is not \"Static\"".to_owned(),
         "a ring is one decode worker with the stages behind it: remove scaling",
     );
-    refuse(
-        spec.decode.dual_batch == DualBatch::On,
+    errors.refuse(
+        decode.dual_batch == DualBatch::On,
         "spec.decode.dualBatch",
         "is \"On\"".to_owned(),
         "a ring has no half batches: write Auto or \"Off\"",
     );
-    errors
+    errors.0
+}
+
+/// Fields that are refused.
+#[derive(Default)]
+struct Errors(Vec<FieldError>);
+
+impl Errors {
+    fn refuse(&mut self, is_wrong: bool, field: &str, is: String, remedy: &str) {
+        self.0
+            .extend(is_wrong.then(|| FieldError::new(field, is, remedy)));
+    }
 }
 
 impl RingPlanning<'_> {
@@ -235,55 +245,23 @@ impl RingPlanning<'_> {
 
     /// The best ring of members, whichever of them is its head.
     fn best<'a>(&self, members: Members<'a>) -> Result<Chosen<'a>, PlanError> {
-        let limits = limits_of(&members);
-        let mut best: Option<Chosen<'a>> = None;
-        let mut refused = None;
-        for head in 0..members.all.len() {
-            let members = members.led_by(head);
-            match self.split(&members, limits) {
-                Ok(choice) => {
-                    let is_better = |best: &Chosen<'_>| choice.tpot_ms < best.choice.tpot_ms;
-                    if best.as_ref().is_none_or(is_better) {
-                        best = Some(Chosen {
-                            members,
-                            choice,
-                            passes: self.longest_passes(),
-                            left_out: Vec::new(),
-                        });
-                    }
-                }
-                Err(error) => refused = refused.or(Some(error)),
-            }
-        }
-        match (best, refused) {
-            (Some(best), _) => Ok(best),
-            (None, Some(error)) => Err(PlanError::NoRing(error)),
-            (None, None) => Err(PlanError::NoNodes(self.input.name.to_owned())),
+        match halda::choose_head(&self.problems_by_head(&members), Limits::default()) {
+            Ok((head, choice)) => Ok(Chosen {
+                members: members.led_by(head),
+                choice,
+                passes: self.longest_passes(),
+                left_out: Vec::new(),
+            }),
+            Err(error) => Err(self.refusal(&members, error)),
         }
     }
 
-    /// The best split among members, none of which reads weights through a window that two layers do not fit into.
-    fn split(&self, members: &Members<'_>, limits: Limits) -> Result<Choice, RingError> {
-        let mut problem = members.problem(self, self.longest_passes());
-        loop {
-            let choice = halda::choose(&problem, limits)?;
-            let mut devices = choice.order.iter().copied();
-            let cramped = devices.find(|device| {
-                !problem.devices[*device].must_fit && !self.has_window(&problem, &choice, *device)
-            });
-            match cramped {
-                None => return Ok(choice),
-                // All of its layers must have room.
-                Some(device) => problem.devices[device].must_fit = true,
-            }
-        }
-    }
-
-    /// Whether a device has room for all weights of its layers, or for two of the largest layers at a time.
-    fn has_window(&self, problem: &Problem, choice: &Choice, device: usize) -> bool {
-        let share = &choice.shares[device];
-        let room = problem.room_bytes(device).saturating_sub(share.kv_bytes);
-        share.overflow_bytes == 0 || room >= 2 * self.demand.facts.largest_layer_bytes
+    /// What Halda is asked, with each of the members as the head.
+    fn problems_by_head(&self, members: &Members<'_>) -> Vec<Problem> {
+        let heads = 0..members.all.len();
+        heads
+            .map(|head| members.led_by(head).problem(self, self.longest_passes()))
+            .collect()
     }
 
     /// The longest passes of prompts, by which rings are compared.
@@ -336,16 +314,6 @@ impl RingPlanning<'_> {
         chosen.passes = passes;
         chosen.choice.ttft_ms = best_ms;
         chosen
-    }
-}
-
-/// Limits of one choice among members: all heads together cost as much as one.
-fn limits_of(members: &Members<'_>) -> Limits {
-    let (all, count) = (Limits::default(), members.all.len());
-    Limits {
-        programs: all.programs.div_ceil(count),
-        nodes: all.nodes.div_ceil(count as u64),
-        simulations: all.simulations.div_ceil(count),
     }
 }
 

@@ -1,11 +1,12 @@
 //! Halda's problem, from profiles and facts.
 
-use hearth_crds::NodeProfileStatus;
+use hearth_crds::PlanMlaForm;
 
 use super::members::{Member, Members};
 use super::{Passes, RingPlanning};
 use crate::halda::{Device, Head, Layer, LayerTimes, Link, Problem, Prompt};
-use crate::link::LinkRates;
+use crate::link::{LinkRates, measured_link};
+use crate::operations::Operations;
 use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor};
 
 /// GB/s and milliseconds one way between two nodes that have not measured their link: a little under gigabit Ethernet.
@@ -21,13 +22,23 @@ const LOOPBACK: Link = Link {
 /// Milliseconds of a message between two processes beside its way over the network: it passes two runtimes and HTTP/2.
 const MESSAGE_MS: f64 = 0.2;
 /// GB/s below which a disk is too slow to be read at each token: then all layers of a node must fit into its memory.
-const SLOW_DISK_GBPS: f64 = 0.2;
+pub(super) const SLOW_DISK_GBPS: f64 = 0.2;
 /// GB/s of a disk that was not measured.
 const UNMEASURED_DISK_GBPS: f64 = 0.1;
 
 impl Members<'_> {
-    /// What Halda is asked.
+    /// What Halda is asked: about one stream.
     pub(super) fn problem(&self, planning: &RingPlanning<'_>, passes: Passes) -> Problem {
+        self.problem_of(planning, passes, 1)
+    }
+
+    /// The same about steps of so many streams.
+    pub(super) fn problem_of(
+        &self,
+        planning: &RingPlanning<'_>,
+        passes: Passes,
+        streams: u32,
+    ) -> Problem {
         let demand = planning.demand;
         let facts = demand.facts;
         let prompt_tokens = passes.prompt_tokens.max(1);
@@ -41,18 +52,19 @@ impl Members<'_> {
             },
             map_ms_per_gb: member.rates.map_ms_per_gb,
             must_fit: member.gpu.is_some() || member.rates.disk_gbps < SLOW_DISK_GBPS,
-            cpus: self.times(planning, member, passes),
+            cpus: self.times(planning, member, passes, streams),
             gpu: None,
         });
         let kv_bytes = kv_layer_bytes(planning);
         let layers = (0..facts.layers).map(|layer| {
             let facts = self.layers.layer(layer);
-            let read_bytes = facts.step_bytes(1) as u64;
             let stored_bytes = facts.bytes.total();
+            let read_bytes = (facts.step_bytes(streams) as u64).min(stored_bytes);
+            let chosen = facts.expected_distinct_experts(streams);
             Layer {
                 stored_bytes,
-                read_bytes: read_bytes.min(stored_bytes),
-                routed_bytes: (facts.expert_bytes() * u64::from(facts.experts_per_token))
+                read_bytes,
+                routed_bytes: ((facts.expert_bytes() as f64 * chosen).round() as u64)
                     .min(read_bytes),
                 kv_bytes,
             }
@@ -63,13 +75,11 @@ impl Members<'_> {
             layers: layers.collect(),
             head: Head {
                 stored_bytes: ends.bytes.total(),
-                token_ms: self.all[0].rates.ms(
-                    ends.bytes.head as f64,
-                    2.0 * ends.active_parameter_count as f64,
-                ),
+                token_ms: self.ends_ms(streams),
             },
             links: self.links(),
-            hidden_bytes: 4 * u64::from(facts.hidden),
+            window_bytes: 2 * facts.largest_layer_bytes,
+            hidden_bytes: 4 * u64::from(facts.hidden) * u64::from(streams),
             prompt: Prompt {
                 tokens: prompt_tokens,
                 chunk_tokens: passes.chunk_tokens.min(prompt_tokens).max(1),
@@ -94,32 +104,14 @@ impl Members<'_> {
         planning.demand.worker_scratch_bytes() + others
     }
 
-    /// Milliseconds of a step of `batch` streams in all layers and hops of a ring.
-    pub(super) fn pass_ms(
-        &self,
-        planning: &RingPlanning<'_>,
-        choice: &crate::halda::Choice,
-        batch: u32,
-    ) -> f64 {
-        let context = planning.estimator.stream_tokens();
-        let links = self.links();
-        let bytes = 4.0 * f64::from(planning.demand.facts.hidden) * f64::from(batch);
-        let mut total_ms = 0.0;
-        let mut at = 0;
-        for window in &choice.windows {
-            if window.device != at {
-                total_ms += links[at][window.device].ms(bytes);
-                at = window.device;
-            }
-            for layer in window.layers.clone() {
-                let predictor = self.predictor(planning, &self.all[at], layer as u32);
-                total_ms += predictor.decode_ms(batch, context);
-            }
-        }
-        match at {
-            0 => total_ms,
-            _ => total_ms + links[at][0].ms(bytes),
-        }
+    /// Milliseconds of embedding and output head of a step of so many streams.
+    fn ends_ms(&self, streams: u32) -> f64 {
+        let (ends, rates) = (&self.layers.ends, &self.all[0].rates);
+        let operations = Operations::of(ends, PlanMlaForm::Absorbed).total(1.0);
+        rates.ms(
+            ends.bytes.head as f64,
+            2.0 * ends.active_parameter_count as f64 * f64::from(streams),
+        ) + rates.overhead_ms(ends, operations)
     }
 
     fn times(
@@ -127,6 +119,7 @@ impl Members<'_> {
         planning: &RingPlanning<'_>,
         member: &Member<'_>,
         passes: Passes,
+        streams: u32,
     ) -> LayerTimes {
         let context = planning.estimator.stream_tokens();
         let prompt = passes.prompt_tokens.max(1);
@@ -138,7 +131,7 @@ impl Members<'_> {
                 .collect()
         };
         LayerTimes {
-            token_ms: of_layers(&|layer| layer.decode_ms(1, context)),
+            token_ms: of_layers(&|layer| layer.decode_ms(streams, context)),
             prompt_token_ms: of_layers(&|layer| {
                 layer.prefill_ms(prompt, flight) / f64::from(prompt)
             }),
@@ -160,7 +153,7 @@ impl Members<'_> {
             kept_bytes: u64::MAX,
             mapped_bytes: u64::MAX,
             experts_at: ExpertsAt::Device,
-            mla_form: hearth_crds::PlanMlaForm::Absorbed,
+            mla_form: PlanMlaForm::Absorbed,
         }
     }
 
@@ -174,7 +167,10 @@ impl Members<'_> {
 fn link(from: &Member<'_>, to: &Member<'_>) -> Link {
     let between = match from.n == to.n {
         true => LOOPBACK,
-        false => measured_link(from.node, to.node).unwrap_or(UNMEASURED_LINK),
+        false => measured_link(from.node, to.node).map_or(UNMEASURED_LINK, |link| Link {
+            latency_ms: link.rtt_us / 2e3,
+            gbps: link.gbps,
+        }),
     };
     let mut link = Link {
         latency_ms: between.latency_ms + MESSAGE_MS,
@@ -191,20 +187,6 @@ fn link(from: &Member<'_>, to: &Member<'_>) -> Link {
         }
     }
     link
-}
-
-/// The link between two nodes as either of them measured it. Values that no link has are as good as none: one odd profile
-/// must not keep all rings from being planned.
-pub(super) fn measured_link(from: &NodeProfileStatus, to: &NodeProfileStatus) -> Option<Link> {
-    let of = |at: &NodeProfileStatus, peer: &NodeProfileStatus| {
-        let mut links = at.links.iter().filter(|link| link.is_possible());
-        let link = links.find(|link| link.peer == peer.node)?;
-        Some(Link {
-            latency_ms: link.rtt_us / 2e3,
-            gbps: link.gbps,
-        })
-    };
-    of(from, to).or_else(|| of(to, from))
 }
 
 /// Bytes of a layer's KV that there must be room for: what the spec says, or else that of one whole context.

@@ -2,11 +2,12 @@
 
 use hearth_crds::{PlanPrediction, PlanRank, PlanRole, format_bytes};
 
-use super::problem::{UNMEASURED_LINK, measured_link};
+use super::problem::UNMEASURED_LINK;
 use super::write::Kept;
 use super::{Chosen, RingPlanning, too_old};
 use crate::draft::{Draft, ranks_of};
-use crate::halda::Dropped;
+use crate::halda::{Dropped, Share};
+use crate::link::measured_link;
 use crate::numerics::of_rank;
 use crate::sentences::{gateways, moment, ms, objectives};
 
@@ -106,7 +107,7 @@ fn members((chosen, kept): (&Chosen<'_>, &[Kept]), ranks: &[PlanRank], why: &mut
                         ", {} of it for what is read from disk for each token, ahead of its use",
                         format_bytes(bytes)
                     ),
-                    None => ", other experts read from disk as they are chosen".to_owned(),
+                    None => read_as_chosen(&chosen.choice.shares[chosen.choice.order[place]]),
                 }
             ),
         };
@@ -120,6 +121,17 @@ fn members((chosen, kept): (&Chosen<'_>, &[Kept]), ranks: &[PlanRank], why: &mut
             if chosen.layers(place) == 1 { "" } else { "s" },
             windows.join(", ")
         ));
+    }
+}
+
+/// What a member with experts reads for each token.
+fn read_as_chosen(share: &Share) -> String {
+    match share.overflow_bytes.saturating_sub(share.expert_bytes) {
+        0 => ", other experts read from disk as they are chosen".to_owned(),
+        beyond => format!(
+            ", experts read from disk as they are chosen, and for each token {} of the others",
+            format_bytes(beyond)
+        ),
     }
 }
 
@@ -206,21 +218,27 @@ fn left_out(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
 fn with_dropped(chosen: &Chosen<'_>, dropped: &Dropped) -> String {
     let tpot_ms = chosen.choice.tpot_ms;
     let name = &chosen.members.all[dropped.device].name;
+    let ttft = dropped.with_ttft_ms.map_or_else(String::new, ttft);
     match dropped.with_tpot_ms {
         // Less than a thousandth faster is no reason to have one more machine that may fail.
         Some(with_ms) if with_ms <= tpot_ms => {
             format!(
-                "{name} in the ring: no faster, predicted TPOT {}",
+                "{name} in the ring: no faster, predicted TPOT {}{ttft}",
                 ms(with_ms)
             )
         }
         Some(with_ms) => format!(
-            "{name} in the ring: predicted TPOT {} against {}",
+            "{name} in the ring: predicted TPOT {} against {}{ttft}",
             ms(with_ms),
             ms(tpot_ms)
         ),
         None => format!("{name} in the ring: no split of the layers fits with it"),
     }
+}
+
+/// The end of a sentence about a ring that was not chosen. Its flights are the longest, and not those of least time.
+fn ttft(ttft_ms: f64) -> String {
+    format!(", TTFT {}", ms(ttft_ms))
 }
 
 /// What GPUs that a choice left out would have made of its ring.
@@ -235,9 +253,10 @@ pub(super) fn other_ring(what: &str, other: Option<&Chosen<'_>>, chosen: &Chosen
     let chosen_ms = ms(chosen.choice.tpot_ms);
     match other {
         Some(other) => format!(
-            "{what} ({}): predicted TPOT {} against {chosen_ms}",
+            "{what} ({}): predicted TPOT {} against {chosen_ms}{}",
             names(other, &other.choice.order),
-            ms(other.choice.tpot_ms)
+            ms(other.choice.tpot_ms),
+            ttft(other.choice.ttft_ms)
         ),
         None => format!("{what}: no ring of them fits"),
     }
@@ -254,14 +273,15 @@ fn alternatives(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
             rounds => format!("{rounds} times around"),
         };
         not_chosen.push(format!(
-            "{} over {}, {rounds}: predicted TPOT {} against {}",
+            "{} over {}, {rounds}: predicted TPOT {} against {}{}",
             match other.order.len() {
                 1 => "one worker",
                 _ => "piped ring",
             },
             names(chosen, &other.order),
             ms(other.tpot_ms),
-            ms(choice.tpot_ms)
+            ms(choice.tpot_ms),
+            ttft(other.ttft_ms)
         ));
     }
 }

@@ -10,7 +10,7 @@ use super::problem::kv_layer_bytes;
 use super::{Chosen, Passes, RingPlanning, why};
 use crate::draft::{Draft, RankHost, Written};
 use crate::gpus::GpuSlot;
-use crate::halda::{Problem, Window};
+use crate::halda::{Problem, Simulator, Window};
 use crate::memory::{BLOCK_TOKENS, GpuNeed, NodeBudget, free_bytes, padded_on_gpu};
 use crate::node_ranks::{Device, NodeRanks};
 use crate::place::Placement;
@@ -295,8 +295,10 @@ impl RingPlanning<'_> {
 
     fn predict(&self, chosen: &Chosen<'_>, ranks: &mut [PlanRank]) -> PlanPrediction {
         let (batch, choice) = (self.demand.max_batch, &chosen.choice);
-        let pass_ms = chosen.members.pass_ms(self, choice, batch);
-        let tokens_per_second = rounded(f64::from(batch) / pass_ms * 1e3);
+        let of_batch = chosen.members.problem_of(self, chosen.passes, batch);
+        let step_ms = Simulator::new(&of_batch).tpot_ms(&choice.windows);
+        let step_ms = step_ms.unwrap_or(choice.tpot_ms * f64::from(batch));
+        let tokens_per_second = rounded(f64::from(batch) / step_ms * 1e3);
         let tpot_ms = rounded(choice.tpot_ms);
         for head in ranks.iter_mut().filter(|r| r.role == PlanRole::Decode) {
             head.predicted = Some(RankPrediction {

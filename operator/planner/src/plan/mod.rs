@@ -1,8 +1,10 @@
 //! The planner's entry point: from its input to a plan.
 
+mod auto_ring;
+mod spare;
 mod together;
 
-use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType, ScalingMode, Strategy};
+use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType, Strategy};
 
 use crate::advice;
 use crate::candidates::Asked;
@@ -18,17 +20,16 @@ use crate::numerics::alike;
 use crate::piped_ring::{self, RingPlanning};
 use crate::place::{NoRoom, Objection, Refused, Wanted, place};
 
+pub use spare::plan;
+
 /// Prompt tokens per step of a prefill rank: enough for matrix products to be compute-bound.
 const PREFILL_CHUNK_TOKENS: u32 = 512;
 
-/// Computes the plan.
-///
-/// Pure and deterministic; the order of `profiles` does not matter. `endpoint` of each rank is `None`: the executor
-/// fills it in before publishing the plan.
+/// The plan that counts on all memory that is available now.
 ///
 /// # Errors
-/// [`PlanError`] with the numbers that do not fit and a change that has been tried and does.
-pub fn plan(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
+/// [`PlanError`].
+fn plan_with(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     let spec = input.spec;
     check_strategy(spec)?;
     piped_ring::check(spec)?;
@@ -80,17 +81,18 @@ struct Planning<'a> {
 }
 
 impl Planning<'_> {
-    /// The plan that the spec's strategy asks for. With Auto that is a ring where no node holds the model.
+    /// The plan that the spec's strategy asks for. With Auto that is a ring where no node holds the model, and where one would
+    /// have to read it from its disk for each token and a ring is faster.
     fn chosen(&self) -> Result<InferencePlanSpec, PlanError> {
-        if self.input.spec.strategy == Strategy::PipedRing {
+        let strategy = self.input.spec.strategy;
+        if strategy == Strategy::PipedRing {
             return self.ring().plan("as spec.strategy says");
         }
-        let refused = match self.best() {
-            Err(refused) if self.may_be_ring(&refused) => refused,
-            decided => return decided,
-        };
-        let plan = self.ring().plan("no node holds the model");
-        plan.map_err(|_| refused)
+        match self.best() {
+            Err(refused) if strategy == Strategy::Auto => self.ring_instead(refused),
+            Ok(alone) if strategy == Strategy::Auto => Ok(self.or_ring(alone)),
+            decided => decided,
+        }
     }
 
     fn ring(&self) -> RingPlanning<'_> {
@@ -101,21 +103,6 @@ impl Planning<'_> {
             key_type: self.key_type,
             value_type: self.value_type,
         }
-    }
-
-    /// Whether a ring may be planned after this refusal: memory is short, and the spec asks for nothing that a ring lacks.
-    fn may_be_ring(&self, refused: &PlanError) -> bool {
-        let (spec, nodes) = (self.input.spec, self.estimator.nodes());
-        let is_short_of_memory = matches!(refused, PlanError::InsufficientMemory { .. });
-        let candidates = self.asked.candidates(false, self.demand.reader_version);
-        let scaling = spec.decode.scaling.as_ref();
-        let is_scaled = scaling.is_some_and(|scaling| scaling.mode == ScalingMode::External);
-        spec.strategy == Strategy::Auto
-            && is_short_of_memory
-            && nodes.len() > 1
-            && candidates.contains(&Devices::CPUS)
-            && spec.decode.planned_replicas() == 1
-            && !is_scaled
     }
 
     /// The plan on the best devices with room. Experts that stay in the node's memory while the rest is on a GPU are

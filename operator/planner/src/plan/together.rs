@@ -2,7 +2,7 @@
 
 use hearth_crds::{
     FieldError, InferencePlanSpec, MOST_WAITING_BYTES, PEERS_VERSION, PlanRole, PrefillMode,
-    ScalingMode, format_bytes,
+    ScalingSpec, format_bytes,
 };
 
 use super::Planning;
@@ -171,7 +171,7 @@ impl Planning<'_> {
         let scaling = prefill.scaling.as_ref();
         prefill.mode == PrefillMode::Auto
             && prefill.gpus_per_worker.is_none()
-            && scaling.is_none_or(|scaling| scaling.mode != ScalingMode::External)
+            && !scaling.is_some_and(ScalingSpec::is_dynamic)
             && wanted.prefill == 1
             && wanted.devices.prefill.is_streaming()
     }

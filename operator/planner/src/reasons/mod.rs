@@ -5,7 +5,8 @@ mod gpus;
 mod peers;
 
 use hearth_crds::{
-    NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode, format_bytes,
+    NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode, Strategy,
+    format_bytes,
 };
 
 use crate::cpus::{CpuLack, core_count, format_cpu_list};
@@ -36,7 +37,7 @@ pub(crate) fn write(
     objectives(&draft.input.spec.objectives, predicted, &mut why);
     let mut not_chosen = Vec::new();
     gpus::not_chosen(draft, ranks, &mut not_chosen);
-    rings(draft, &mut not_chosen);
+    rings(draft, ranks, &mut not_chosen);
     prefill_alternatives(draft, ranks, predicted, &mut not_chosen);
     pinning_alternative(draft, predicted, &mut not_chosen);
     (why, not_chosen)
@@ -240,7 +241,7 @@ fn route(draft: &Draft<'_>, ranks: &[PlanRank], routing: &PlanRouting, why: &mut
     ));
 }
 
-fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
+fn rings(draft: &Draft<'_>, ranks: &[PlanRank], not_chosen: &mut Vec<String>) {
     let total = format_bytes(draft.demand.facts.bytes.total());
     if draft.nodes.len() < 2 {
         not_chosen.push(format!(
@@ -248,15 +249,17 @@ fn rings(draft: &Draft<'_>, not_chosen: &mut Vec<String>) {
         ));
         return;
     }
-    let why = if draft.is_prefetching() {
-        "one node reads what it has no room for from its disk; write strategy: PipedRing to plan a ring".to_owned()
-    } else {
-        format!(
-            "the weights ({total}) fit on one node, and each additional node would add a round trip to every token"
-        )
-    };
+    if ranks.iter().any(|rank| rank.disk_weight_bytes() > 0) {
+        // With Auto one is planned to compare.
+        if draft.input.spec.strategy == Strategy::Hybrid {
+            not_chosen.push(
+                "a piped ring, so that no node reads from its disk what it has no room for: spec.strategy is Hybrid; Auto compares both".to_owned(),
+            );
+        }
+        return;
+    }
     not_chosen.push(format!(
-        "piped ring over {} nodes: {why}",
+        "piped ring over {} nodes: the weights ({total}) fit on one node, and each additional node would add a round trip to every token",
         draft.nodes.len()
     ));
 }

@@ -1,7 +1,8 @@
 //! Sentences about GPUs that read prompts together.
 
 use hearth_crds::{
-    DurationText, PlanExpertParallel, PlanRank, PlanRole, PlanRouting, format_bytes,
+    DurationText, PlanExpertParallel, PlanKvGather, PlanPeers, PlanRank, PlanRole, PlanRouting,
+    format_bytes,
 };
 
 use crate::draft::{Draft, ranks_of};
@@ -20,7 +21,8 @@ pub(super) fn used(
     };
     why.extend(group(draft, &members));
     why.extend(times(draft, head));
-    why.extend(when(draft, routing, head));
+    why.extend(kv(draft, &members));
+    why.extend(when(draft, routing, &members));
 }
 
 fn group(draft: &Draft<'_>, members: &[&PlanRank]) -> Option<String> {
@@ -29,24 +31,63 @@ fn group(draft: &Draft<'_>, members: &[&PlanRank]) -> Option<String> {
         let gpu = draft.slot_of(rank).map_or("-", |slot| &slot.gpu.name);
         format!("{} on {gpu} of {}", rank.name, rank.node)
     });
-    let follower = members.last()?.residency.as_ref()?;
+    let facts = draft.demand.facts;
     let experts = draft.demand.experts_of_share(peers.ranks);
-    let of = draft.demand.facts.experts;
+    let of = facts.experts;
+    let follower_bytes = share_bytes(draft, members.last()?)?;
     let way = match peers.experts {
         PlanExpertParallel::SmallEp => {
             "all rows go to all of them and come back summed (SmallEP)".to_owned()
         }
         PlanExpertParallel::Ep => format!(
             "rows go to the GPUs of the {} experts that a token chooses (EP), which is less than all rows to all {} GPUs",
-            draft.demand.facts.experts_per_token, peers.ranks
+            facts.experts_per_token, peers.ranks
         ),
     };
     Some(format!(
         "{} GPUs read prompts together: {}; each computes its part of the tokens and streams at most {experts} of a layer's {of} experts, a follower {} from its node's memory; {way}",
         peers.ranks,
         each.collect::<Vec<_>>().join(", "),
-        format_bytes(follower.host_bytes),
+        format_bytes(follower_bytes),
     ))
+}
+
+/// Bytes of weights that a follower reads from its node's memory for a prompt that all read: without the experts for which it
+/// stands in.
+fn share_bytes(draft: &Draft<'_>, rank: &PlanRank) -> Option<u64> {
+    let (facts, peers) = (draft.demand.facts, rank.peers.as_ref()?);
+    let host_bytes = rank.residency.as_ref()?.host_bytes;
+    if !peers.stands_in {
+        return Some(host_bytes);
+    }
+    let own = u64::from(draft.demand.experts_of_share(peers.ranks));
+    let own_bytes = own * u64::from(facts.routed_layers()) * facts.expert_bytes();
+    Some(host_bytes.saturating_sub(facts.bytes.routed_experts) + own_bytes)
+}
+
+/// Who reads prompts while a peer is lost.
+fn without_one(members: &[&PlanRank], peers: &PlanPeers) -> String {
+    let stands_in = |rank: &&&PlanRank| rank.peers.as_ref().is_some_and(|own| own.stands_in);
+    let stand_ins: Vec<&str> = members
+        .iter()
+        .filter(stands_in)
+        .map(|rank| &*rank.name)
+        .collect();
+    let name = &members[0].name;
+    let sizes = match peers.experts {
+        PlanExpertParallel::SmallEp => "as many of those that are left as are a power of two",
+        PlanExpertParallel::Ep => "those that are left",
+    };
+    match stand_ins.as_slice() {
+        [] => format!("without all of them {name} reads prompts alone"),
+        all if all.len() + 1 == members.len() => {
+            format!("without one of them {sizes} read on, or {name} alone")
+        }
+        some => format!(
+            "without one of them {sizes} of {name}, {} read on, whose nodes have all experts in memory, or {name} alone",
+            some.join(", ")
+        ),
+    }
 }
 
 fn times(draft: &Draft<'_>, head: &PlanRank) -> Option<String> {
@@ -63,11 +104,33 @@ fn times(draft: &Draft<'_>, head: &PlanRank) -> Option<String> {
     ))
 }
 
-fn when(draft: &Draft<'_>, routing: &PlanRouting, head: &PlanRank) -> Option<String> {
+/// How keys and values come to all, where that is a question: some of them are on one node, and others elsewhere.
+fn kv(draft: &Draft<'_>, members: &[&PlanRank]) -> Option<String> {
+    let on_node = |node: &str| members.iter().filter(|rank| rank.node == node).count();
+    let largest = members.iter().map(|rank| on_node(&rank.node)).max()?;
+    if largest == 1 || largest == members.len() {
+        return None;
+    }
+    let tokens = draft.long_prompt_tokens();
+    let exchange_ms = |gather| Some(draft.gathered(tokens, gather)?.exchange_ms);
+    let direct = ms(exchange_ms(PlanKvGather::Direct)?);
+    let passed_on = ms(exchange_ms(PlanKvGather::PassedOn)?);
+    Some(match members.first()?.peers.as_ref()?.kv {
+        PlanKvGather::PassedOn => format!(
+            "keys and values go to one GPU of each other node, which passes them on: with them {tokens} tokens take {passed_on} between the GPUs, and {direct} if each GPU sent its own to each other"
+        ),
+        PlanKvGather::Direct => format!(
+            "keys and values go from each GPU to each other: with them {tokens} tokens take {direct} between the GPUs, and {passed_on} if each went to a node once and was passed on there"
+        ),
+    })
+}
+
+fn when(draft: &Draft<'_>, routing: &PlanRouting, members: &[&PlanRank]) -> Option<String> {
+    let head = members.first()?;
     let quiet = std::time::Duration::from_millis(routing.together_after_quiet_ms?);
     let prefill = &draft.input.spec.prefill;
     let name = &head.name;
-    let without = format!("without all of them {name} reads prompts alone");
+    let without = without_one(members, head.peers.as_ref()?);
     Some(match (quiet.is_zero(), prefill.quiet_window) {
         (true, None) => {
             format!("prompts of {name} are read together, as spec.prefill.mode says; {without}")

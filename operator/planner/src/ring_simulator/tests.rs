@@ -37,6 +37,7 @@ fn problem(memory_bytes: u64) -> Problem {
             token_ms: 3.0,
         },
         links: vec![vec![link; 2]; 2],
+        window_bytes: 0,
         hidden_bytes: 1,
         prompt: Prompt {
             tokens: 8,
@@ -117,6 +118,18 @@ fn in_rounds_all_is_read_while_others_compute() {
 }
 
 #[test]
+fn flights_wait_for_the_one_before_on_a_slow_link() {
+    let mut problem = problem(20 * MB);
+    problem.prompt.flight_tokens = 2;
+    let ttft_ms = |problem: &Problem| Simulator::new(problem).ttft_ms(&windows(2)).round();
+    // The last of four flights leaves the first device at 16, is there at 17, and 4 later on its way back.
+    assert_eq!(ttft_ms(&problem), 16.0 + 1.0 + 4.0 + 1.0 + 3.0);
+    // Each takes 10 ms on the link, one after the other.
+    problem.links[0][1].gbps = 2e-7;
+    assert_eq!(ttft_ms(&problem), 4.0 + 40.0 + 1.0 + 4.0 + 1.0 + 3.0);
+}
+
+#[test]
 fn mapping_what_was_read_takes_time_of_the_device() {
     let mut problem = short_of_memory();
     for device in &mut problem.devices {
@@ -137,6 +150,58 @@ fn chosen_experts_are_never_read_ahead() {
     // 4 MB of a device's 18 MB of experts are missing: each layer waits for so much of 5 MB.
     let wait_ms: f64 = 4.0 * 5.0 * 4.0 / 18.0;
     assert_eq!(tpot_ms(&problem, 1), 15.0 + (wait_ms * 1e3).round() / 1e3);
+}
+
+#[test]
+fn beyond_all_experts_what_each_token_needs_is_read_too() {
+    let tpot_ms = |memory_bytes| {
+        let mut problem = problem(memory_bytes);
+        for layer in &mut problem.layers {
+            layer.read_bytes = 6 * MB;
+            layer.routed_bytes = 5 * MB;
+        }
+        tpot_ms(&problem, 1)
+    };
+    // 14 MB of a device's 18 MB of experts are missing, and beside the 5 MB of the layer at work there is room for 1 of the
+    // 2 MB that each token needs.
+    let experts_ms: f64 = 4.0 * 5.0 * 14.0 / 18.0;
+    assert_eq!(
+        tpot_ms(6 * MB),
+        15.0 + 2.0 + (experts_ms * 1e3).round() / 1e3
+    );
+    // Nothing stays.
+    assert_eq!(tpot_ms(MB), 15.0 + 4.0 * 6.0);
+}
+
+#[test]
+fn a_device_without_experts_reads_ahead_though_others_have_some() {
+    let mut problem = problem(15 * MB);
+    for layer in &mut problem.layers[2..] {
+        layer.read_bytes = 6 * MB;
+        layer.routed_bytes = 5 * MB;
+    }
+    problem.devices[1].memory_bytes = 20 * MB;
+    let share = Simulator::new(&problem).shares(&windows(2))[0];
+    assert_eq!((share.overflow_bytes, share.expert_bytes), (5 * MB, 0));
+    assert_eq!(share.read_ahead_bytes, 15 * MB);
+    // 20 MB pass through, of which 15 are read while the other device is at work, and the rest while a layer is computed.
+    let waits_ms = tpot_ms(&problem, 2) - 13.0;
+    assert!(waits_ms > 0.0 && waits_ms < 10.0, "{waits_ms}");
+}
+
+#[test]
+fn what_weights_pass_through_must_have_room_beside_kv() {
+    let mut problem = short_of_memory();
+    let windows = windows_of(24, 12);
+    let fits = |problem: &Problem| Simulator::new(problem).tpot_ms(&windows).is_some();
+    problem.window_bytes = 20 * MB;
+    assert!(fits(&problem));
+    for layer in &mut problem.layers {
+        layer.kv_bytes = 5 * MB;
+    }
+    assert!(fits(&problem), "60 MB of KV, and 20 MB beside it");
+    problem.window_bytes += 1;
+    assert!(!fits(&problem));
 }
 
 #[test]

@@ -70,6 +70,8 @@ impl Machine {
             memory: MemoryProfile {
                 total_bytes: self.available_bytes + GIB,
                 available_bytes: self.available_bytes,
+                least_available_bytes: None,
+                least_over_seconds: 0,
                 read_one_thread_gbps: self.one_thread_gbps,
                 read_all_threads_gbps: self.socket_gbps * f64::from(self.sockets),
             },
@@ -79,13 +81,14 @@ impl Machine {
                 bf16_all_threads_gflops: self.core_gflops * 4.0 / 9.0 * f64::from(cores),
                 f32_one_thread_gflops: self.core_gflops,
                 f32_all_threads_gflops: self.core_gflops * f64::from(cores),
+                ..ComputeProfile::default()
             },
             gpus: Vec::new(),
             disks: vec![DiskProfile {
                 path: "/models".into(),
                 read_gbps: 3.0,
                 free_bytes: 500 * GIB,
-                cached_bytes: None,
+                ..DiskProfile::default()
             }],
             links: Vec::new(),
             measured_at: "2026-11-20T12:00:00Z".into(),

@@ -4,9 +4,9 @@
 use hearth_controller_core::observed::ScalerView;
 use hearth_controller_core::plan_record::model_key_of_raw;
 use hearth_crds::{
-    HttpSource, InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus,
-    InferencePlan, InferencePlanSpec, InferencePoolScalerSpec, NodeProfileStatus, READER_VERSION,
-    ReadError, SecretRef, read_versioned_value,
+    HttpSource, HuggingFaceSource, InferenceDeployment, InferenceDeploymentSpec,
+    InferenceDeploymentStatus, InferencePlan, InferencePlanSpec, InferencePoolScalerSpec,
+    NodeProfileStatus, READER_VERSION, ReadError, SecretRef, read_versioned_value,
 };
 use kube::api::ObjectMeta;
 use serde::{Deserialize, Deserializer};
@@ -109,12 +109,21 @@ impl<'de> Deserialize<'de> for LeanDeployment {
 /// Name in the nodes' stores of the model that a spec fetches, read from as little of the spec as possible: whatever
 /// else is new or wrong there, the model is in use.
 fn model_key_in(spec: &Value, namespace: &str) -> Option<String> {
-    let http = spec.pointer("/model/source/http")?;
-    let text = |field: &str| Some(http.pointer(field)?.as_str()?.to_owned());
+    let source = spec.pointer("/model/source")?;
+    let text = |field: &str| Some(source.pointer(field)?.as_str()?.to_owned());
+    if source.get("http").is_none() {
+        let hub = HuggingFaceSource {
+            repo: text("/huggingFace/repo")?,
+            revision: text("/huggingFace/revision"),
+            token_secret_ref: text("/huggingFace/tokenSecretRef/name")
+                .map(|name| SecretRef { name }),
+        };
+        return Some(hub.store_key(namespace));
+    }
     let source = HttpSource {
-        url: text("/url")?,
-        sha256: text("/sha256")?,
-        secret_ref: text("/secretRef/name").map(|name| SecretRef { name }),
+        url: text("/http/url")?,
+        sha256: text("/http/sha256")?,
+        secret_ref: text("/http/secretRef/name").map(|name| SecretRef { name }),
     };
     Some(source.store_key(namespace))
 }
@@ -279,6 +288,21 @@ mod tests {
         .unwrap();
         let unreadable = lean.into_read().unwrap_err();
         assert_eq!(unreadable.model_key, Some(source.store_key("team")));
+        let hub = HuggingFaceSource {
+            repo: "a/b".to_owned(),
+            revision: None,
+            token_secret_ref: Some(SecretRef {
+                name: "hub".to_owned(),
+            }),
+        };
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "metadata": {"name": "demo", "namespace": "team", "uid": "u"},
+            "spec": {"model": {"fromTheFuture": 1, "source": {"huggingFace": {"repo": "a/b",
+                "tokenSecretRef": {"name": "hub"}}}}},
+        }))
+        .unwrap();
+        let unreadable = lean.into_read().unwrap_err();
+        assert_eq!(unreadable.model_key, Some(hub.store_key("team")));
         let plan: LeanPlan = serde_json::from_value(json!({
             "metadata": {"name": "demo-1", "uid": "p", "annotations": {"hearth.dev/model-key": "0123"}},
             "spec": {"minVersion": 99},

@@ -151,7 +151,7 @@ impl<G: AgentDirectory> Agents<G> {
     }
 
     /// What `agent` needs to know of `peer`.
-    async fn link_end(&self, agent: &Agent, peer: &Agent) -> Result<LinkEnd, String> {
+    pub(super) async fn link_end(&self, agent: &Agent, peer: &Agent) -> Result<LinkEnd, String> {
         let key = self.public_key(agent).await?;
         let now = Timestamp::now();
         let certificate = self.authority.link(agent.node(), &key, now).await;

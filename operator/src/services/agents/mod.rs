@@ -1,8 +1,9 @@
 //! The operator's side of the agents on the nodes: it reads their measurements and writes them as NodeProfiles, has
-//! them measure their links to each other ([`links`]), has them fetch models behind URLs, and has them drop those that are no longer used. Agents have no permissions in the
+//! them measure their links to each other ([`links`]), has them fetch models behind URLs and of a hub, or from each other
+//! ([`seeds`]), and has them drop those that are no longer used. Agents have no permissions in the
 //! cluster, so the operator calls them, by gRPC over mutual TLS. Each proves its Pod's identity by a token
 //! ([`identity`]) and presents a certificate of its own node, which the operator issues in return ([`calls`]); a
-//! Secret that opens a URL is read for the one call that needs it ([`secrets`]).
+//! Secret that opens one is read for the one call that needs it ([`secrets`]).
 //!
 //! NodeProfiles are owned by their Nodes: the cluster removes them when a node leaves.
 
@@ -14,6 +15,8 @@ mod links;
 mod profile;
 pub(crate) mod ranges;
 mod secrets;
+mod seeds;
+mod spare;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -21,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use calls::Certified;
-use fetches::{Fetches, Poll, view_of};
+use fetches::{Answer, Fetches, Poll, answer_of};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use hearth_controller_core::key::Key;
@@ -30,9 +33,11 @@ use hearth_controller_core::names::{
     WORKER_PORT, host_port,
 };
 use hearth_controller_core::observed::{AgentEndpoint, FetchView, Settings};
-use hearth_crds::{API_VERSION, HttpSource, NodeProfile, NodeProfileSpec, NodeProfileStatus};
+use hearth_crds::{API_VERSION, ModelSource, NodeProfile, NodeProfileSpec, NodeProfileStatus};
 use hearth_transport::Endpoint;
-use hearth_transport::v1::{ModelRequest, ProfileRequest, RetainRequest};
+use hearth_transport::v1::{
+    Credentials, HubRepository, ModelRequest, ModelState, ProfileRequest, RetainRequest,
+};
 use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Client;
@@ -40,11 +45,18 @@ use kube::api::{Api, Patch, PatchParams};
 use links::Links;
 use profile::due_profile;
 use serde_json::json;
+use spare::Spares;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::services::authority::Authority;
+use crate::telemetry::cluster::Fetch;
 
+use secrets::{HUB_SECRET, SecretField, URL_SECRET};
+
+/// Message about an agent that takes no notice of a hub's repository.
+const NO_HUB: &str = "its agent is of an older version, which fetches no models of a hub: let the DaemonSet hearth-agent have \
+                      the worker image of the operator's version";
 /// Interval at which a node's profile is read.
 const PROFILE_EVERY: Duration = Duration::from_secs(60);
 /// Interval at which it is read as long as the node has not been measured.
@@ -98,10 +110,13 @@ pub(crate) struct Agents<G> {
     slots: Semaphore,
     fetches: Mutex<Fetches>,
     links: Links,
+    spares: Spares,
     /// Agents that were issued a certificate, by node.
     certified: Mutex<BTreeMap<String, Certified>>,
     /// The cluster's address ranges that do not depend on its nodes.
     ranges: Vec<IpNet>,
+    /// Address of the hub that repositories are fetched from.
+    hub_endpoint: String,
     /// Service ranges that the API server last reported.
     services: Mutex<Vec<IpNet>>,
 }
@@ -138,8 +153,10 @@ impl<G: AgentDirectory> Agents<G> {
             slots: Semaphore::new(CONCURRENCY),
             fetches: Mutex::default(),
             links: Links::default(),
+            spares: Spares::default(),
             certified: Mutex::default(),
             ranges: settings.cluster_ranges.clone(),
+            hub_endpoint: settings.hub_endpoint.clone(),
             services: Mutex::default(),
         }
     }
@@ -176,8 +193,13 @@ impl<G: AgentDirectory> Agents<G> {
         self.lock().views(key)
     }
 
-    /// Has the agents of `nodes` keep the model for a deployment. Without a source it no longer wants any.
-    pub(crate) fn want(&self, deployment: &Key, source: Option<&HttpSource>, nodes: &[String]) {
+    /// Progress of all models that deployments want.
+    pub(crate) fn all_fetches(&self) -> Vec<Fetch> {
+        self.lock().all()
+    }
+
+    /// Has the agents of `nodes` keep the model for a deployment. With a source that is not fetched it wants none.
+    pub(crate) fn want(&self, deployment: &Key, source: &ModelSource, nodes: &[String]) {
         self.lock().want(deployment, source, nodes);
     }
 
@@ -201,7 +223,9 @@ impl<G: AgentDirectory> Agents<G> {
                 }
             }
             let agents = self.agents();
-            asked.retain(|node, _| agents.iter().any(|agent| agent.node() == *node));
+            let has_agent = |node: &str| agents.iter().any(|agent| agent.node() == node);
+            asked.retain(|node, _| has_agent(node));
+            self.spares.retain(has_agent);
             let now = Instant::now();
             if looked.is_none_or(|at| now.duration_since(at) >= PROFILE_EVERY) {
                 looked = Some(now);
@@ -259,11 +283,11 @@ impl<G: AgentDirectory> Agents<G> {
     async fn ask_models(&self, node: String, agent: Option<Agent>, polls: Vec<Poll>) -> String {
         let _slot = self.slots.acquire().await;
         for poll in polls {
-            let view = match &agent {
+            let answer = match &agent {
                 Some(agent) => self.ask_model(agent, &poll).await,
-                None => FetchView::Unknown(format!("node {node} has no running agent")),
+                None => FetchView::Unknown(format!("node {node} has no running agent")).into(),
             };
-            let woken = self.lock().learn(&poll, view, Instant::now());
+            let woken = self.lock().learn(&poll, answer, Instant::now());
             woken
                 .iter()
                 .for_each(|deployment| self.directory.wake(deployment));
@@ -316,6 +340,8 @@ impl<G: AgentDirectory> Agents<G> {
         // Links are known here alone.
         measured.links = self.links_of(agent.node(), stored.as_ref());
         let held = self.directory.held_bytes(agent.node());
+        self.spares
+            .hear(&mut measured, stored.as_ref(), held, Instant::now());
         let due = due_profile(stored.as_ref(), measured, held);
         // A profile of an earlier version is moved unchanged, so that nothing is replanned for it.
         let moved = stored.filter(|_| self.directory.is_profile_in_spec(agent.node()));
@@ -407,36 +433,64 @@ impl<G: AgentDirectory> Agents<G> {
         known.chain(self.directory.node_ranges()).collect()
     }
 
-    async fn ask_model(&self, agent: &Agent, poll: &Poll) -> FetchView {
-        let source = &poll.source;
-        let credentials = match &source.secret_ref {
-            None => None,
-            Some(secret) => {
-                match secrets::credentials(&self.client, &poll.namespace, &secret.name).await {
-                    Ok(credentials) => Some(credentials),
-                    Err(why) => return FetchView::Failed(why),
-                }
-            }
+    async fn ask_model(&self, agent: &Agent, poll: &Poll) -> Answer {
+        let mut request = match self.request(poll).await {
+            Ok(request) => request,
+            Err(why) => return FetchView::Failed(why).into(),
         };
-        let request = ModelRequest {
-            key: poll.key.clone(),
-            url: source.url.clone(),
-            sha256: source.sha256.clone(),
-            holder: source.holder(&poll.namespace),
-            credentials,
-            cluster_ranges: self.cluster_ranges(),
-        };
+        request.seed = self.seed_for(agent, poll).await;
         let called = self.call(agent, |mut stub| {
             let request = request.clone();
             async move { stub.model(request).await }
         });
         match called.await {
-            Ok(answer) => view_of(answer),
+            Ok(answer) if request.hub.is_some() && answer.state() == ModelState::Absent => {
+                FetchView::Unknown(NO_HUB.to_owned()).into()
+            }
+            Ok(answer) => answer_of(answer),
             Err(error) => FetchView::Unknown(format!(
                 "the agent of node {} does not answer: {error}",
                 agent.node()
-            )),
+            ))
+            .into(),
         }
+    }
+
+    /// The request for a model, with what opens its source.
+    async fn request(&self, poll: &Poll) -> Result<ModelRequest, String> {
+        let mut request = ModelRequest {
+            key: poll.key.clone(),
+            holder: poll.source.holder(&poll.namespace),
+            cluster_ranges: self.cluster_ranges(),
+            ..ModelRequest::default()
+        };
+        if let Some(http) = &poll.source.http {
+            request.url.clone_from(&http.url);
+            request.sha256.clone_from(&http.sha256);
+            if let Some(secret) = &http.secret_ref {
+                request.credentials = Some(self.opened_by(poll, &secret.name, URL_SECRET).await?);
+            }
+        } else if let Some(hub) = &poll.source.hugging_face {
+            request.hub = Some(HubRepository {
+                endpoint: self.hub_endpoint.clone(),
+                repo: hub.repo.clone(),
+                revision: hub.revision().to_owned(),
+                commit: poll.commit.clone(),
+            });
+            if let Some(secret) = &hub.token_secret_ref {
+                request.credentials = Some(self.opened_by(poll, &secret.name, HUB_SECRET).await?);
+            }
+        }
+        Ok(request)
+    }
+
+    async fn opened_by(
+        &self,
+        poll: &Poll,
+        secret: &str,
+        field: SecretField,
+    ) -> Result<Credentials, String> {
+        secrets::credentials(&self.client, &poll.namespace, secret, field).await
     }
 
     fn lock(&self) -> MutexGuard<'_, Fetches> {

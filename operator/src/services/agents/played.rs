@@ -10,7 +10,7 @@ use hearth_transport::v1::agent_server::Agent as AgentService;
 use hearth_transport::v1::{
     AwaitLinkRequest, AwaitLinkResponse, CertifyRequest, CertifyResponse, IdentifyRequest,
     IdentifyResponse, MeasureLinkRequest, MeasureLinkResponse, ModelRequest, ModelResponse,
-    ProfileRequest, ProfileResponse, RetainRequest, RetainResponse,
+    ProfileRequest, ProfileResponse, RetainRequest, RetainResponse, SeedRequest, SeedResponse,
 };
 use rcgen::KeyPair;
 
@@ -30,6 +30,9 @@ pub(super) struct Played {
     pub(super) measured: Mutex<Vec<MeasureLinkRequest>>,
     /// What it says of each link.
     pub(super) link: Mutex<Result<MeasureLinkResponse, Status>>,
+    /// Models that it was to give, and what it says to that.
+    pub(super) given: Mutex<Vec<SeedRequest>>,
+    pub(super) seed: Mutex<Result<SeedResponse, Status>>,
     /// TLS identity that it presents, and the nodes for which it was issued certificates.
     pub(super) tls: Mutex<Option<Tls>>,
     pub(super) certified: Mutex<Vec<String>>,
@@ -49,6 +52,8 @@ impl Default for Played {
             awaited: Mutex::default(),
             measured: Mutex::default(),
             link: Mutex::new(Err(Status::unimplemented("an older version"))),
+            given: Mutex::default(),
+            seed: Mutex::new(Err(Status::unimplemented("an older version"))),
             tls: Mutex::default(),
             certified: Mutex::default(),
             is_stuck: AtomicBool::default(),
@@ -103,6 +108,8 @@ impl AgentService for Service {
             memory: MemoryProfile {
                 total_bytes: 1000,
                 available_bytes: 700,
+                least_available_bytes: Some(300),
+                least_over_seconds: 90,
                 ..MemoryProfile::default()
             },
             measured_at: "2026-11-20T12:00:00Z".to_owned(),
@@ -158,5 +165,12 @@ impl AgentService for Service {
         measured.push(request.into_inner());
         let link = self.0.link.lock().expect("link").clone();
         link.map(Response::new)
+    }
+
+    async fn seed(&self, request: Request<SeedRequest>) -> Result<Response<SeedResponse>, Status> {
+        let mut given = self.0.given.lock().expect("given");
+        given.push(request.into_inner());
+        let seed = self.0.seed.lock().expect("seed").clone();
+        seed.map(Response::new)
     }
 }

@@ -1,6 +1,10 @@
 //! Decision whether a node's profile is rewritten: pure.
 
-use hearth_crds::NodeProfileStatus;
+use hearth_crds::{MemoryProfile, NodeProfileStatus};
+
+use super::spare::WINDOW;
+
+const HOUR_SECONDS: u32 = 3600;
 
 /// Returns the profile to be written for a node, if any. `held_bytes` is the memory requested by Hearth's Pods on it.
 ///
@@ -9,6 +13,9 @@ use hearth_crds::NodeProfileStatus;
 /// slowly. So the memory that Hearth may use lies between the two sums, with and without the Pods, and the written
 /// value stays unless it is outside of them by more than a tenth of the memory: a profile is not a clock, and each
 /// change to it causes every deployment to be replanned.
+///
+/// The least of a day ([`spare`](super::spare)) in `measured` stays as it was written for the same reason, and is never more
+/// than what is available.
 pub(super) fn due_profile(
     stored: Option<&NodeProfileStatus>,
     mut measured: NodeProfileStatus,
@@ -19,6 +26,8 @@ pub(super) fn due_profile(
     let most = least.saturating_add(held_bytes).min(total.max(least));
     let Some(stored) = stored else {
         measured.memory.available_bytes = most;
+        let memory = &mut measured.memory;
+        memory.least_available_bytes = memory.least_available_bytes.map(|bytes| bytes.min(most));
         return Some(measured);
     };
     let (before, slack) = (stored.memory.available_bytes, total / 10);
@@ -29,16 +38,47 @@ pub(super) fn due_profile(
     } else {
         before
     };
-    if available == before && hardware(stored.clone()) == hardware(measured.clone()) {
-        return None;
-    }
+    let least = steady_least(&stored.memory, &measured.memory, available);
+    let is_least_news =
+        least != stored.memory.least_available_bytes || is_longer(&stored.memory, &measured.memory);
     measured.memory.available_bytes = available;
-    Some(measured)
+    measured.memory.least_available_bytes = least;
+    let is_news = available != before
+        || is_least_news
+        || hardware(stored.clone()) != hardware(measured.clone());
+    is_news.then_some(measured)
+}
+
+/// The least that was available, as it is written if it has moved by no more than a tenth of the memory.
+fn steady_least(
+    stored: &MemoryProfile,
+    measured: &MemoryProfile,
+    available_bytes: u64,
+) -> Option<u64> {
+    let now = measured.least_available_bytes?.min(available_bytes);
+    let slack = measured.total_bytes / 10;
+    let before = stored.least_available_bytes;
+    let is_steady = |before: &u64| *before <= available_bytes && before.abs_diff(now) <= slack;
+    Some(before.filter(is_steady).unwrap_or(now))
+}
+
+/// Whether it has been watched for an hour or a day, and less is written: a least of minutes would be taken for no more
+/// than that.
+fn is_longer(stored: &MemoryProfile, measured: &MemoryProfile) -> bool {
+    let marks = [
+        HOUR_SECONDS,
+        u32::try_from(WINDOW.as_secs()).unwrap_or(u32::MAX),
+    ];
+    let mut marks = marks.into_iter();
+    let (before, now) = (stored.least_over_seconds, measured.least_over_seconds);
+    marks.any(|mark| before < mark && now >= mark)
 }
 
 /// The profile without values that change from minute to minute.
 fn hardware(mut profile: NodeProfileStatus) -> NodeProfileStatus {
     profile.memory.available_bytes = 0;
+    profile.memory.least_available_bytes = None;
+    profile.memory.least_over_seconds = 0;
     profile.measured_at = String::new();
     for numa in &mut profile.numa_nodes {
         numa.free_bytes = 0;
@@ -58,7 +98,7 @@ fn hardware(mut profile: NodeProfileStatus) -> NodeProfileStatus {
 
 #[cfg(test)]
 mod tests {
-    use hearth_crds::{CpuProfile, GpuProfile, MemoryProfile, NumaNodeProfile, PcieLink};
+    use hearth_crds::{CpuProfile, GpuProfile, NumaNodeProfile, PcieLink};
 
     use super::*;
 
@@ -119,6 +159,54 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// What is written after so many bytes at least in so many seconds, of 800 that are available.
+    fn least_after(
+        stored: (Option<u64>, u32),
+        measured: (Option<u64>, u32),
+    ) -> Option<Option<u64>> {
+        let with = |(least, seconds)| {
+            let mut profile = profile(800);
+            profile.memory.least_available_bytes = least;
+            profile.memory.least_over_seconds = seconds;
+            profile
+        };
+        let due = due_profile(Some(&with(stored)), with(measured), 0)?;
+        assert_eq!(due_profile(Some(&due), with(measured), 0), None);
+        Some(due.memory.least_available_bytes)
+    }
+
+    #[test]
+    fn the_least_of_a_day_is_written_where_it_moved_or_is_that_of_longer() {
+        const DAY: u32 = 86_400;
+        assert_eq!(least_after((None, 0), (Some(700), 60)), Some(Some(700)));
+        assert_eq!(least_after((Some(700), 60), (Some(610), 1000)), None);
+        assert_eq!(
+            least_after((Some(700), 60), (Some(599), 1000)),
+            Some(Some(599))
+        );
+        assert_eq!(
+            least_after((Some(500), DAY), (Some(601), DAY)),
+            Some(Some(601))
+        );
+        // As it was written, after an hour and a day.
+        assert_eq!(
+            least_after((Some(700), 60), (Some(650), 3600)),
+            Some(Some(700))
+        );
+        assert_eq!(
+            least_after((Some(700), 3600), (Some(650), DAY)),
+            Some(Some(700))
+        );
+        assert_eq!(least_after((Some(700), 3600), (Some(650), DAY - 1)), None);
+        // No more than there is, and nothing where an agent does not watch.
+        assert_eq!(least_after((Some(700), DAY), (Some(1000), DAY)), None);
+        assert_eq!(
+            least_after((Some(600), DAY), (Some(1000), DAY)),
+            Some(Some(800))
+        );
+        assert_eq!(least_after((Some(600), DAY), (None, 0)), Some(None));
     }
 
     #[test]

@@ -8,7 +8,25 @@ use kube::api::Api;
 /// Types of Secrets that people create; others hold data of the cluster itself, such as its tokens.
 const TYPES: [&str; 2] = ["Opaque", "kubernetes.io/basic-auth"];
 
-/// Reads the credentials for a URL from a Secret.
+/// The field that names a Secret, and what it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SecretField {
+    name: &'static str,
+    takes_user: bool,
+}
+
+/// What opens a URL: a token, or a user with a password.
+pub(super) const URL_SECRET: SecretField = SecretField {
+    name: "spec.model.source.http.secretRef",
+    takes_user: true,
+};
+/// What opens a repository of a hub: a token.
+pub(super) const HUB_SECRET: SecretField = SecretField {
+    name: "spec.model.source.huggingFace.tokenSecretRef",
+    takes_user: false,
+};
+
+/// Reads the credentials for a source from a Secret.
 ///
 /// # Errors
 /// The reason that it is unavailable, with the remedy; never with its contents.
@@ -16,22 +34,30 @@ pub(super) async fn credentials(
     client: &Client,
     namespace: &str,
     name: &str,
+    field: SecretField,
 ) -> Result<Credentials, String> {
     let api: Api<Secret> = Api::namespaced(client.clone(), namespace);
     match api.get_opt(name).await {
-        Ok(Some(secret)) => read(&secret, namespace, name),
+        Ok(Some(secret)) => read(&secret, namespace, name, field),
         Ok(None) => Err(format!(
-            "Secret {namespace}/{name} of spec.model.source.http.secretRef is not there\n  kubectl -n {namespace} create secret generic {name} --from-literal=token=…"
+            "Secret {namespace}/{name} of {} is not there\n  kubectl -n {namespace} create secret generic {name} --from-literal=token=…",
+            field.name
         )),
         Err(error) => Err(format!("Secret {namespace}/{name}: {error}")),
     }
 }
 
-fn read(secret: &Secret, namespace: &str, name: &str) -> Result<Credentials, String> {
+fn read(
+    secret: &Secret,
+    namespace: &str,
+    name: &str,
+    field: SecretField,
+) -> Result<Credentials, String> {
     let type_ = secret.type_.as_deref().unwrap_or("Opaque");
     if !TYPES.contains(&type_) {
         return Err(format!(
-            "Secret {namespace}/{name} has type {type_:?}\n  spec.model.source.http.secretRef takes {}",
+            "Secret {namespace}/{name} has type {type_:?}\n  {} takes {}",
+            field.name,
             TYPES.join(" or ")
         ));
     }
@@ -46,11 +72,14 @@ fn read(secret: &Secret, namespace: &str, name: &str) -> Result<Credentials, Str
             token,
             ..Credentials::default()
         }),
-        (None, Some(username), password) => Ok(Credentials {
+        (None, Some(username), password) if field.takes_user => Ok(Credentials {
             username,
             password: password.unwrap_or_default(),
             ..Credentials::default()
         }),
+        _ if !field.takes_user => Err(format!(
+            "Secret {namespace}/{name} holds no token\n  give it the key token, and no username"
+        )),
         _ => Err(format!(
             "Secret {namespace}/{name} does not say how to open the URL\n  give it either the key token, or username and password"
         )),
@@ -77,15 +106,19 @@ mod tests {
 
     #[test]
     fn a_token_or_a_user_opens_a_url() {
-        let of = |secret: &Secret| read(secret, "default", "nas");
+        let of = |secret: &Secret| read(secret, "default", "nas", URL_SECRET);
+        let of_hub = |secret: &Secret| read(secret, "default", "nas", HUB_SECRET);
         let token = of(&secret(None, &[("token", "t0ken\n")])).unwrap();
         assert_eq!((&*token.token, &*token.username), ("t0ken", ""));
+        assert_eq!(of_hub(&secret(None, &[("token", "t0ken")])).unwrap(), token);
         let user = secret(
             Some("kubernetes.io/basic-auth"),
             &[("username", "ann"), ("password", "pw")],
         );
         let user = of(&user).unwrap();
         assert_eq!((&*user.username, &*user.password), ("ann", "pw"));
+        let error = of_hub(&secret(None, &[("username", "ann"), ("password", "pw")]));
+        assert!(error.unwrap_err().contains("key token"));
         for pairs in [
             &[][..],
             &[("password", "pw")],
@@ -107,7 +140,8 @@ mod tests {
             "kubernetes.io/tls",
             "bootstrap.kubernetes.io/token",
         ] {
-            let error = read(&secret(Some(type_), &[("token", "pw")]), "a", "b").unwrap_err();
+            let secret = secret(Some(type_), &[("token", "pw")]);
+            let error = read(&secret, "a", "b", URL_SECRET).unwrap_err();
             assert!(error.contains(type_) && !error.contains("pw"), "{error}");
         }
     }

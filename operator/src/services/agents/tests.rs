@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::extract::{self, State};
 use axum::{middleware, response};
 use bytes::Bytes;
-use hearth_crds::SecretRef;
+use hearth_crds::{HttpSource, SecretRef};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::v1::agent_server::AgentServer;
 use hearth_transport::v1::{ModelResponse, ModelState};
@@ -26,8 +26,17 @@ use super::*;
 use crate::services::authority::AGENT_SECRET;
 use crate::services::authority::fake::{FakeApi, settings};
 
+mod hub;
 mod limits;
 mod links;
+mod seeds;
+
+fn fetched(http: &HttpSource) -> ModelSource {
+    ModelSource {
+        http: Some(http.clone()),
+        ..ModelSource::default()
+    }
+}
 
 /// Token of the Pod `uid-a` on node `a`.
 pub(super) const TOKEN: &str = "of a";
@@ -201,13 +210,13 @@ async fn stuck(
 }
 
 async fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    for _ in 0..200 {
+    for _ in 0..500 {
         if let Some(found) = look() {
             return found;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    panic!("not within 10 s: {what}");
+    panic!("not within 25 s: {what}");
 }
 
 #[tokio::test]
@@ -230,6 +239,10 @@ async fn a_measured_node_gets_its_profile_once() {
     assert_eq!(
         object["status"]["memory"]["availableBytes"], 800,
         "700 and the 100 that our Pods ask for"
+    );
+    assert_eq!(
+        object["status"]["memory"]["leastAvailableBytes"], 400,
+        "300 and those that our Pods ask for"
     );
     tokio::time::sleep(Duration::from_millis(2500)).await;
     let writes = fixture.directory.api.writes();
@@ -281,9 +294,11 @@ async fn a_fetch_is_started_followed_and_told() {
     };
     let key = source.store_key("default");
     let demo = Key::new("default", "demo");
-    fixture
-        .agents
-        .want(&demo, Some(&source), &["a".to_owned(), "gone".to_owned()]);
+    fixture.agents.want(
+        &demo,
+        &fetched(&source),
+        &["a".to_owned(), "gone".to_owned()],
+    );
     let view = |node: &str| fixture.agents.fetches(&key).remove(node);
     until("half", || {
         matches!(view("a"), Some(FetchView::Fetching { bytes: 500, .. })).then_some(())
@@ -370,7 +385,7 @@ async fn nothing_is_dropped_before_all_is_known() {
     *fixture.played.models.lock().expect("models") = vec![ModelResponse::default()];
     fixture.agents.want(
         &Key::new("default", "demo"),
-        Some(&source),
+        &fetched(&source),
         &["a".to_owned()],
     );
     *fixture.played.node.lock().expect("node") = "a".to_owned();
@@ -406,7 +421,7 @@ async fn a_secret_opens_the_url_of_its_own_namespace() {
     for deployment in [&one, &two] {
         fixture
             .agents
-            .want(deployment, Some(&source), &["a".to_owned()]);
+            .want(deployment, &fetched(&source), &["a".to_owned()]);
     }
     let (own, other) = (source.store_key("one"), source.store_key("two"));
     assert_ne!(own, other);

@@ -24,12 +24,14 @@ pub(crate) fn settings() -> Settings {
         model_cache: "/var/lib/hearth/models".to_owned(),
         host_paths: Vec::new(),
         cluster_ranges: Vec::new(),
+        hub_endpoint: "http://hub.lan".to_owned(),
         network_policies: true,
         keeps_authority: false,
         certificate_lifetime: Duration::from_secs(90 * 24 * 3600),
         nodes: NodeSettings {
             move_after: Duration::from_secs(20),
             forget_after: Duration::from_secs(300),
+            min_residence: Duration::from_secs(60),
             passing_taints: Vec::new(),
         },
     }

@@ -28,7 +28,7 @@ use hearth_controller_core::names::{
 use hearth_controller_core::observed::Settings;
 use hearth_crds::{InferenceDeployment, tls_name};
 use hearth_transport::{Tls, TlsNames};
-use issue::{Pair, Usage, public_key_of};
+use issue::{Facts, Pair, Usage, public_key_of};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Secret;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
@@ -55,8 +55,20 @@ const ATTEMPTS: usize = 5;
 pub(crate) struct Issued {
     /// Its serial number, for `Observed::certificate`.
     pub(crate) serial: String,
+    /// End of its validity.
+    pub(crate) until: Timestamp,
     /// Time by which the certificate must be checked again.
     pub(crate) again: Timestamp,
+}
+
+impl Issued {
+    fn of(facts: &Facts, again: Timestamp) -> Self {
+        Self {
+            serial: facts.serial.clone(),
+            until: facts.not_after,
+            again,
+        }
+    }
 }
 
 /// Issuer of certificates, which also renews them.
@@ -263,8 +275,8 @@ impl Authority {
         })
     }
 
-    /// Issues a certificate with which the agent of a node takes part in the measurement of one link, given its public
-    /// key as PEM: for both ends of a connection, and for minutes. It is not stored.
+    /// Issues a certificate with which the agent of a node takes part in the measurement of one link, or gives or takes a
+    /// model, given its public key as PEM: for both ends of a connection, and for minutes. It is not stored.
     pub(crate) async fn link(
         &self,
         node: &str,
@@ -281,6 +293,12 @@ impl Authority {
     /// Returns the bundle of currently trusted authorities: see [`AgentCertificate::bundle`].
     pub(crate) async fn bundle(&self, now: Timestamp) -> Result<String, AuthorityError> {
         Ok(self.keys(now).await?.bundle())
+    }
+
+    /// End of the validity of the authority that signs; `None` before it is known.
+    pub(crate) async fn until(&self) -> Option<Timestamp> {
+        let keys = self.keys.lock().await;
+        keys.as_ref().map(|keys| keys.signing.facts.not_after)
     }
 
     /// Forgets a deployment that is gone.
@@ -412,8 +430,7 @@ impl Authority {
             );
             let pair = match (due, &stored) {
                 (LeafAction::Nothing(again), Some(stored)) => {
-                    let serial = stored.leaf.facts.serial.clone();
-                    return Ok(Issued { serial, again });
+                    return Ok(Issued::of(&stored.leaf.facts, again));
                 }
                 (LeafAction::Trust, Some(stored)) => stored.pair.clone(),
                 _ => keys

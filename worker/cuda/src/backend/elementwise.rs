@@ -275,21 +275,26 @@ impl ElementwiseOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Queues a kernel that fills a tensor with the rows at an address.
-    pub(super) fn put_rows(&self, x: &CudaTensor, from: u64) -> Result<(), KernelError> {
-        if x.elements() == 0 {
+    /// Queues a kernel that copies rows from one address to another.
+    pub(super) fn put_rows(
+        &self,
+        to: u64,
+        from: u64,
+        (rows, cols): checks::Shape,
+    ) -> Result<(), KernelError> {
+        if rows * cols == 0 {
             return Ok(());
         }
         let args = Args::new()
-            .with(x.output())
+            .with(to)
             .with(from)
-            .with(x.rows as i32)
-            .with(x.cols as i32)
-            .with(x.cols as i32)
+            .with(rows as i32)
+            .with(cols as i32)
+            .with(cols as i32)
             .with(0_i32);
         let variant = Variant::plain("rows");
         let kernel = Kernel::new(&variant, "put_tile");
-        self.launch(kernel, row_grid(x.rows, x.cols), args)
+        self.launch(kernel, row_grid(rows, cols), args)
     }
 
     /// Precision in which a norm's rows are stored for products. In a recorded step a router may read them, which takes

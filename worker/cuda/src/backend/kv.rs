@@ -5,7 +5,7 @@ use hearth_kernels::ops::KvOps;
 use hearth_kernels::{BlockId, DType, KernelError, KvDType, KvLayout, MlaHeads, Span, checks};
 
 use super::elementwise::row_grid;
-use super::kv_export::CudaKvCopy;
+use super::exports::CudaHostCopy;
 use super::{CudaBackend, CudaTensor, Kernel};
 use crate::compile::Variant;
 use crate::driver::Mark;
@@ -54,7 +54,6 @@ pub(super) fn kv_type(dtype: KvDType) -> i64 {
 
 impl KvOps for CudaBackend {
     type Kv = CudaKv;
-    type KvCopy = CudaKvCopy;
 
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CudaKv, KernelError> {
         let kv = self.kv_without_trial(layout, blocks)?;
@@ -95,7 +94,7 @@ impl KvOps for CudaBackend {
         blocks: &[BlockId],
         first_token: usize,
         tokens: usize,
-    ) -> Result<CudaKvCopy, KernelError> {
+    ) -> Result<CudaHostCopy, KernelError> {
         checks::kv_layer("kv_read", &kv.layout, layer)?;
         checks::kv_blocks(
             "kv_read",
@@ -106,10 +105,7 @@ impl KvOps for CudaBackend {
             tokens,
         )?;
         let record = kv.layout.token_layer_bytes();
-        // Where the link is slower than the device, what is computed from here on waits for it, and not the host.
-        let wait = |mark: &Mark| self.queue.wait_for(mark);
-        self.kv_export.make_room(wait)?;
-        let gathered = self.buffer(tokens * record, "KV on its way")?;
+        let gathered = self.leaving(tokens * record, "KV on its way")?;
         let args = Args::new()
             .with(gathered.address())
             .with(kv.layer(layer))
@@ -119,20 +115,7 @@ impl KvOps for CudaBackend {
         let variant = kv.variant();
         let kernel = Kernel::new(&variant, "kv_gather").threads(128);
         self.launch(kernel, [tokens, 1, 1], args)?;
-        let ready = self.queue.mark(&self.marks)?;
-        self.kv_export.copy(gathered, tokens * record, &ready)
-    }
-
-    fn kv_read_is_done(&self, copy: &CudaKvCopy) -> Result<bool, KernelError> {
-        copy.is_done()
-    }
-
-    fn kv_read_wait(&self, copy: &CudaKvCopy) -> Result<(), KernelError> {
-        copy.wait()
-    }
-
-    fn kv_read_end(&self, copy: CudaKvCopy) -> Result<Vec<u8>, KernelError> {
-        copy.take()
+        self.export(gathered, tokens * record)
     }
 
     fn kv_rows(
@@ -198,6 +181,24 @@ impl KvOps for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Memory for bytes that leave the device.
+    pub(super) fn leaving(&self, bytes: usize, what: &'static str) -> Result<Buffer, KernelError> {
+        // Where the link is slower than the device, what is computed from here on waits for it, and not the host.
+        let wait = |mark: &Mark| self.queue.wait_for(mark);
+        self.exports.make_room(wait)?;
+        self.buffer(bytes, what)
+    }
+
+    /// Queues the copy of bytes to the host that were gathered by what was queued last.
+    pub(super) fn export(
+        &self,
+        gathered: Buffer,
+        bytes: usize,
+    ) -> Result<CudaHostCopy, KernelError> {
+        let ready = self.queue.mark(&self.marks)?;
+        self.exports.copy(gathered, bytes, &ready)
+    }
+
     /// As `kv_alloc`, and nothing is attended to.
     pub(super) fn kv_without_trial(
         &self,

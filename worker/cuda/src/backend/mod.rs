@@ -5,10 +5,11 @@ mod attention_wgmma;
 mod device;
 mod elementwise;
 mod experts;
+mod exports;
 mod host_order;
+mod incoming;
 mod inputs;
 mod kv;
-mod kv_export;
 mod linear;
 mod route;
 mod sampling;
@@ -31,9 +32,10 @@ use crate::recorder::Recorder;
 
 pub use device::CopyRates;
 pub use experts::{CudaBank, CudaExpertSum};
+pub use exports::CudaHostCopy;
+use exports::Exports;
+pub use incoming::CudaIncoming;
 pub use kv::CudaKv;
-pub use kv_export::CudaKvCopy;
-use kv_export::KvExport;
 pub use sampling::CudaTokens;
 pub use slots::{CudaMark, CudaSlot};
 pub use tensor::CudaTensor;
@@ -90,9 +92,11 @@ pub struct CudaBackend {
     uploader: Uploader,
     /// Copies to slots.
     loader: Arc<Uploader>,
+    /// Copies of rows to activations.
+    arrivals: Arc<Uploader>,
     files: Arc<RegisteredFiles>,
-    /// Copies of KV to the host.
-    kv_export: Arc<KvExport>,
+    /// Copies of KV and rows to the host.
+    exports: Arc<Exports>,
     marks: Arc<Marks>,
     recorder: Arc<Recorder>,
     device: Arc<Device>,
@@ -154,8 +158,9 @@ impl CudaBackend {
             modules,
             uploader: Uploader::new(Stream::new(&device)?, &files)?,
             loader: Arc::new(Uploader::new(Stream::new(&device)?, &files)?),
+            arrivals: Arc::new(Uploader::new(Stream::new(&device)?, &files)?),
             files,
-            kv_export: KvExport::new(Stream::new(&device)?, &marks, &recorder),
+            exports: Exports::new(Stream::new(&device)?, &marks, &recorder),
             marks,
             recorder,
             device,
@@ -277,7 +282,7 @@ impl CudaBackend {
 
     fn buffer(&self, bytes: usize, what: &'static str) -> Result<Buffer, KernelError> {
         self.memory.alloc(bytes, what, || {
-            self.kv_export.take_back(|mark| self.queue.wait_for(mark))?;
+            self.exports.take_back(|mark| self.queue.wait_for(mark))?;
             self.queue.flush()
         })
     }

@@ -1,12 +1,14 @@
 //! Weights, vectors and activations: transferred between host and device, in the layout that the kernels read.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use hearth_kernels::ops::MemoryOps;
 use hearth_kernels::{DType, HostMatrix, KernelError, checks};
 
+use super::exports::MOST_ROWS_BYTES;
 use super::tensor::{WeightBytes, WeightData, weight_type};
-use super::{CudaBackend, CudaTensor, CudaVector, CudaWeight, Kernel};
+use super::{CudaBackend, CudaHostCopy, CudaIncoming, CudaTensor, CudaVector, CudaWeight, Kernel};
 use crate::compile::Variant;
 use crate::driver::fault;
 use crate::memory::{Buffer, Pitched, Source};
@@ -54,6 +56,8 @@ impl MemoryOps for CudaBackend {
     type Tensor = CudaTensor;
     type Weight = CudaWeight;
     type Vector = CudaVector;
+    type HostCopy = CudaHostCopy;
+    type Incoming = CudaIncoming;
 
     fn weight(&self, matrix: &HostMatrix) -> Result<CudaWeight, KernelError> {
         let layout = WeightLayout::of(matrix);
@@ -93,7 +97,7 @@ impl MemoryOps for CudaBackend {
         checks::upload((rows, cols), values.len())?;
         let tensor = self.tensor(rows, cols)?;
         match self.queue.in_place(bytes_of(values))? {
-            Some(from) => self.put_rows(&tensor, from)?,
+            Some(from) => self.put_rows(tensor.output(), from, (rows, cols))?,
             None => {
                 let to = close(tensor.output(), size_of_val(values));
                 self.queue.upload(bytes_of(values), to)?;
@@ -105,6 +109,53 @@ impl MemoryOps for CudaBackend {
     fn download(&self, x: &CudaTensor) -> Result<Vec<f32>, KernelError> {
         let address = self.values(x)?;
         self.queue.download(address, x.elements() * 4, floats)
+    }
+
+    /// Longer rows are there when this returns: there is no pinned memory in which so many could land one after the other.
+    fn rows_read_begin(
+        &self,
+        x: &CudaTensor,
+        rows: Range<usize>,
+    ) -> Result<CudaHostCopy, KernelError> {
+        checks::rows_read(x.shape(), &rows)?;
+        let bytes = rows.len() * x.cols * 4;
+        let from = self.values(x)? + (rows.start * x.cols * 4) as u64;
+        if bytes > MOST_ROWS_BYTES {
+            let here = self.queue.download(from, bytes, <[u8]>::to_vec)?;
+            return Ok(self.exports.landed_before(here));
+        }
+        let gathered = self.leaving(bytes, "rows on their way")?;
+        self.put_rows(gathered.address(), from, (rows.len(), x.cols))?;
+        self.export(gathered, bytes)
+    }
+
+    fn host_copy_is_done(&self, copy: &CudaHostCopy) -> Result<bool, KernelError> {
+        copy.is_done()
+    }
+
+    fn host_copy_wait(&self, copy: &CudaHostCopy) -> Result<(), KernelError> {
+        copy.wait()
+    }
+
+    fn host_copy_end(&self, copy: CudaHostCopy) -> Result<Vec<u8>, KernelError> {
+        copy.take()
+    }
+
+    fn rows_write_begin(&self, rows: usize, cols: usize) -> Result<CudaIncoming, KernelError> {
+        self.incoming(rows, cols)
+    }
+
+    fn rows_write(
+        &self,
+        incoming: &mut CudaIncoming,
+        first: usize,
+        values: &[f32],
+    ) -> Result<(), KernelError> {
+        self.copy_rows(incoming, first, values)
+    }
+
+    fn rows_write_end(&self, incoming: CudaIncoming) -> Result<CudaTensor, KernelError> {
+        self.arrived(incoming)
     }
 
     fn shape(&self, x: &CudaTensor) -> (usize, usize) {

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use hearth_cuda::{Activations, CudaBackend, CudaKv, CudaKvCopy};
+use hearth_cuda::{Activations, CudaBackend, CudaHostCopy, CudaKv};
 use hearth_kernels::ops::*;
 use hearth_kernels::{BlockId, KvDType, Span};
 use hearth_model::{Batch, Observer};
@@ -16,7 +16,7 @@ use crate::nodes::{BLOCK_TOKENS, case, model};
 struct Exports {
     backend: Arc<CudaBackend>,
     tokens: usize,
-    copies: Option<Vec<CudaKvCopy>>,
+    copies: Option<Vec<CudaHostCopy>>,
 }
 
 impl Observer<CudaBackend> for Exports {
@@ -72,12 +72,12 @@ fn waits(
     let copies = observer.copies.unwrap_or_default();
     assert_eq!(copies.len(), if exports { layers } else { 0 });
     if let Some(last) = copies.last() {
-        backend.kv_read_wait(last).unwrap();
+        backend.host_copy_wait(last).unwrap();
         assert!(backend.waits() - before <= during + 1);
     }
     for (layer, copy) in copies.into_iter().enumerate() {
-        assert!(backend.kv_read_is_done(&copy).unwrap(), "layer {layer}");
-        let got = backend.kv_read_end(copy).unwrap();
+        assert!(backend.host_copy_is_done(&copy).unwrap(), "layer {layer}");
+        let got = backend.host_copy_end(copy).unwrap();
         let want = backend.kv_read(&kv, layer, &blocks(), 0, tokens).unwrap();
         assert!(
             got == want && got.iter().any(|byte| *byte != 0),

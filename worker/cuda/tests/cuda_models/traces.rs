@@ -114,8 +114,8 @@ fn kv_that_leaves_is_seen_beside_what_is_computed() {
     let recording = trace.begin(usize::MAX).unwrap();
     let begin = |_| gpu.kv_read_begin(&kv, 1, &blocks, 0, 32).unwrap();
     for copy in (0..3).map(begin).collect::<Vec<_>>() {
-        gpu.kv_read_wait(&copy).unwrap();
-        assert!(gpu.kv_read_end(copy).unwrap() == bytes);
+        gpu.host_copy_wait(&copy).unwrap();
+        assert!(gpu.host_copy_end(copy).unwrap() == bytes);
     }
     let recorded = recording.end();
     let exported = of(&recorded, TraceLane::KvExport);

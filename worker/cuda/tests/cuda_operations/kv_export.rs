@@ -31,7 +31,7 @@ fn blocks() -> Vec<BlockId> {
     (0..BLOCKS as u32).map(BlockId).collect()
 }
 
-fn begin(gpu: &hearth_cuda::CudaBackend, kv: &hearth_cuda::CudaKv) -> hearth_cuda::CudaKvCopy {
+fn begin(gpu: &hearth_cuda::CudaBackend, kv: &hearth_cuda::CudaKv) -> hearth_cuda::CudaHostCopy {
     gpu.kv_read_begin(kv, LAYER, &blocks(), 0, TOKENS).unwrap()
 }
 
@@ -61,10 +61,10 @@ fn a_copy_brings_what_was_stored_when_it_was_begun() {
         write(&gpu, &mut kv, 9);
         for (turn, (copy, want)) in copies.into_iter().enumerate() {
             match turn {
-                0 => gpu.kv_read_wait(&copy).unwrap(),
-                _ => while !gpu.kv_read_is_done(&copy).unwrap() {},
+                0 => gpu.host_copy_wait(&copy).unwrap(),
+                _ => while !gpu.host_copy_is_done(&copy).unwrap() {},
             }
-            assert!(gpu.kv_read_end(copy).unwrap() == want, "copy {turn}");
+            assert!(gpu.host_copy_end(copy).unwrap() == want, "copy {turn}");
         }
     }
 }
@@ -74,11 +74,11 @@ fn a_copy_that_nobody_waited_for_is_not_read() {
     let gpu = plain();
     let kv = gpu.kv_alloc(narrow(), BLOCKS).unwrap();
     let copy = gpu.kv_read_begin(&kv, 0, &[BlockId(3)], 0, 7).unwrap();
-    let error = gpu.kv_read_end(copy).unwrap_err().to_string();
+    let error = gpu.host_copy_end(copy).unwrap_err().to_string();
     assert!(error.contains("before its copy was waited for"), "{error}");
     let nothing = gpu.kv_read_begin(&kv, 0, &[BlockId(3)], 0, 0).unwrap();
-    assert!(gpu.kv_read_is_done(&nothing).unwrap());
-    assert!(gpu.kv_read_end(nothing).unwrap().is_empty());
+    assert!(gpu.host_copy_is_done(&nothing).unwrap());
+    assert!(gpu.host_copy_end(nothing).unwrap().is_empty());
 }
 
 #[test]
@@ -91,13 +91,13 @@ fn copies_are_begun_and_dropped_without_a_wait_and_the_last_one_tells_of_all() {
     drop(begin(&gpu, &kv));
     let last = begin(&gpu, &kv);
     assert_eq!(gpu.waits(), before);
-    gpu.kv_read_wait(&last).unwrap();
+    gpu.host_copy_wait(&last).unwrap();
     let waited = gpu.waits();
     // Hardware may have copied all of it by now.
     assert!(waited == before + 1 || is_hardware() && waited == before);
     for copy in copies {
-        gpu.kv_read_wait(&copy).unwrap();
-        assert!(gpu.kv_read_end(copy).unwrap() == want);
+        gpu.host_copy_wait(&copy).unwrap();
+        assert!(gpu.host_copy_end(copy).unwrap() == want);
     }
     assert_eq!(gpu.waits(), waited, "what has landed is not waited for");
 }
@@ -120,8 +120,8 @@ fn what_copies_hold_of_the_device_is_bounded_whoever_takes_them_off() {
     assert!(gpu.download(&x).unwrap().iter().all(|value| *value == 0.0));
     drop(x);
     for copy in copies {
-        gpu.kv_read_wait(&copy).unwrap();
-        assert!(gpu.kv_read_end(copy).unwrap() == want);
+        gpu.host_copy_wait(&copy).unwrap();
+        assert!(gpu.host_copy_end(copy).unwrap() == want);
     }
     assert_eq!(gpu.memory_bytes().0, before);
 }
@@ -172,8 +172,8 @@ fn one_export() {
     // Both streams have ended then.
     gpu.synchronize().unwrap();
     for copy in copies {
-        gpu.kv_read_wait(&copy).unwrap();
-        let bytes = gpu.kv_read_end(copy).unwrap();
+        gpu.host_copy_wait(&copy).unwrap();
+        let bytes = gpu.host_copy_end(copy).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 0));
     }
     gpu.synchronize().unwrap();

@@ -26,6 +26,7 @@ mod linear_bits;
 mod mla;
 mod refusals;
 mod route;
+mod rows;
 mod sanitizer;
 mod sequence;
 mod slots;

@@ -153,7 +153,7 @@ impl<F: Forward> StepLoop<F> {
             Err(reason) => {
                 // Everyone in a step on top of this one is in this one, too.
                 self.wait_for_all();
-                if self.retries_alone(&work, &reason) {
+                if self.retries(&work, &reason) {
                     return;
                 }
                 let lost = self.forward.group_lost();

@@ -10,13 +10,21 @@ use std::time::{Duration, Instant};
 use hearth_schedule::SequenceId;
 
 use super::{Command, StepLoop, StepWork};
-use crate::{EngineError, Health, forward::Forward, request::EngineRequest};
+use crate::{
+    EngineError, Health,
+    forward::{Forward, Rejoined},
+    request::EngineRequest,
+};
 
 /// Time between two looks at commands while the group is not complete.
 const JOIN_PERIOD: Duration = Duration::from_secs(1);
 /// Time that lost peers have to join, while a request that comes waits for it.
 const PEERS_PATIENCE: Duration = Duration::from_millis(300);
-/// Time between two such attempts while there are passes to compute, or after members came that do not fit.
+/// The same when a member has just been lost: the others are about to end their parts of a pass.
+const LOSS_PATIENCE: Duration = Duration::from_secs(2);
+/// Time between two attempts to have more members where some are together and nothing is to be computed.
+const SHORT_PAUSE: Duration = Duration::from_secs(2);
+/// Time between two attempts while there are passes to compute, or after members came that do not fit.
 const BUSY_PAUSE: Duration = Duration::from_secs(10);
 /// Passes in a row that fail with the peers before they are left out.
 const MOST_FAULTS: u32 = 3;
@@ -30,14 +38,18 @@ const GROUP_PATIENCE: Duration = Duration::from_secs(120);
 /// Losses of a member in steps of one sequence, with no token between them, after which the sequence is given up: it may be what
 /// ends the members.
 const MOST_LOSSES: u32 = 3;
+/// The same after which a rank that computes alone, too, does so for the sequence.
+const MOST_LOSSES_TOGETHER: u32 = 2;
 
 /// Members that the group has lost.
 #[derive(Default)]
 pub(super) struct GroupLosses {
     /// Set while the group is not complete, and nothing is computed.
     pub(super) apart: Option<Apart>,
-    /// Set while it is not complete, and this rank computes alone.
+    /// Set while it is not complete, and passes are computed by those that are left, or by this rank alone.
     peers_lost: Option<Apart>,
+    /// Set while nobody else is left: this rank computes alone.
+    is_alone: bool,
     /// When lost peers were asked to join, or failed in a pass, the last time.
     tried_at: Option<Instant>,
     /// Least time until they are asked again.
@@ -54,6 +66,18 @@ pub(super) struct GroupLosses {
 pub(super) struct Apart {
     since: Instant,
     why: String,
+    /// Of a member that came and computes otherwise, most recently: which one, and with what.
+    unlike: Option<String>,
+}
+
+impl Apart {
+    fn new(why: String) -> Self {
+        Self {
+            since: Instant::now(),
+            why,
+            unlike: None,
+        }
+    }
 }
 
 impl<F: Forward> StepLoop<F> {
@@ -74,65 +98,93 @@ impl<F: Forward> StepLoop<F> {
         };
         let (since, why) = (apart.since, apart.why.clone());
         match self.forward.rejoin(JOIN_PERIOD) {
-            Ok(true) => {
+            Ok(Rejoined::Formed) => {
                 self.complete_again(since.elapsed().as_secs_f64(), &why);
                 self.group.apart = None;
                 self.idle = false;
                 self.shared.set_health(Health::Healthy);
                 return true;
             }
-            Ok(false) if since.elapsed() < GROUP_PATIENCE => {}
-            Ok(false) => self.give_up_group(&format!(
-                "{why}; it has not come back for {} s",
-                since.elapsed().as_secs()
-            )),
+            // The right one may come as late as one that is lost.
+            Ok(Rejoined::Unlike(unlike)) if since.elapsed() < GROUP_PATIENCE => {
+                self.tell_unlike(unlike);
+                std::thread::sleep(JOIN_PERIOD);
+            }
+            Ok(Rejoined::Missing) if since.elapsed() < GROUP_PATIENCE => {}
+            Ok(Rejoined::Missing | Rejoined::Unlike(_)) => {
+                let seconds = since.elapsed().as_secs();
+                let unlike = self
+                    .group
+                    .apart
+                    .as_ref()
+                    .and_then(|apart| apart.unlike.as_ref());
+                self.give_up_group(&match unlike {
+                    Some(unlike) => format!("{why}; after {seconds} s, {unlike}"),
+                    None => format!("{why}; it has not come back for {seconds} s"),
+                });
+            }
             Err(error) => self.give_up_group(&error),
         }
         false
     }
 
-    /// Asks lost peers to join again now and then: passes succeed without them.
+    /// Asks lost peers to join again now and then: passes succeed without them, with those that are left if there are any.
     fn look_after_peers(&mut self) {
-        let Some(why) = self.forward.group_lost() else {
-            return;
-        };
-        if self.group.peers_lost.is_none() {
+        let lost = self.forward.group_lost();
+        let newly_lost = lost.filter(|_| !self.group.is_alone);
+        let is_new = newly_lost.is_some();
+        if let Some(why) = newly_lost {
             tracing::warn!(
                 why,
-                "a peer is lost: prompts are read alone until all are back"
+                "a peer is lost: prompts are read with those that are left until all are back"
             );
             self.tell_alone(&why);
-            self.group.peers_lost = Some(Apart {
-                since: Instant::now(),
-                why,
-            });
+            self.group.is_alone = true;
+            self.group.peers_lost.get_or_insert(Apart::new(why));
         }
-        // A request that has come waits for it.
-        let pause = match self.idle {
-            true => Duration::ZERO,
-            false => BUSY_PAUSE,
-        };
-        let pause = self.group.join_pause.max(pause);
-        if self.group.tried_at.is_some_and(|at| at.elapsed() < pause) {
+        if self.group.peers_lost.is_none() {
             return;
         }
-        let joined = self.forward.rejoin(PEERS_PATIENCE);
+        let (patience, pause) = match (is_new, self.idle, self.group.is_alone) {
+            (true, _, _) => (LOSS_PATIENCE, Duration::ZERO),
+            (false, false, _) => (PEERS_PATIENCE, BUSY_PAUSE),
+            // A request that has come waits for it.
+            (false, true, true) => (PEERS_PATIENCE, Duration::ZERO),
+            (false, true, false) => (PEERS_PATIENCE, SHORT_PAUSE),
+        };
+        let pause = self.group.join_pause.max(pause);
+        if !is_new && self.group.tried_at.is_some_and(|at| at.elapsed() < pause) {
+            return;
+        }
+        let joined = self.forward.rejoin(patience);
         self.group.tried_at = Some(Instant::now());
         self.group.join_pause = Duration::ZERO;
         match joined {
-            Ok(true) => {
-                self.group.faults = 0;
-                if let Some(Apart { since, why }) = self.group.peers_lost.take() {
-                    self.complete_again(since.elapsed().as_secs_f64(), &why);
-                }
-            }
-            Ok(false) => {}
+            Ok(Rejoined::Formed) => self.read_together(),
+            Ok(Rejoined::Missing) => {}
             // It may fit later: a member may be of another plan as long as a rollout lasts.
-            Err(error) => {
-                self.tell_alone(&error);
+            Ok(Rejoined::Unlike(error)) | Err(error) => {
+                if self.group.is_alone {
+                    self.tell_alone(&error);
+                }
                 self.group.join_pause = BUSY_PAUSE;
             }
         }
+    }
+
+    /// Notes that a group has formed, of all or of those that are left.
+    fn read_together(&mut self) {
+        self.group.faults = 0;
+        self.group.is_alone = false;
+        let Some(short) = self.forward.group_short() else {
+            if let Some(Apart { since, why, .. }) = self.group.peers_lost.take() {
+                self.complete_again(since.elapsed().as_secs_f64(), &why);
+            }
+            return;
+        };
+        tracing::warn!("reads with {short}");
+        self.shared
+            .set_group(format!("not complete, reads with {short}"));
     }
 
     /// Says in the status that this rank reads prompts alone.
@@ -157,28 +209,41 @@ impl<F: Forward> StepLoop<F> {
         self.group.faults = 0;
     }
 
-    /// Whether a pass that failed with its peers is computed again without them: its requests lose nothing but time.
-    pub(super) fn retries_alone(&mut self, work: &StepWork, reason: &str) -> bool {
-        // While peers are lost, passes are this rank's alone.
-        let was_alone = work.alone || self.group.peers_lost.is_some();
+    /// Whether a pass that failed with its peers is computed again, without the one that was lost or without all: its requests lose
+    /// nothing but time.
+    pub(super) fn retries(&mut self, work: &StepWork, reason: &str) -> bool {
+        let was_alone = work.alone || self.group.is_alone;
         if was_alone || !self.forward.computes_alone() || self.forward.device_lost().is_some() {
             return false;
+        }
+        self.idle = false;
+        if self.forward.group_lost().is_some() {
+            let losses = work.sequences.iter().map(|sequence| {
+                let losses = self.group.of_sequences.entry(*sequence).or_insert(0);
+                *losses += 1;
+                *losses
+            });
+            // It may be what ends them.
+            if losses.max() < Some(MOST_LOSSES_TOGETHER) {
+                tracing::warn!(reason, "a pass has lost a peer, and is computed again");
+                return true;
+            }
+        } else {
+            self.group.faults += 1;
+            self.group.tried_at = Some(Instant::now());
+            if self.group.faults >= MOST_FAULTS {
+                self.tell_alone(reason);
+            }
         }
         tracing::warn!(
             reason,
             "a pass failed with the peers, and is computed alone"
         );
-        self.group.faults += 1;
-        self.group.tried_at = Some(Instant::now());
-        if self.group.faults >= MOST_FAULTS {
-            self.tell_alone(reason);
-        }
         for sequence in &work.sequences {
             if let Some(EngineRequest::Export(export)) = self.requests.get_mut(sequence) {
                 export.alone = true;
             }
         }
-        self.idle = false;
         true
     }
 
@@ -235,10 +300,24 @@ impl<F: Forward> StepLoop<F> {
             "not complete, its requests are computed again when it is: {why}"
         ));
         self.shared.set_health(Health::Apart(why.clone()));
-        self.group.apart = Some(Apart {
-            since: Instant::now(),
-            why,
-        });
+        self.group.apart = Some(Apart::new(why));
+    }
+
+    /// Says that a member has come that computes otherwise than before.
+    fn tell_unlike(&mut self, unlike: String) {
+        let Some(apart) = &mut self.group.apart else {
+            return;
+        };
+        if apart.unlike.as_ref() != Some(&unlike) {
+            tracing::warn!(
+                unlike,
+                "the group waits for a member that computes as before"
+            );
+            self.shared.set_group(format!(
+                "not complete, its requests wait for a member that computes as before: {unlike}"
+            ));
+            apart.unlike = Some(unlike);
+        }
     }
 
     fn give_up_group(&mut self, reason: &str) {

@@ -1,6 +1,8 @@
-//! A file server that misbehaves on demand, and archives.
+//! A file server and a hub that misbehave on demand, and archives.
 
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // Each test uses a part of it, and may panic.
+
+pub mod hub;
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -32,6 +34,10 @@ pub enum Fault {
     Chunked,
     /// Announces a shorter file in Content-Range than it sends.
     TooLong,
+    /// Announces this length, and sends as much: less of the file, or zeros after it.
+    Claim(usize),
+    /// Sends one wrong byte in the middle.
+    Spoil,
     /// Answers with this status and these headers.
     Status(u16, Vec<(&'static str, String)>),
 }
@@ -72,15 +78,7 @@ impl FileServer {
 
     /// Starts at this address, on any free port.
     pub async fn start_at(address: &str, file: impl Into<Bytes>) -> Self {
-        let shared = Arc::new(Mutex::new(Shared {
-            file: file.into(),
-            etag: Some("\"one\"".to_owned()),
-            faults: VecDeque::new(),
-            pace: Duration::ZERO,
-            seen: Vec::new(),
-            sent_bytes: 0,
-            opened_by: None,
-        }));
+        let shared = Arc::new(Mutex::new(Shared::of(file.into())));
         let router = Router::new()
             .fallback(answer)
             .with_state(Arc::clone(&shared));
@@ -144,6 +142,18 @@ impl Seen {
 }
 
 impl Shared {
+    fn of(file: Bytes) -> Self {
+        Self {
+            file,
+            etag: Some("\"one\"".to_owned()),
+            faults: VecDeque::new(),
+            pace: Duration::ZERO,
+            seen: Vec::new(),
+            sent_bytes: 0,
+            opened_by: None,
+        }
+    }
+
     fn opens_to(&self, seen: &Seen) -> bool {
         self.opened_by.is_none() || self.opened_by == seen.authorization
     }
@@ -161,6 +171,18 @@ async fn answer(State(shared): State<Arc<Mutex<Shared>>>, headers: HeaderMap) ->
         let response = Response::builder().status(StatusCode::UNAUTHORIZED);
         return response.body(Body::empty()).unwrap();
     }
+    respond(&shared, seen, file, etag, fault, pace)
+}
+
+/// Answers a request for a file, with a fault.
+fn respond(
+    shared: &Arc<Mutex<Shared>>,
+    seen: Seen,
+    file: Bytes,
+    etag: Option<String>,
+    fault: Option<Fault>,
+    pace: Duration,
+) -> Response {
     if let Some(Fault::Status(status, headers)) = fault {
         let mut response = Response::builder().status(status);
         for (name, value) in headers {
@@ -211,10 +233,28 @@ async fn answer(State(shared): State<Arc<Mutex<Shared>>>, headers: HeaderMap) ->
         }
         None => file,
     };
+    let body = wrong(body, fault.as_ref());
     if !matches!(fault, Some(Fault::Chunked)) {
         response = response.header(header::CONTENT_LENGTH, body.len());
     }
+    let shared = Arc::clone(shared);
     response.body(stream(shared, body, fault, pace)).unwrap()
+}
+
+/// The body as a server sends it that has another file, or mistakes its length.
+fn wrong(body: Bytes, fault: Option<&Fault>) -> Bytes {
+    let mut bytes = body.to_vec();
+    match fault {
+        Some(Fault::Claim(length)) => bytes.resize(*length, 0),
+        Some(Fault::Spoil) => {
+            let middle = bytes.len() / 2;
+            if let Some(byte) = bytes.get_mut(middle) {
+                *byte ^= 1;
+            }
+        }
+        _ => return body,
+    }
+    bytes.into()
 }
 
 fn stream(shared: Arc<Mutex<Shared>>, body: Bytes, fault: Option<Fault>, pace: Duration) -> Body {

@@ -77,8 +77,6 @@ impl CpuKv {
 
 impl KvOps for CpuBackend {
     type Kv = CpuKv;
-    /// The bytes themselves.
-    type KvCopy = Vec<u8>;
 
     fn kv_alloc(&self, layout: KvLayout, blocks: usize) -> Result<CpuKv, KernelError> {
         CpuKv::new(layout, blocks, &self.numa_cpus)
@@ -135,18 +133,6 @@ impl KvOps for CpuBackend {
             out.extend_from_slice(&kv.memory.bytes()[at..at + size]);
         }
         Ok(out)
-    }
-
-    fn kv_read_is_done(&self, _copy: &Vec<u8>) -> Result<bool, KernelError> {
-        Ok(true)
-    }
-
-    fn kv_read_wait(&self, _copy: &Vec<u8>) -> Result<(), KernelError> {
-        Ok(())
-    }
-
-    fn kv_read_end(&self, copy: Vec<u8>) -> Result<Vec<u8>, KernelError> {
-        Ok(copy)
     }
 
     fn kv_rows(

@@ -159,6 +159,10 @@ impl MemoryOps for CpuBackend {
     type Tensor = CpuTensor;
     type Weight = HostMatrix;
     type Vector = Arc<[f32]>;
+    /// The bytes themselves.
+    type HostCopy = Vec<u8>;
+    /// The activations themselves.
+    type Incoming = CpuTensor;
 
     fn weight(&self, matrix: &HostMatrix) -> Result<HostMatrix, KernelError> {
         Ok(matrix.clone())
@@ -187,6 +191,48 @@ impl MemoryOps for CpuBackend {
 
     fn download(&self, x: &CpuTensor) -> Result<Vec<f32>, KernelError> {
         Ok(x.as_slice().to_vec())
+    }
+
+    fn rows_read_begin(&self, x: &CpuTensor, rows: Range<usize>) -> Result<Vec<u8>, KernelError> {
+        checks::rows_read((x.rows(), x.cols()), &rows)?;
+        let values = &x.as_slice()[rows.start * x.cols()..rows.end * x.cols()];
+        Ok(values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect())
+    }
+
+    fn host_copy_is_done(&self, _copy: &Vec<u8>) -> Result<bool, KernelError> {
+        Ok(true)
+    }
+
+    fn host_copy_wait(&self, _copy: &Vec<u8>) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn host_copy_end(&self, copy: Vec<u8>) -> Result<Vec<u8>, KernelError> {
+        Ok(copy)
+    }
+
+    fn rows_write_begin(&self, rows: usize, cols: usize) -> Result<CpuTensor, KernelError> {
+        self.zeros(rows, cols)
+    }
+
+    fn rows_write(
+        &self,
+        incoming: &mut CpuTensor,
+        first: usize,
+        values: &[f32],
+    ) -> Result<(), KernelError> {
+        let cols = incoming.cols();
+        checks::rows_write((incoming.rows(), cols), first, values.len())?;
+        let from = first * cols;
+        incoming.as_mut_slice()[from..from + values.len()].copy_from_slice(values);
+        Ok(())
+    }
+
+    fn rows_write_end(&self, incoming: CpuTensor) -> Result<CpuTensor, KernelError> {
+        Ok(incoming)
     }
 
     fn shape(&self, x: &CpuTensor) -> (usize, usize) {

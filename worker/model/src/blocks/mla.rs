@@ -13,7 +13,7 @@ use hearth_kernels::{
 };
 
 use super::rope::{rope_table, yarn_softmax_factor};
-use super::{Pass, attend, layer_name, project};
+use super::{Cached, Pass, attend, layer_name, project};
 use crate::{ModelError, ModuleWeights, TensorSpec};
 
 /// Epsilon of the latents' norms: DeepSeek-V3's code leaves it at its default, regardless of `rms_norm_eps`.
@@ -113,17 +113,18 @@ impl Mla {
     }
 
     /// Stores the keys of the rows `x` `[rows, hidden]`, normalised, and returns their absorbed queries,
-    /// `[rows, heads * (rank + rope)]`.
+    /// `[rows, heads * (rank + rope)]`. `cached` is called between.
     pub(crate) fn absorbed<B: Backend>(
         &self,
         pass: &mut Pass<'_, B>,
         kv: &mut B::Kv,
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
+        cached: Cached<'_, B>,
     ) -> Result<B::Tensor, ModelError> {
         match pass.observer.sees_tensors() {
-            true => self.inputs_shown(pass, kv, weights, x),
-            false => self.inputs(pass, kv, weights, x),
+            true => self.inputs_shown(pass, kv, weights, x, cached),
+            false => self.inputs(pass, kv, weights, x, cached),
         }
     }
 
@@ -162,6 +163,7 @@ impl Mla {
         kv: &mut B::Kv,
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
+        cached: Cached<'_, B>,
     ) -> Result<B::Tensor, ModelError> {
         // kv_a [rows, rank + rope]; q_a [rows, q_rank]; q [rows, heads * (nope + rope)]
         let (kv_a, q_a, q) = match self.q_rank {
@@ -187,6 +189,7 @@ impl Mla {
         };
         let spans = &pass.sequences.spans;
         let q_a = backend.cache_latents(kv, pass.cache_layer, spans, latents)?;
+        cached(kv)?;
         pass.check_cancelled()?;
         let q = match (q, q_a) {
             (Some(q), _) => q,
@@ -209,12 +212,14 @@ impl Mla {
         kv: &mut B::Kv,
         weights: &ModuleWeights<B>,
         x: &B::Tensor,
+        cached: Cached<'_, B>,
     ) -> Result<B::Tensor, ModelError> {
         // key [rows, rank + rope]
         let key = self.key(pass, weights, x)?;
         let spans = &pass.sequences.spans;
         pass.backend
             .kv_append(kv, pass.cache_layer, &key, None, spans)?;
+        cached(kv)?;
         pass.check_cancelled()?;
         self.query(pass, weights, x)
     }

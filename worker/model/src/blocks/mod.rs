@@ -6,6 +6,7 @@ pub(crate) mod mla;
 pub(crate) mod moe;
 pub(crate) mod rope;
 
+use hearth_kernels::ops::KvOps;
 use hearth_kernels::{AttentionSpec, Backend, KernelError, Span};
 
 use crate::flight::Sequences;
@@ -26,6 +27,9 @@ pub(crate) struct Pass<'a, B: Backend> {
     /// Most rows that attention and dense feed-forward blocks take at once.
     pub(crate) tile_rows: usize,
 }
+
+/// What is done once the keys and values of a block's rows are in the cache.
+pub(crate) type Cached<'a, B> = &'a mut dyn FnMut(&<B as KvOps>::Kv) -> Result<(), ModelError>;
 
 impl<B: Backend> Pass<'_, B> {
     /// Ends the pass if its result is no longer wanted; called between long operations.

@@ -1,12 +1,13 @@
 //! What both ways of running experts on several ranks need: how choices and rows travel, and the experts of a rank.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use hearth_kernels::{Backend, Routing};
 
 use super::Check;
 use crate::peers::{Exchanged, GroupPass};
-use crate::wire::{to_bytes, values};
+use crate::wire::values;
 use crate::{ExpertShare, ModelError};
 
 /// Bytes of a choice: the expert, then its weight.
@@ -60,34 +61,90 @@ pub(super) fn is_of(group: &GroupPass, rank: usize, experts: usize) -> impl Fn(u
     move |expert| own.contains(&expert)
 }
 
-/// Rows of all ranks on the device, `[rows, hidden]`: `own`, if this rank has any, and those that the others send in exchange
-/// `at`. `firsts`: index of each rank's first row, and behind them the number of rows. `None` if there are none.
-pub(super) fn collected<B: Backend>(
-    backend: &B,
-    group: &GroupPass,
-    at: (usize, Exchanged),
-    (firsts, hidden): (&[usize], usize),
-    own: Option<&B::Tensor>,
-    check: Check<'_>,
-) -> Result<Option<B::Tensor>, ModelError> {
-    let rows = firsts.last().copied().unwrap_or(0);
-    let mut all = match rows {
-        0 => None,
-        _ => Some(backend.zeros(rows, hidden)?),
-    };
-    if let (Some(all), Some(own)) = (&mut all, own) {
-        backend.put_tile(all, (firsts[group.rank()], 0), own)?;
+/// Rows of a message from which on it is two.
+const TWO_FROM_ROWS: usize = 8;
+
+/// The messages in which a rank's rows travel, one after the other: while the second half leaves one device, the first is on its
+/// way to the other. One that is empty where there are no rows.
+pub(super) fn messages(rows: Range<usize>) -> Vec<Range<usize>> {
+    let middle = rows.start + rows.len() / 2;
+    match rows.len() < TWO_FROM_ROWS {
+        true => vec![rows],
+        false => vec![rows.start..middle, middle..rows.end],
     }
-    for from in group.others() {
-        let sent = firsts[from + 1] - firsts[from];
-        let bytes = group.receive(at, from, Some(4 * hidden * sent), check)?;
-        if let Some(all) = all.as_mut().filter(|_| sent > 0) {
-            let values: Vec<f32> = values(&bytes).collect();
-            let tile = backend.upload(sent, hidden, &values)?;
-            backend.put_tile(all, (firsts[from], 0), &tile)?;
+}
+
+/// What a rank sends in an exchange.
+pub(super) struct Outgoing<'a> {
+    /// Rows for another rank.
+    pub(super) rows: &'a dyn Fn(usize) -> Range<usize>,
+    /// Sends it one message of them.
+    pub(super) send: &'a mut dyn FnMut(usize, Range<usize>) -> Result<(), ModelError>,
+}
+
+/// Sends and receives all messages of an exchange in turns: each rank sends its n-th successor a message when that one waits for it,
+/// so that rows come while others leave, and nobody waits for one who waits. `of`: rows of another rank that come from it.
+pub(super) fn exchange(
+    group: &GroupPass,
+    outgoing: Outgoing<'_>,
+    of: impl Fn(usize) -> Range<usize>,
+    mut receive: impl FnMut(usize, Range<usize>) -> Result<(), ModelError>,
+) -> Result<(), ModelError> {
+    let others: Vec<usize> = group.others().collect();
+    for message in 0..2 {
+        let nth = |rows: Range<usize>| messages(rows).into_iter().nth(message);
+        for (to, from) in others.iter().zip(others.iter().rev()) {
+            if let Some(rows) = nth((outgoing.rows)(*to)) {
+                (outgoing.send)(*to, rows)?;
+            }
+            if let Some(rows) = nth(of(*from)) {
+                receive(*from, rows)?;
+            }
         }
     }
-    Ok(all)
+    Ok(())
+}
+
+/// Memory on the device for rows of all ranks, `[rows, hidden]`, of which `rows` and `hidden` are told here; `None` if there
+/// are none. Taken before what is computed while the others' rows travel, it waits for none of that.
+pub(super) fn room<B: Backend>(
+    backend: &B,
+    (rows, hidden): (usize, usize),
+) -> Result<Option<B::Incoming>, ModelError> {
+    Ok(match rows {
+        0 => None,
+        _ => Some(backend.rows_write_begin(rows, hidden)?),
+    })
+}
+
+/// Fills the room with rows of all ranks → `[rows, hidden]`: `own`, if this rank has any, and those that the others send in
+/// exchange `at`, while this one sends what is `outgoing`. `firsts`: index of each rank's first row, and behind them the number
+/// of rows.
+pub(super) fn collected<B: Backend>(
+    backend: &B,
+    (group, at): (&GroupPass, (usize, Exchanged)),
+    (firsts, hidden): (&[usize], usize),
+    (mut room, own): (Option<B::Incoming>, Option<&B::Tensor>),
+    outgoing: Outgoing<'_>,
+    check: Check<'_>,
+) -> Result<Option<B::Tensor>, ModelError> {
+    let of = |rank: usize| firsts[rank]..firsts[rank + 1];
+    exchange(group, outgoing, of, |from, rows| {
+        let bytes = group.receive(at, from, Some(4 * hidden * rows.len()), check)?;
+        if let Some(room) = room.as_mut().filter(|_| !rows.is_empty()) {
+            let values: Vec<f32> = values(&bytes).collect();
+            backend.rows_write(room, rows.start, &values)?;
+        }
+        Ok(())
+    })?;
+    let Some(room) = room else {
+        return Ok(None);
+    };
+    let mut all = backend.rows_write_end(room)?;
+    if let Some(own) = own {
+        backend.put_tile(&mut all, (firsts[group.rank()], 0), own)?;
+    }
+    Ok(Some(all))
 }
 
 /// Some consecutive rows of `all` `[rows, hidden]`, on the device.
@@ -100,15 +157,47 @@ pub(super) fn rows_of<B: Backend>(
     Ok(backend.rows(all, &picked)?)
 }
 
-/// The same as bytes for another rank; none where there are none.
-pub(super) fn bytes_of<B: Backend>(
+/// Begins to copy the rows of `all` `[rows, hidden]` of each other rank to the host, in the order in which their messages are
+/// sent. `firsts`: index of each rank's first row, and behind them the number of rows.
+pub(super) fn leaving<B: Backend>(
     backend: &B,
+    group: &GroupPass,
+    firsts: &[usize],
     all: &B::Tensor,
-    rows: Range<usize>,
-) -> Result<Vec<u8>, ModelError> {
-    if rows.is_empty() {
-        return Ok(Vec::new());
+) -> Result<VecDeque<B::HostCopy>, ModelError> {
+    let mut copies = VecDeque::new();
+    for message in 0..2 {
+        for to in group.others() {
+            let rows = messages(firsts[to]..firsts[to + 1])
+                .into_iter()
+                .nth(message);
+            if let Some(rows) = rows {
+                copies.push_back(backend.rows_read_begin(all, rows)?);
+            }
+        }
     }
-    let rows = rows_of(backend, all, rows)?;
-    Ok(to_bytes(&backend.download(&rows)?))
+    Ok(copies)
+}
+
+/// Waits for bytes on their way to the host.
+pub(super) fn landed<B: Backend>(backend: &B, copy: B::HostCopy) -> Result<Vec<u8>, ModelError> {
+    backend.host_copy_wait(&copy)?;
+    Ok(backend.host_copy_end(copy)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_all_rows_in_order_and_one_if_they_are_few() {
+        for count in 0..40 {
+            let rows = 3..3 + count;
+            let messages = messages(rows.clone());
+            let together: Vec<usize> = messages.iter().cloned().flatten().collect();
+            assert!(together.into_iter().eq(rows), "{messages:?}");
+            let want = 1 + usize::from(count >= TWO_FROM_ROWS);
+            assert_eq!(messages.len(), want, "{messages:?}");
+        }
+    }
 }

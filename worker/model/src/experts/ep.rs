@@ -4,15 +4,18 @@
 //! A pair of ranks exchanges `4 N A D / S²` bytes in each direction on the way there, and as many on the way back, where the `N`
 //! rows of `D` numbers of `S` ranks choose `A` experts each, evenly. That is less than SmallEP's from `S > A` on.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use hearth_kernels::{Backend, ExpertProducts, Routing};
 
-use super::choices::{bytes_of, choices, choices_to_bytes, collected, each_choice, is_of, rows_of};
+use super::choices::{
+    Outgoing, choices, choices_to_bytes, collected, each_choice, is_of, landed, leaving, room,
+    rows_of,
+};
 use super::chosen::ChosenExperts;
 use super::{Check, Experts, PendingExperts, RoutedLayer};
 use crate::peers::{Exchanged, GroupPass};
-use crate::wire::to_bytes;
 use crate::{ModelError, Residency, shares};
 
 /// Experts of a group of ranks, of which this one has a share.
@@ -36,15 +39,13 @@ impl<B: Backend> Experts<B> for Ep<B> {
         group: Option<&Arc<GroupPass>>,
     ) -> Result<PendingExperts<B>, ModelError> {
         let group = Arc::clone(group.ok_or(ModelError::Alone)?);
-        let (routing, rows) = self.backend.routing_and_rows(chosen, x)?;
-        let hidden = self.backend.shape(x).1;
+        let (own_rows, hidden) = self.backend.shape(x);
+        // They leave while the shared experts run.
+        let leaving = self.backend.rows_read_begin(x, 0..own_rows)?;
+        let routing = self.backend.routing(chosen)?;
         let sent = Sent::of(routing, group.ranks(), layer.experts);
         let at = layer.layer as usize;
         group.send_each(at, Exchanged::Choices, |to| sent.choices(to))?;
-        group.send_each(at, Exchanged::Dispatched, |to| {
-            to_bytes(&sent.copies(to, &rows, hidden))
-        })?;
-        drop(rows);
         let (backend, residency) = (Arc::clone(&self.backend), Arc::clone(&self.residency));
         Ok(PendingExperts::new(move |x, check| {
             let step = Step {
@@ -54,13 +55,22 @@ impl<B: Backend> Experts<B> for Ep<B> {
                 layer,
                 hidden,
             };
+            let bytes = landed(&*backend, leaving)?;
             let rows = sent.rows_of(group.rank());
             let own = match rows.is_empty() {
                 true => None,
                 false => Some(backend.rows(x, &rows)?),
             };
-            let own = step.run(&sent.choices(group.rank()), own.as_ref(), check)?;
-            step.combine(&sent, own.as_ref(), check)
+            let outgoing = Outgoing {
+                rows: &|to| 0..sent.by_rank[to].len(),
+                send: &mut |to, choices| {
+                    let copies = sent.copies((to, choices), &bytes, 4 * hidden);
+                    group.send((at, Exchanged::Dispatched), to, copies)
+                },
+            };
+            let own_choices = sent.choices(group.rank());
+            let done = step.run(&own_choices, own.as_ref(), outgoing, check)?;
+            step.combine(&sent, done, check)
         }))
     }
 
@@ -73,7 +83,6 @@ impl<B: Backend> Experts<B> for Ep<B> {
     ) -> Result<(), ModelError> {
         let at = layer.layer as usize;
         group.send_each(at, Exchanged::Choices, |_| Vec::new())?;
-        group.send_each(at, Exchanged::Dispatched, |_| Vec::new())?;
         let step = Step {
             backend: &*self.backend,
             residency: &*self.residency,
@@ -81,11 +90,21 @@ impl<B: Backend> Experts<B> for Ep<B> {
             layer,
             hidden,
         };
-        step.run(&[], None, check)?;
-        for from in group.others() {
-            group.receive((at, Exchanged::Combined), from, Some(0), check)?;
-        }
-        Ok(())
+        let outgoing = Outgoing {
+            rows: &|_| 0..0,
+            send: &mut |to, _| group.send((at, Exchanged::Dispatched), to, Vec::new()),
+        };
+        let done = step.run(&[], None, outgoing, check)?;
+        let none = Sent::of(
+            Routing {
+                top_k: layer.top_k,
+                experts: Vec::new(),
+                weights: Vec::new(),
+            },
+            group.ranks(),
+            layer.experts,
+        );
+        step.collect(&none, done, check).map(|_| ())
     }
 }
 
@@ -121,12 +140,17 @@ impl Sent {
             .collect()
     }
 
-    /// A row for each choice of a rank's experts, `[choices, hidden]`, of all `rows` `[rows, hidden]`.
-    fn copies(&self, rank: usize, rows: &[f32], hidden: usize) -> Vec<f32> {
-        let mut copies = Vec::with_capacity(self.by_rank[rank].len() * hidden);
-        for row in self.rows_of(rank) {
-            let first = row as usize * hidden;
-            copies.extend(&rows[first..first + hidden]);
+    /// A row of `row_bytes` for each of some `choices` of a rank's experts, of all `rows`.
+    fn copies(
+        &self,
+        (rank, choices): (usize, Range<usize>),
+        rows: &[u8],
+        row_bytes: usize,
+    ) -> Vec<u8> {
+        let mut copies = Vec::with_capacity(choices.len() * row_bytes);
+        for row in &self.rows_of(rank)[choices] {
+            let first = *row as usize * row_bytes;
+            copies.extend(&rows[first..first + row_bytes]);
         }
         copies
     }
@@ -142,14 +166,15 @@ struct Step<'a, B: Backend> {
 }
 
 impl<B: Backend> Step<'_, B> {
-    /// Runs this rank's experts for the rows that were sent to it, and for its own, `own_rows` `[choices, hidden]`, which chose
-    /// `own`; sends the others what is theirs, and returns its own products `[choices, hidden]`, if there are any.
+    /// Runs this rank's experts for the rows that are sent to it, while it sends what is `outgoing`, and for its own, `own_rows`
+    /// `[choices, hidden]`, which chose `own`.
     fn run(
         &self,
         own: &[u8],
         own_rows: Option<&B::Tensor>,
+        outgoing: Outgoing<'_>,
         check: Check<'_>,
-    ) -> Result<Option<B::Tensor>, ModelError> {
+    ) -> Result<Done<B>, ModelError> {
         let Self {
             backend,
             group,
@@ -157,33 +182,25 @@ impl<B: Backend> Step<'_, B> {
             hidden,
             ..
         } = self;
-        let (at, rank) = (layer.layer as usize, group.rank());
+        let at = (layer.layer as usize, Exchanged::Dispatched);
         let (all, firsts) = self.all_choices(own, check)?;
         let chosen = ChosenExperts::new(RoutedLayer { top_k: 1, ..*layer }, &all);
         self.residency.announce(layer.layer, chosen.ids());
+        let room = room(*backend, (all.experts.len(), *hidden))?;
         let rows = (&firsts[..], *hidden);
         let x = collected(
             *backend,
-            group,
-            (at, Exchanged::Dispatched),
+            (group, at),
             rows,
-            own_rows,
+            (room, own_rows),
+            outgoing,
             check,
         )?;
         let products = x.map(|x| chosen.run(*backend, self.residency, &x, check));
-        let products = products.transpose()?;
-        let of = |rank: usize| firsts[rank]..firsts[rank + 1];
-        for to in group.others() {
-            let bytes = match &products {
-                Some(products) => bytes_of(*backend, products, of(to))?,
-                None => Vec::new(),
-            };
-            group.send((at, Exchanged::Combined), to, bytes)?;
-        }
-        match products.filter(|_| !of(rank).is_empty()) {
-            Some(products) => rows_of(*backend, &products, of(rank)).map(Some),
-            None => Ok(None),
-        }
+        Ok(Done {
+            products: products.transpose()?,
+            firsts,
+        })
     }
 
     /// The choices of this rank's experts, each as if it were a row of its own, by the rank that they come from, and the index of
@@ -221,13 +238,35 @@ impl<B: Backend> Step<'_, B> {
         Ok((all, firsts))
     }
 
-    /// Waits for the products of this rank's rows, of which `own` are here, and adds them → `[rows, hidden]`.
+    /// Sends the others the products of their rows, waits for those of this rank's, and adds them → `[rows, hidden]`.
     fn combine(
         &self,
         sent: &Sent,
-        own: Option<&B::Tensor>,
+        done: Done<B>,
         check: Check<'_>,
     ) -> Result<B::Tensor, ModelError> {
+        let products = self.collect(sent, done, check)?;
+        let products = products.ok_or(ModelError::Alone)?;
+        let mut places = vec![0; sent.routing.experts.len()];
+        for (row, choice) in (0u32..).zip(sent.by_rank.iter().flatten()) {
+            places[*choice as usize] = row;
+        }
+        let of = ExpertProducts {
+            experts: self.layer.experts,
+            routing: &sent.routing,
+            rows: &places,
+        };
+        Ok(self.backend.product_sum(&products, of)?)
+    }
+
+    /// Sends the others the products of their rows, and waits for those of this rank's, by the rank that has the expert →
+    /// `[choices, hidden]`; `None` if there are none.
+    fn collect(
+        &self,
+        sent: &Sent,
+        done: Done<B>,
+        check: Check<'_>,
+    ) -> Result<Option<B::Tensor>, ModelError> {
         let Self {
             backend,
             group,
@@ -235,23 +274,45 @@ impl<B: Backend> Step<'_, B> {
             hidden,
             ..
         } = self;
-        let mut places = vec![0; sent.routing.experts.len()];
-        let mut firsts = vec![0];
-        for choices in &sent.by_rank {
-            let first = firsts.last().copied().unwrap_or(0);
-            for (row, choice) in (first as u32..).zip(choices) {
-                places[*choice as usize] = row;
-            }
-            firsts.push(first + choices.len());
-        }
         let at = (layer.layer as usize, Exchanged::Combined);
-        let products = collected(*backend, group, at, (&firsts, *hidden), own, check)?;
-        let products = products.ok_or(ModelError::Alone)?;
-        let of = ExpertProducts {
-            experts: layer.experts,
-            routing: &sent.routing,
-            rows: &places,
+        let Done { products, firsts } = done;
+        let of = |rank: usize| firsts[rank]..firsts[rank + 1];
+        let copies = products.as_ref();
+        let copies = copies.map(|products| leaving(*backend, group, &firsts, products));
+        let mut copies = copies.transpose()?.unwrap_or_default();
+        let own = match products.filter(|_| !of(group.rank()).is_empty()) {
+            Some(products) => Some(rows_of(*backend, &products, of(group.rank()))?),
+            None => None,
         };
-        Ok(backend.product_sum(&products, of)?)
+        let mut sent_firsts = vec![0];
+        for choices in &sent.by_rank {
+            let first = sent_firsts.last().copied().unwrap_or(0);
+            sent_firsts.push(first + choices.len());
+        }
+        let outgoing = Outgoing {
+            rows: &of,
+            send: &mut |to, _| {
+                let bytes = copies.pop_front().map(|copy| landed(*backend, copy));
+                group.send(at, to, bytes.transpose()?.unwrap_or_default())
+            },
+        };
+        let room = room(*backend, (sent.routing.experts.len(), *hidden))?;
+        let rows = (&sent_firsts[..], *hidden);
+        collected(
+            *backend,
+            (group, at),
+            rows,
+            (room, own.as_ref()),
+            outgoing,
+            check,
+        )
     }
+}
+
+/// What a rank's experts have computed.
+struct Done<B: Backend> {
+    /// A row for each choice of one of them, by the rank that it came from; `None` if there are none.
+    products: Option<B::Tensor>,
+    /// Index of each rank's first row, and behind them the number of rows.
+    firsts: Vec<usize>,
 }

@@ -78,13 +78,58 @@ fn ep_sends_a_row_for_each_choice_there_and_back() {
     }
 }
 
+/// Two ranks, and tokens that choose 8 of 64 experts: the case of the paper's table. Of random weights, routers choose all experts
+/// about as often.
+#[test]
+fn two_ranks_of_tokens_with_eight_choices_send_what_the_formulas_say() {
+    const RANKS: usize = 2;
+    let files = Files::edited("qwen3_moe", LAYERS, |config| {
+        config["num_experts"] = 64.into();
+        config["num_experts_per_tok"] = 8.into();
+    });
+    let (hidden, top_k) = (files.config.hidden_size, moe(&files).experts_per_token);
+    assert_eq!((top_k, moe(&files).experts), (8, 64));
+
+    let small = sent(&files, RANKS, SmallEp);
+    let rows_bytes = LAYERS * 4 * ROWS * hidden / RANKS;
+    assert_eq!(of(&small, "Tokens"), [rows_bytes; RANKS]);
+    assert_eq!(of(&small, "Sums"), [rows_bytes; RANKS]);
+    assert_eq!(
+        of(&small, "Choices"),
+        [LAYERS * 8 * ROWS * top_k / RANKS; RANKS]
+    );
+
+    let all = sent(&files, RANKS, Ep);
+    // Each row of a rank chooses 8 of 64 without putting one back, of which 32 are the other rank's: a hypergeometric number.
+    let rows = (LAYERS * ROWS / RANKS) as f64;
+    let (mean, variance) = (rows * 4.0, rows * 8.0 * 0.25 * 56.0 / 63.0);
+    for kind in ["Dispatched", "Combined"] {
+        let bytes = of(&all, kind);
+        assert_eq!(bytes.len(), RANKS);
+        for bytes in bytes {
+            assert_eq!(bytes % (4 * hidden), 0, "{kind}: whole rows");
+            let choices = (bytes / (4 * hidden)) as f64;
+            let sigmas = (choices - mean) / variance.sqrt();
+            assert!(
+                sigmas.abs() < 3.0,
+                "{kind}: {choices} of {mean}: {sigmas:.2} sigma"
+            );
+        }
+    }
+    // As many come back as went there.
+    let total = |kind| of(&all, kind).iter().sum::<usize>();
+    assert_eq!(total("Dispatched"), total("Combined"));
+}
+
 #[test]
 fn keys_and_values_go_to_each_rank_once_as_they_are_stored() {
     let files = Files::of("deepseek_v3", LAYERS);
     let sent = sent(&files, 4, SmallEp);
     let layout = hearth_model::kv_layout(&files.config, 16, hearth_kernels::KvDType::Bf16);
-    let want = LAYERS * ROWS / 4 * layout.unwrap().token_layer_bytes();
+    // Each rank has a row in eight of the first half, and as many of the second.
+    let want = LAYERS * ROWS / 8 * layout.unwrap().token_layer_bytes();
     assert_eq!(of(&sent, "Kv"), vec![want; 12]);
+    assert_eq!(of(&sent, "KvBehind"), vec![want; 12]);
 }
 
 #[test]

@@ -9,6 +9,8 @@ mod alone;
 mod bytes;
 mod faults;
 mod harness;
+mod short;
+mod sites;
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -16,14 +16,21 @@ use support::{Files, run_whole};
 /// Layers of every model here: with no divisor, so that the last round is a partial one.
 const LAYERS: usize = 13;
 
-/// Windows of a round, for rings of 2, 3 and 4 stages with 1, 2, 4 and more rounds, some of unequal stages.
-const RINGS: [&[usize]; 8] = [
+/// Windows of a round, for rings of 2, 3 and 4 stages with 1, 2, 4 and more rounds each, some of unequal stages, and one stage without
+/// layers.
+const RINGS: [&[usize]; 11] = [
+    // 2 stages: 1, 2 and 4 rounds.
     &[7, 6],
     &[4, 3],
     &[2, 2],
+    // 3 stages: 1, 2, 3 and 4 rounds.
     &[5, 4, 4],
+    &[3, 2, 2],
     &[1, 3, 2],
+    &[2, 1, 1],
+    // 4 stages: 1, 2 and 4 rounds.
     &[4, 3, 3, 3],
+    &[2, 2, 2, 1],
     &[1, 1, 1, 1],
     &[2, 0, 1],
 ];

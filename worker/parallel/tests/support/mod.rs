@@ -24,10 +24,20 @@ pub(crate) struct Files {
 
 impl Files {
     pub(crate) fn of(case: &str, layers: usize) -> Self {
+        Self::edited(case, layers, |_| {})
+    }
+
+    /// The same with another configuration.
+    pub(crate) fn edited(
+        case: &str,
+        layers: usize,
+        edit: impl FnOnce(&mut serde_json::Value),
+    ) -> Self {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
         let json = std::fs::read_to_string(golden.join(case).join("config.json")).unwrap();
         let mut json: serde_json::Value = serde_json::from_str(&json).unwrap();
         json["num_hidden_layers"] = layers.into();
+        edit(&mut json);
         let json = json.to_string();
         let config = ModelConfig::parse(&json).unwrap();
         let tensors = tensors(&modules(&config).unwrap());

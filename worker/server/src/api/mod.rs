@@ -65,6 +65,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
 pub(crate) fn metrics_router(app: Arc<App>) -> Router {
     Router::new()
         .route("/metrics", get(status::metrics))
+        .route("/unanswered", get(status::unanswered))
         .with_state(app)
 }
 

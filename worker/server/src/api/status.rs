@@ -3,12 +3,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{Query, State};
 use axum::response::{IntoResponse, Response};
 use hearth_transport::v1::Placement;
 use http::{HeaderValue, StatusCode, header};
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::app::App;
@@ -92,6 +94,30 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         Ok(text) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
         Err(_) => ApiError::internal("the metrics cannot be written").into_response(),
     }
+}
+
+/// Longest time that a question about choices without a token waits for one, in seconds.
+const LONGEST_WAIT_S: u64 = 60;
+
+/// Query of `GET /unanswered`.
+#[derive(Deserialize)]
+pub(super) struct Wait {
+    /// Time to wait for a choice, in seconds.
+    #[serde(default)]
+    wait_s: u64,
+}
+
+/// Number of choices without a token, as text, as soon as there is one, or after the time that the query allows: whoever starts
+/// workers for them need not ask again and again. Without a decode worker, those that have lost theirs count, too.
+pub(super) async fn unanswered(State(app): State<Arc<App>>, Query(wait): Query<Wait>) -> String {
+    let demand = &app.metrics.demand;
+    let has_workers = app.pool.count(Role::Decode).1 > 0;
+    let cut_off = demand.choices();
+    if !has_workers && cut_off > 0 {
+        return cut_off.to_string();
+    }
+    let patience = Duration::from_secs(wait.wait_s.min(LONGEST_WAIT_S));
+    demand.unanswered(patience).await.to_string()
 }
 
 /// Refuses `/metrics` on the API's port: clients need not see how much it is used, and by how many.

@@ -172,6 +172,13 @@ impl WorkerPool {
         self.wait_for_worker(&want, &key, deadline).await
     }
 
+    /// Longest wait of a request that arrives now and finds no ready decode worker, where they end for want of requests; else
+    /// `None`.
+    pub fn hold(&self) -> Option<Duration> {
+        let hold = self.routing.hold_timeout;
+        hold.filter(|_| self.count(Role::Decode).0 == 0)
+    }
+
     /// Notes that the gateway is shutting down and takes no new connections.
     pub fn end(&self) {
         self.ending.cancel();

@@ -1,7 +1,7 @@
 //! Descriptions of workers, and requirements on them.
 
 use hearth_transport::Endpoint;
-use hearth_transport::v1::{Placement, StatsResponse};
+use hearth_transport::v1::{MemberPlacement, Placement, StatsResponse};
 
 /// Purpose of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,4 +172,6 @@ pub struct WorkerView {
     pub placement: Option<Placement>,
     /// What became of the group of ranks that it leads; empty: it has lost no member, or leads none.
     pub group: String,
+    /// The other members of that group, and what each had got of its machine when it joined.
+    pub members: Vec<MemberPlacement>,
 }

@@ -155,6 +155,42 @@ async fn a_gateway_to_which_no_worker_comes_says_so_in_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_arrives_without_workers_is_told_at_once_and_held_for_longer_than_a_slot_is_waited_for()
+ {
+    let worker = FakeWorker::start();
+    let gateway = unready_gateway(&[], |config| {
+        config.has_changing_members = true;
+        config.routing.queue_timeout = Duration::from_millis(100);
+        config.routing.hold_timeout = Some(Duration::from_secs(60));
+    })
+    .await;
+    let unanswered = async |wait_s: u32| {
+        let url = gateway.metrics_url.replace("/metrics", "/unanswered");
+        let request = gateway.http.get(format!("{url}?wait_s={wait_s}"));
+        let response = request.send().await.unwrap();
+        assert_eq!(response.status(), 200);
+        response.text().await.unwrap()
+    };
+    assert_eq!(unanswered(0).await, "0");
+    assert!(gateway.metric("hearth_idle_seconds", "").await > 0.0);
+    let began = Instant::now();
+    let (told, answer) = tokio::join!(
+        async {
+            let told = unanswered(30).await;
+            assert_eq!(gateway.metric("hearth_idle_seconds", "").await, 0.0);
+            // Longer than the queue's own bound.
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            gateway.set_members(&[&worker]);
+            told
+        },
+        gateway.chat("say:awake", json!({})),
+    );
+    assert_eq!((told.as_str(), answer.0), ("1", 200));
+    assert!(began.elapsed() < Duration::from_secs(20));
+    assert_eq!(unanswered(0).await, "0");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_leaves_keeps_its_stream_and_gets_no_other() {
     let expected = undisturbed(300).await;
     let (first, second) = (FakeWorker::start(), FakeWorker::start());
@@ -377,4 +413,14 @@ async fn a_prefill_worker_that_left_is_not_named_to_decode_workers() {
     eventually(|| async { connections(&prefill) == 0 }).await;
     // The decode worker was not mistaken for another.
     assert_eq!(stream(&gateway, body(40)).await.len(), 40);
+}
+
+/// The gateway does not call them: their head says what they got.
+#[tokio::test(flavor = "multi_thread")]
+async fn members_of_a_group_are_shown_as_their_head_tells_of_them() {
+    let head = FakeWorker::start();
+    let gateway = gateway(&[&head], |_| {}).await;
+    let labels = r#"worker="stage-0",address="10.0.0.9:9400",role="stage",cpus="5""#;
+    let told = gateway.metric("hearth_worker_placement_info", labels).await;
+    assert!((told - 1.0).abs() < f64::EPSILON);
 }

@@ -1,15 +1,16 @@
 //! Links to other nodes: this agent measures one when the operator says so, and answers one measurement when the
 //! operator says whose. Nothing listens on the port between two measurements.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_transport::v1::{AwaitLinkRequest, LinkEnd, MeasureLinkRequest, MeasureLinkResponse};
-use hearth_transport::{Endpoint, Listener, Tls, TlsNames, answer_link, measure_link};
+use hearth_transport::{Endpoint, Tls, TlsNames, answer_link, measure_link};
 use tokio::sync::Mutex;
-use tokio::task::JoinHandle;
 use tonic::Status;
 
 use super::identity::Identity;
+use super::port::{Purpose, WaitingPort};
 
 /// Time limit for a measurement: less than the operator waits for a call.
 const MEASURE_PATIENCE: Duration = Duration::from_secs(8);
@@ -18,19 +19,15 @@ const AWAIT_PATIENCE: Duration = Duration::from_secs(12);
 
 /// Both ends of links, of which there is one each at a time.
 pub(super) struct Links {
-    /// The host that this agent listens on.
-    host: String,
-    awaiting: Mutex<Option<JoinHandle<()>>>,
+    port: Arc<WaitingPort>,
     measuring: Mutex<()>,
 }
 
 impl Links {
-    /// Creates both ends for an agent that listens on this address (`host:port`).
-    pub(super) fn new(listen: &str) -> Self {
-        let host = listen.rsplit_once(':').map_or(listen, |(host, _)| host);
+    /// Creates both ends for an agent that awaits others on this port.
+    pub(super) fn new(port: Arc<WaitingPort>) -> Self {
         Self {
-            host: host.to_owned(),
-            awaiting: Mutex::default(),
+            port,
             measuring: Mutex::default(),
         }
     }
@@ -38,32 +35,21 @@ impl Links {
     /// Listens for one measurement, instead of for an earlier one, and returns the port. Requires a tokio runtime.
     ///
     /// # Errors
-    /// INVALID_ARGUMENT for certificates or a port that cannot be, FAILED_PRECONDITION if the port is in use.
+    /// INVALID_ARGUMENT for certificates or a port that cannot be, FAILED_PRECONDITION if the port is in use,
+    /// RESOURCE_EXHAUSTED while something else is awaited there.
     pub(super) async fn wait_for(
         &self,
         request: AwaitLinkRequest,
         identity: &Identity,
     ) -> Result<u16, Status> {
         let (peer, tls) = known(request.end, identity)?;
-        let port = u16::try_from(request.port).map_err(|_| {
-            Status::invalid_argument(format!("port is {}: write one up to 65535", request.port))
-        })?;
-        let mut awaiting = self.awaiting.lock().await;
-        if let Some(earlier) = awaiting.take() {
-            earlier.abort();
-            // Its port is free once it has ended.
-            let _ = earlier.await;
-        }
-        let listener = Listener::bind(&format!("{}:{port}", self.host))
-            .map_err(|error| Status::failed_precondition(error.to_string()))?;
-        let port = listener.address().port();
-        *awaiting = Some(tokio::spawn(async move {
+        let wait = |listener| async move {
             match answer_link(&peer, listener, tls, AWAIT_PATIENCE).await {
                 Ok(()) => tracing::debug!(peer, "the link from there has been measured"),
                 Err(error) => tracing::warn!("the link from there was not measured: {error}"),
             }
-        }));
-        Ok(port)
+        };
+        self.port.listen(request.port, Purpose::Link, wait).await
     }
 
     /// Measures the link to the agent of another node.
@@ -100,8 +86,8 @@ impl Links {
     }
 }
 
-/// The other node, in words, and certificates for a connection with its agent alone.
-fn known(end: Option<LinkEnd>, identity: &Identity) -> Result<(String, Tls), Status> {
+/// The agent of the other node, in words, and certificates for a connection with its agent alone.
+pub(super) fn known(end: Option<LinkEnd>, identity: &Identity) -> Result<(String, Tls), Status> {
     let LinkEnd {
         peer,
         peer_tls_name,

@@ -1,13 +1,18 @@
-//! The agent of a node: it measures the node and its links to others, and stores the models fetched for it. It has no rights in the
+//! The agent of a node: it measures the node and its links to others, and stores the models fetched for it, from a server or from
+//! the agent of another node. It has no rights in the
 //! cluster, and a token that proves to the operator which Pod it is; the operator calls it.
 //!
 //! Work that needs much memory (measuring, reading a model) is done by child processes, which return all of it.
 
 mod identity;
 mod link;
+mod metrics;
 mod models;
 mod node;
+mod port;
 mod request;
+mod seed;
+mod spare;
 mod tool;
 
 use std::path::{Path, PathBuf};
@@ -25,10 +30,13 @@ use tonic::{Request, Response, Status};
 use super::report::send_report;
 use super::stand_ins::StandInArgs;
 use crate::signals;
+use crate::tools::StoreArgs;
 use identity::Identity;
 use link::Links;
 use models::{Limits, Models};
 use node::Node;
+use port::WaitingPort;
+use seed::{Place, Seeds};
 
 /// Time to wait for open connections at the end; calls are answered at once, so a lingering connection is idle.
 const END_PATIENCE: Duration = Duration::from_secs(2);
@@ -67,6 +75,12 @@ pub(crate) struct AgentArgs {
     #[arg(long, value_name = "PERCENT", default_value_t = 17,
         value_parser = clap::value_parser!(u8).range(0..=99))]
     disk_reserve: u8,
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Address of /metrics, over plain HTTP [default: none]
+    // Set through the environment, so that older images start with a newer chart.
+    #[arg(long, value_name = "ADDRESS", env = "HEARTH_AGENT_METRICS")]
+    metrics: Option<String>,
     /// Range of addresses that may be fetched from although it is the node's own, link-local or the cluster's; may be repeated
     #[arg(long = "allow-range", value_name = "CIDR")]
     allow_ranges: Vec<IpNet>,
@@ -83,6 +97,10 @@ pub(crate) struct AgentArgs {
 impl AgentArgs {
     fn limits(&self) -> Limits {
         Limits {
+            node: self.stand_in.node.clone(),
+            quota_bytes: self.store.quota_bytes(),
+            recent: self.store.recent(),
+            throttle: self.store.throttle(),
             disk_reserve: self.disk_reserve,
             allow_ranges: self.allow_ranges.clone(),
             keep: Duration::from_secs(3600 * u64::from(self.keep_models)),
@@ -119,6 +137,12 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     if let Err(error) = cache.create() {
         tracing::error!("no model can be kept on this node: {error}");
     }
+    let models = Arc::new(Models::new(cache, args.limits()));
+    let _metrics = match args.metrics.as_deref().filter(|it| !it.is_empty()) {
+        Some(address) => Some(metrics::serve(address, Arc::clone(&models))?),
+        None => None,
+    };
+    let port = Arc::new(WaitingPort::new(&args.listen));
     let service = AgentService {
         node: Node::start(
             &args.stand_in.node,
@@ -126,8 +150,13 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
             args.stand_in.device(),
             args.from_device_plugin,
         ),
-        models: Arc::new(Models::new(cache, args.limits())),
-        links: Links::new(&args.listen),
+        seeds: Seeds::new(
+            Arc::clone(&port),
+            models.cache().clone(),
+            Arc::clone(models.counters()),
+        ),
+        models,
+        links: Links::new(port),
         identity,
     };
     let routes = Routes::new(health.service()).add_service(server::agent(service));
@@ -173,6 +202,7 @@ struct AgentService {
     node: Arc<Node>,
     models: Arc<Models>,
     links: Links,
+    seeds: Seeds,
     identity: Option<Identity>,
 }
 
@@ -182,6 +212,12 @@ impl AgentService {
             "this agent was started without --identity-token, so it cannot prove its identity";
         let identity = self.identity.as_ref();
         identity.ok_or_else(|| Status::failed_precondition(why))
+    }
+
+    /// Checks that nothing else that this agent does would be measured with a link.
+    fn check_quiet(&self) -> Result<(), Status> {
+        self.node.check_quiet()?;
+        self.seeds.check_quiet()
     }
 }
 
@@ -216,7 +252,10 @@ impl v1::agent_server::Agent for AgentService {
         &self,
         request: Request<v1::ModelRequest>,
     ) -> Result<Response<v1::ModelResponse>, Status> {
-        let answer = self.models.model(&request.into_inner())?;
+        let mut request = request.into_inner();
+        let seed = request.seed.take();
+        let seed = seed.map(|place| Place::checked(place, self.identity()?));
+        let answer = self.models.model(&request, seed.transpose()?)?;
         Ok(Response::new(answer))
     }
 
@@ -232,7 +271,7 @@ impl v1::agent_server::Agent for AgentService {
         &self,
         request: Request<v1::AwaitLinkRequest>,
     ) -> Result<Response<v1::AwaitLinkResponse>, Status> {
-        self.node.check_quiet()?;
+        self.check_quiet()?;
         let awaited = self.links.wait_for(request.into_inner(), self.identity()?);
         let port = awaited.await?.into();
         Ok(Response::new(v1::AwaitLinkResponse { port }))
@@ -242,8 +281,17 @@ impl v1::agent_server::Agent for AgentService {
         &self,
         request: Request<v1::MeasureLinkRequest>,
     ) -> Result<Response<v1::MeasureLinkResponse>, Status> {
-        self.node.check_quiet()?;
+        self.check_quiet()?;
         let measured = self.links.measure(request.into_inner(), self.identity()?);
         Ok(Response::new(measured.await?))
+    }
+
+    async fn seed(
+        &self,
+        request: Request<v1::SeedRequest>,
+    ) -> Result<Response<v1::SeedResponse>, Status> {
+        let given = self.seeds.give(request.into_inner(), self.identity()?);
+        let port = given.await?.into();
+        Ok(Response::new(v1::SeedResponse { port }))
     }
 }

@@ -2,15 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_crds::ModelFacts;
 use hearth_fetch::{
-    AddressPolicy, Cache, FaultOrigin, FetchError, FetchOptions, Key, Phase, Progress, Source,
-    Tries, fetch,
+    AddressPolicy, Cache, Claim, Claims, Counters, FaultOrigin, FetchError, FetchOptions, Key,
+    Owner, Phase, Progress, Source, Throttle, Tries, fetch,
 };
 use hearth_transport::v1::{ModelRequest, ModelResponse, ModelState};
 use ipnet::IpNet;
@@ -18,6 +17,7 @@ use tokio::task::JoinHandle;
 use tonic::Status;
 
 use super::request::{checked, parsed, ranges};
+use super::seed::Place;
 use super::tool;
 use crate::tools::progress_sentence;
 
@@ -33,13 +33,23 @@ pub(super) struct Models {
     entries: Mutex<BTreeMap<Key, Entry>>,
     /// Keys in the last `retain` request; `None` before the first one.
     named: Mutex<Option<BTreeSet<Key>>>,
+    counters: Arc<Counters>,
+    failures: AtomicU64,
 }
 
 /// Limits on fetching and keeping models.
 #[derive(Clone, Debug)]
 pub(super) struct Limits {
+    /// Name of the node.
+    pub(super) node: String,
     /// Percentage of the disk to leave free.
     pub(super) disk_reserve: u8,
+    /// Most bytes of models and parts; `None` for as many as the disk has.
+    pub(super) quota_bytes: Option<u64>,
+    /// Time for which a model stays after it was last named, even if its space is needed.
+    pub(super) recent: Duration,
+    /// Rate of all downloads.
+    pub(super) throttle: Option<Arc<Throttle>>,
     /// Address ranges that may be fetched from even though they are the node's own, link-local or the cluster's.
     pub(super) allow_ranges: Vec<IpNet>,
     /// Time that a model is kept after it was last named, unless its space is needed.
@@ -52,6 +62,10 @@ impl Limits {
     fn options(&self, cluster_ranges: Vec<IpNet>) -> FetchOptions {
         FetchOptions {
             reserve_percent: self.disk_reserve,
+            quota_bytes: self.quota_bytes,
+            recent: self.recent,
+            throttle: self.throttle.clone(),
+            owner: Owner::Node(self.node.clone()),
             private_patience: self.private_patience,
             address_policy: AddressPolicy::outside(cluster_ranges, self.allow_ranges.clone()),
             ..FetchOptions::default()
@@ -106,6 +120,8 @@ struct Ready {
     facts_json: String,
     /// Size of its files in bytes.
     bytes: u64,
+    /// Its commit, if it is of a hub and that is recorded.
+    commit: String,
 }
 
 /// Reason a model is not ready, and who can fix it.
@@ -134,16 +150,48 @@ impl Models {
             limits,
             entries: Mutex::default(),
             named: Mutex::default(),
+            counters: Arc::default(),
+            failures: AtomicU64::new(0),
         }
     }
 
-    /// Returns the model's state; starts fetching it if it is not present. Requires a tokio runtime.
+    /// The store itself.
+    pub(super) fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    /// Most bytes that it may have; `None` for as many as the disk has.
+    pub(super) fn quota_bytes(&self) -> Option<u64> {
+        self.limits.quota_bytes
+    }
+
+    /// What all fetches did.
+    pub(super) fn counters(&self) -> &Arc<Counters> {
+        &self.counters
+    }
+
+    /// Number of attempts to get a model that failed.
+    pub(super) fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
+    }
+
+    /// Returns the model's state; starts fetching it if it is not present, from `seed` as far as that has it. Requires a
+    /// tokio runtime.
     ///
     /// # Errors
     /// INVALID_ARGUMENT for a request that can never succeed.
-    pub(super) fn model(self: &Arc<Self>, request: &ModelRequest) -> Result<ModelResponse, Status> {
+    pub(super) fn model(
+        self: &Arc<Self>,
+        request: &ModelRequest,
+        seed: Option<Place>,
+    ) -> Result<ModelResponse, Status> {
         let (key, source) = checked(request)?;
-        let options = self.limits.options(ranges(&request.cluster_ranges)?);
+        let models = Arc::clone(self);
+        let options = FetchOptions {
+            claims: Claims::by(move |key| models.claim(key)),
+            counters: Arc::clone(&self.counters),
+            ..self.limits.options(ranges(&request.cluster_ranges)?)
+        };
         let mut entries = self.lock();
         let mut tries = Tries::default();
         if let Some(entry) = entries.get(&key) {
@@ -151,7 +199,7 @@ impl Models {
             let is_same = source.as_ref().is_none_or(|source| tries.are_of(source));
             match &entry.state {
                 State::Ready(ready) if self.cache.model(&key).is_some() => {
-                    return Ok(ready.answer());
+                    return Ok(ready.answer(request));
                 }
                 State::Working { progress, task } if !task.is_finished() => {
                     return Ok(working(progress.as_ref()));
@@ -174,7 +222,8 @@ impl Models {
             entries.remove(&key);
             return Ok(ModelResponse {
                 state: ModelState::Absent.into(),
-                message: "it is not on this node, and no URL was given to fetch it from".to_owned(),
+                message: "it is not on this node, and no source was given to fetch it from"
+                    .to_owned(),
                 ..ModelResponse::default()
             });
         }
@@ -185,7 +234,7 @@ impl Models {
             tries,
             state: State::Working {
                 progress: None,
-                task: tokio::spawn(Arc::clone(self).work(key.clone(), source, options)),
+                task: tokio::spawn(Arc::clone(self).work(key.clone(), source, options, seed)),
             },
         };
         entries.insert(key, entry);
@@ -202,7 +251,11 @@ impl Models {
             .iter()
             .map(|text| parsed(text))
             .collect::<Result<BTreeSet<Key>, Status>>()?;
-        *self.named.lock().unwrap_or_else(PoisonError::into_inner) = Some(named.clone());
+        let before = self.lock_named().replace(named.clone());
+        // From now on a model that was named until now counts as recently used.
+        for released in before.unwrap_or_default().difference(&named) {
+            self.cache.note_use(released, SystemTime::now());
+        }
         let removed = self.remove_all_but(named, self.limits.keep).await?;
         Ok(removed.iter().map(Key::to_string).collect())
     }
@@ -232,23 +285,35 @@ impl Models {
         Ok(removed)
     }
 
-    /// Frees space by removing models that are kept only in case they are needed again. Returns whether it freed any.
-    async fn make_room(self: &Arc<Self>) -> bool {
-        let named = self
-            .named
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        let Some(named) = named else {
-            return false;
-        };
-        let removed = self.remove_all_but(named, Duration::ZERO).await;
-        removed.is_ok_and(|removed| !removed.is_empty())
+    /// Whether a model may be removed to make room for another.
+    fn claim(&self, key: &Key) -> Claim {
+        let is_in_work = |entry: &Entry| matches!(entry.state, State::Working { .. });
+        if self.lock().get(key).is_some_and(is_in_work) {
+            return Claim::Wanted;
+        }
+        match &*self.lock_named() {
+            None => Claim::Unknown,
+            Some(named) if named.contains(key) => Claim::Wanted,
+            Some(_) => Claim::Free,
+        }
+    }
+
+    fn lock_named(&self) -> MutexGuard<'_, Option<BTreeSet<Key>>> {
+        self.named.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Fetches the model, checks it, and records the outcome.
-    async fn work(self: Arc<Self>, key: Key, source: Option<Source>, options: FetchOptions) {
+    async fn work(
+        self: Arc<Self>,
+        key: Key,
+        source: Option<Source>,
+        mut options: FetchOptions,
+        seed: Option<Place>,
+    ) {
         let began = Instant::now();
+        if let (Some(seed), Some(_), None) = (seed, &source, self.cache.model(&key)) {
+            options.seed = seed.connected().await;
+        }
         let outcome = self.ready(&key, source.as_ref(), &options).await;
         let took = began.elapsed();
         let mut entries = self.lock();
@@ -272,6 +337,7 @@ impl Models {
                     Duration::ZERO
                 };
                 entry.tries.failures += 1;
+                self.failures.fetch_add(1, Ordering::Relaxed);
                 let wait = self
                     .limits
                     .wait_after(fault_origin, entry.tries.failures, wasted);
@@ -321,7 +387,10 @@ impl Models {
     ) -> Result<Ready, Failure> {
         let risk = Arc::new(Once::new());
         let directory = match (self.cache.model(key), source) {
-            (Some(directory), _) => directory,
+            (Some(directory), _) => {
+                self.cache.note_use(key, SystemTime::now());
+                directory
+            }
             (None, Some(source)) => {
                 tracing::info!(%key, url = source.shown(), "fetching");
                 let (models, own) = (Arc::clone(self), key.clone());
@@ -332,13 +401,7 @@ impl Models {
                     }
                     models.note(&own, progress);
                 });
-                let first = fetch(source, &self.cache, options, observer.clone()).await;
-                match first {
-                    Err(error) if error.is_disk_full() && self.make_room().await => {
-                        fetch(source, &self.cache, options, observer).await?
-                    }
-                    other => other?,
-                }
+                fetch(source, &self.cache, options, observer).await?
             }
             (None, None) => {
                 return Err(Failure {
@@ -359,10 +422,15 @@ impl Models {
         arguments.push(directory.as_os_str());
         let facts: ModelFacts = tool::ask(&arguments, FACTS_PATIENCE).await.map_err(unfit)?;
         let facts_json = serde_json::to_string(&facts).map_err(|error| unfit(error.to_string()))?;
-        let bytes = tokio::task::spawn_blocking(move || bytes_in(&directory)).await;
+        let (cache, own) = (self.cache.clone(), key.clone());
+        let looked = move || (cache.bytes(&own), cache.about(&own));
+        let (bytes, about) = tokio::task::spawn_blocking(looked)
+            .await
+            .unwrap_or_default();
         Ok(Ready {
             facts_json,
-            bytes: bytes.unwrap_or_default(),
+            bytes,
+            commit: about.and_then(|about| about.commit).unwrap_or_default(),
         })
     }
 
@@ -382,7 +450,16 @@ impl Models {
 }
 
 impl Ready {
-    fn answer(&self) -> ModelResponse {
+    /// The answer to a request. A model of another commit than other nodes have is not ready for their deployment: ranks
+    /// of one plan must hold the same weights.
+    fn answer(&self, request: &ModelRequest) -> ModelResponse {
+        let asked = request.hub.as_ref().map_or("", |hub| &hub.commit);
+        if !asked.is_empty() && !self.commit.is_empty() && asked != self.commit {
+            return failed(&format!(
+                "the node has commit {} of it, and other nodes have {asked}\n  name a commit as the revision, so that all nodes fetch the same",
+                self.commit
+            ));
+        }
         ModelResponse {
             state: ModelState::Ready.into(),
             bytes: self.bytes,
@@ -390,6 +467,8 @@ impl Ready {
             bytes_per_second: 0,
             message: String::new(),
             facts_json: self.facts_json.clone(),
+            commit: self.commit.clone(),
+            from_node: String::new(),
         }
     }
 }
@@ -415,7 +494,8 @@ fn working(progress: Option<&Progress>) -> ModelResponse {
                 total_bytes,
                 bytes_per_second,
                 message: progress_sentence(progress),
-                facts_json: String::new(),
+                from_node: progress.from_node.clone().unwrap_or_default(),
+                ..ModelResponse::default()
             }
         }
     }
@@ -443,22 +523,6 @@ fn waiting(tries: &Tries, source: Option<&Source>, now: SystemTime) -> Option<En
     })
 }
 
-/// Total size of all files below a directory in bytes.
-fn bytes_in(directory: &Path) -> u64 {
-    let mut bytes = 0;
-    let mut directories: Vec<PathBuf> = vec![directory.to_owned()];
-    while let Some(directory) = directories.pop() {
-        for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-            match entry.metadata() {
-                Ok(metadata) if metadata.is_dir() => directories.push(entry.path()),
-                Ok(metadata) => bytes += metadata.len(),
-                Err(_) => {}
-            }
-        }
-    }
-    bytes
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -470,6 +534,7 @@ mod tests {
             bytes: 10,
             total_bytes: Some(100),
             bytes_per_second: 5,
+            from_node: None,
             trouble: None,
         };
         let told = |phase| working(Some(&progress(phase))).bytes;
@@ -480,7 +545,11 @@ mod tests {
     #[test]
     fn what_costs_a_download_waits_longer() {
         let limits = Limits {
+            node: "attic".to_owned(),
             disk_reserve: 0,
+            quota_bytes: None,
+            recent: Duration::ZERO,
+            throttle: None,
             allow_ranges: Vec::new(),
             keep: Duration::ZERO,
             private_patience: Duration::from_secs(60),

@@ -2,13 +2,16 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use hearth_crds::{GpuProfile, NodeProfileStatus};
-use hearth_profiler::{Kept, Measured, ProfileOptions, Scope, hardware, observe, take_rates};
+use hearth_profiler::{
+    Kept, Measured, ProfileOptions, Scope, available_on_node_bytes, hardware, observe, take_rates,
+};
 use tonic::Status;
 
+use super::spare::Spare;
 use super::tool;
 use crate::tools::VirtualDevice;
 
@@ -16,6 +19,8 @@ use crate::tools::VirtualDevice;
 const KEPT: &str = "profile.json";
 /// Time limit for measuring, which takes seconds, or longer on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// Interval at which the memory that the node can spare is looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Time after which a call repeats a failed measurement.
 const AGAIN_AFTER: Duration = Duration::from_secs(30);
 
@@ -28,6 +33,7 @@ pub(super) struct Node {
     /// Whether a device plugin hands it out.
     from_device_plugin: bool,
     state: Mutex<State>,
+    spare: Mutex<Spare>,
 }
 
 enum State {
@@ -60,6 +66,7 @@ impl Node {
             device,
             from_device_plugin,
             state: Mutex::new(State::Measuring(first.to_owned())),
+            spare: Mutex::default(),
         });
         match Kept::read(&node.kept) {
             Some(kept) => {
@@ -68,7 +75,27 @@ impl Node {
             }
             None => node.measure(),
         }
+        tokio::spawn(watch(Arc::downgrade(&node)));
         node
+    }
+
+    /// Notes what memory is available. What measuring takes for a moment does not count.
+    fn note(&self, available_bytes: u64) {
+        if self.check_quiet().is_ok() {
+            let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            spare.note(available_bytes, Instant::now());
+        }
+    }
+
+    /// Adds the least memory that was available in the last minutes.
+    fn add_least(&self, profile: &mut NodeProfileStatus) {
+        let memory = &mut profile.memory;
+        self.note(memory.available_bytes);
+        let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((bytes, seconds)) = spare.least(Instant::now()) {
+            memory.least_available_bytes = Some(bytes.min(memory.available_bytes));
+            memory.least_over_seconds = seconds;
+        }
     }
 
     /// Returns the profile with measured rates, and the current memory and disk.
@@ -89,6 +116,7 @@ impl Node {
             tracing::debug!("profile: {warning}");
         }
         let now = self.hardware(&profile);
+        self.add_least(&mut profile);
         let mut state = self.lock();
         let why = match &*state {
             State::Measured(kept) if kept.hardware == now => {
@@ -203,5 +231,21 @@ impl Node {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Looks at the node's memory again and again, as long as there is an agent.
+async fn watch(node: Weak<Node>) {
+    let mut ticks = tokio::time::interval(LOOK_EVERY);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let Some(node) = node.upgrade() else {
+            return;
+        };
+        // Reads one file of the kernel's, which does not wait for a disk.
+        if let Some(bytes) = available_on_node_bytes(&node.options.root) {
+            node.note(bytes);
+        }
     }
 }

@@ -1,15 +1,18 @@
 //! Validation of a request for a model, before anything is fetched.
 
-use hearth_crds::store_key;
-use hearth_fetch::{Credentials, Key, Source};
+use hearth_crds::{hub_store_key, store_key};
+use hearth_fetch::{Credentials, FetchError, Key, Source};
 use hearth_transport::v1::{self, ModelRequest};
 use ipnet::IpNet;
 use tonic::Status;
 
-/// Returns key and source of a request; no source if it has no URL. The key must follow from everything needed to open
+/// Returns key and source of a request; no source if it has neither a URL nor a repository. The key must follow from everything needed to open
 /// the model: knowing only its checksum does not give access to a stored model.
 pub(super) fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), Status> {
     let key = parsed(&request.key)?;
+    if let Some(hub) = &request.hub {
+        return Ok((key.clone(), Some(repository(request, hub, key)?)));
+    }
     if request.url.is_empty() {
         return Ok((key, None));
     }
@@ -30,6 +33,33 @@ pub(super) fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), S
             None => source,
         }),
     ))
+}
+
+/// Returns the source of a request for a hub's repository.
+fn repository(request: &ModelRequest, hub: &v1::HubRepository, key: Key) -> Result<Source, Status> {
+    if !request.url.is_empty() {
+        return Err(Status::invalid_argument(
+            "both a URL and a repository of a hub were given",
+        ));
+    }
+    let expected = hub_store_key(&hub.repo, &hub.revision, &request.holder);
+    if key.as_str() != expected {
+        return Err(Status::invalid_argument(format!(
+            "key is {key}, and that of {} at {:?} and holder {:?} is {expected}",
+            hub.repo, hub.revision, request.holder
+        )));
+    }
+    let refused = |error: FetchError| Status::invalid_argument(error.to_string());
+    let mut source = Source::of_hub(&hub.endpoint, &hub.repo, Some(&hub.revision))
+        .map_err(refused)?
+        .kept_as(key);
+    if !hub.commit.is_empty() {
+        source = source.at_commit(&hub.commit).map_err(refused)?;
+    }
+    Ok(match credentials(request.credentials.as_ref())? {
+        Some(credentials) => source.opened_by(credentials),
+        None => source,
+    })
 }
 
 fn credentials(given: Option<&v1::Credentials>) -> Result<Option<Credentials>, Status> {
@@ -107,6 +137,49 @@ mod tests {
             let status = checked(&request(key, url)).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status}");
         }
+    }
+
+    #[test]
+    fn a_repository_is_checked_with_who_may_have_it() {
+        let request = |key: &str, hub: (&str, &str, &str), commit: &str| {
+            let [endpoint, repo, revision] = [hub.0, hub.1, hub.2].map(str::to_owned);
+            ModelRequest {
+                key: key.to_owned(),
+                holder: "one/hub".to_owned(),
+                hub: Some(v1::HubRepository {
+                    endpoint,
+                    repo,
+                    revision,
+                    commit: commit.to_owned(),
+                }),
+                ..ModelRequest::default()
+            }
+        };
+        let hub = ("https://hub.lan", "a/b", "main");
+        let key = hub_store_key("a/b", "main", "one/hub");
+        let (found, source) = checked(&request(&key, hub, "")).unwrap();
+        assert_eq!(
+            (found.as_str(), source.unwrap().key()),
+            (&*key, found.clone())
+        );
+        assert!(checked(&request(&key, hub, &"c".repeat(40))).is_ok());
+        let other = hub_store_key("a/b", "main", "");
+        let odd = hub_store_key("../b", "main", "one/hub");
+        for (key, hub, commit) in [
+            (&other, hub, ""),
+            (&key, ("https://hub.lan", "a/b", "v2"), ""),
+            (&key, ("ftp://hub.lan", "a/b", "main"), ""),
+            (&odd, ("https://hub.lan", "../b", "main"), ""),
+            (&key, hub, "main"),
+        ] {
+            let status = checked(&request(key, hub, commit)).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status}");
+        }
+        let both = ModelRequest {
+            url: "http://nas/m.tar".to_owned(),
+            ..request(&key, hub, "")
+        };
+        assert!(checked(&both).is_err());
     }
 
     #[test]

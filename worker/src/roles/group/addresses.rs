@@ -33,19 +33,23 @@ impl Addresses {
         Ok(Self::Planned(endpoints))
     }
 
-    /// The members of these names, in order, or the name of the first one whose address is not known yet.
+    /// The members of these names and nodes, in order; the name of one whose address is not known yet.
     ///
     /// # Errors
     /// An error if the file cannot be read.
-    pub(super) fn of(&self, names: &[String]) -> anyhow::Result<Result<Vec<Member>, String>> {
+    pub(super) fn of(
+        &self,
+        names: &[(String, String)],
+    ) -> anyhow::Result<Vec<Result<Member, String>>> {
         let listed = match self {
             Self::Planned(endpoints) => {
                 let members = names.iter().zip(endpoints);
-                let member = |(name, endpoint): (&String, &Endpoint)| Member {
+                let member = |((name, node), endpoint): (&(String, String), &Endpoint)| Member {
                     name: name.clone(),
+                    node: node.clone(),
                     endpoint: endpoint.clone(),
                 };
-                return Ok(Ok(members.map(member).collect()));
+                return Ok(members.map(member).map(Ok).collect());
             }
             Self::Listed(file) => {
                 let text = match std::fs::read(file) {
@@ -65,16 +69,18 @@ impl Addresses {
             }
         };
         let mut members = Vec::with_capacity(names.len());
-        for name in names {
+        for (name, node) in names {
             let Some(route) = listed.iter().find(|route| route.name == *name) else {
-                return Ok(Err(name.clone()));
+                members.push(Err(name.clone()));
+                continue;
             };
             let endpoint = route.endpoint.parse().with_context(|| name.clone())?;
-            members.push(Member {
+            members.push(Ok(Member {
                 name: name.clone(),
+                node: node.clone(),
                 endpoint,
-            });
+            }));
         }
-        Ok(Ok(members))
+        Ok(members)
     }
 }

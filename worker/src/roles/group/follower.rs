@@ -9,7 +9,7 @@ use anyhow::Context;
 use hearth_crds::WorkerReport;
 use hearth_kernels::{Backend, KvDType};
 use hearth_model::{Model, ModelError, Sharing};
-use hearth_parallel::{Follower as Peer, Group, Stage, StageError, StageProgress};
+use hearth_parallel::{Follower as Peer, Group, Stage, StageError, StageProgress, lost_after};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{Clients, Health, Listener, ServerOptions, server};
 use tokio::sync::oneshot;
@@ -19,16 +19,26 @@ use super::net::NetGroup;
 use super::terms::{Terms, Work};
 use super::{Place, Task, kv_blocks, of_one_layer};
 use crate::load::{self, LoadedOn};
+use crate::logging;
 use crate::lost::DeviceLost;
-use crate::roles::layers::Layers;
+use crate::roles::binding::Binding;
 use crate::roles::report::{send_report, stay_alive};
 use crate::signals;
 
 /// Time between two looks at whether the head still needs a stage that is to end.
 const LOOK_PERIOD: Duration = Duration::from_millis(50);
 
+/// Least time that a member which is told to end goes on: where its head is told so, too, that says it by then.
+const COURTESY: Duration = Duration::from_secs(5);
+
+/// Time that a peer gives the others to finish the pass whose part it has computed, before it leaves.
+const FAREWELL: Duration = Duration::from_secs(1);
+
 /// Time between two looks at whether its computation goes on.
 const PROGRESS_PERIOD: Duration = Duration::from_secs(1);
+
+/// Time that the head has to say which member stands still, before that ends itself.
+const HEAD_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A follower at work in a thread of its own.
 pub(in crate::roles) struct FollowerWorker {
@@ -48,6 +58,7 @@ impl FollowerWorker {
         place: Place,
         loaded: LoadedOn<B>,
         (block_tokens, kv_dtype): (usize, KvDType),
+        binding: Arc<Binding>,
         clients: Clients,
     ) -> anyhow::Result<Self> {
         let LoadedOn {
@@ -74,6 +85,7 @@ impl FollowerWorker {
             }
         };
         let (joined, groups) = channel();
+        let progress = member.progress();
         let membership = Membership::of_follower(Follower {
             terms: Terms {
                 place: place.clone(),
@@ -82,11 +94,12 @@ impl FollowerWorker {
                 kv_blocks,
             },
             numerics,
+            placement: Box::new(move || binding.placement()),
             clients,
+            progress: progress.clone(),
             joined: Mutex::new(joined),
         });
         let (failed, fault) = oneshot::channel();
-        let progress = member.progress();
         std::thread::Builder::new()
             .name("follower".to_owned())
             .spawn(move || {
@@ -105,8 +118,10 @@ impl FollowerWorker {
         })
     }
 
-    /// Serves until the process is told to stop, or the follower cannot go on. Then it goes on for `grace` at most, until its head
-    /// has left the group, which may have answers to finish.
+    /// Serves until the process is told to stop, or the follower cannot go on. Then it goes on for `grace` at most: if its head is
+    /// told to stop, too, until that has finished its requests and left the group; otherwise until the pass is over that it
+    /// computes, for its successor is to come soon. Once a part of a pass takes longer than `patience`, and far longer than any
+    /// like it before, the process ends.
     ///
     /// # Errors
     /// An error if the listener fails, or why the follower cannot go on.
@@ -115,15 +130,18 @@ impl FollowerWorker {
         listener: Listener,
         health: &Health,
         options: &ServerOptions,
-        grace: Duration,
+        (grace, patience): (Duration, Duration),
     ) -> anyhow::Result<()> {
         let membership = self.membership.clone();
         let stopped = async {
             signals::termination().await;
             send_report(&WorkerReport::Draining);
             health.clone().end().await;
-            let deadline = Instant::now() + grace;
-            while !membership.is_alone() && Instant::now() < deadline {
+            let told = Instant::now();
+            while !membership.is_alone() && told.elapsed() < grace {
+                if told.elapsed() >= COURTESY && !membership.head_drains() {
+                    membership.retire();
+                }
                 tokio::time::sleep(LOOK_PERIOD).await;
             }
         };
@@ -133,7 +151,7 @@ impl FollowerWorker {
             served = served => Ok(served?),
             () = stopped => Ok(()),
             never = stay_alive() => match never {},
-            never = watch(self.progress) => match never {},
+            never = watch(self.progress, patience) => match never {},
             fault = self.fault => match fault {
                 Ok(error) => Err(error),
                 Err(_) => Err(anyhow::anyhow!("the follower's thread has ended\n  its panic is in the log above")),
@@ -142,12 +160,26 @@ impl FollowerWorker {
     }
 }
 
-/// Ends the process if its computation stands still: the head would wait for it without end.
-async fn watch(progress: StageProgress) -> Infallible {
-    let mut parts = Layers::new("part of a pass");
+/// Ends the process if its computation stands still, by the rule by which its head loses it, and a moment later: nothing else would, since
+/// its threads never finish.
+async fn watch(progress: StageProgress, patience: Duration) -> Infallible {
     loop {
         tokio::time::sleep(PROGRESS_PERIOD).await;
-        parts.end_if_stuck(progress.at_window_for());
+        let Some((part, times)) = progress.now() else {
+            continue;
+        };
+        if times.present >= lost_after(times.longest, patience) + HEAD_PATIENCE {
+            logging::say_last(format_args!(
+                "the computation stands still: it has been at layers {} to {} in pass {} for {} s, and the longest before took {:.1} s\n  \
+                 the supervisor restarts this worker",
+                part.layers.start,
+                part.layers.end.saturating_sub(1),
+                part.pass,
+                times.present.as_secs(),
+                times.longest.unwrap_or_default().as_secs_f64()
+            ));
+            std::process::exit(1);
+        }
     }
 }
 
@@ -196,6 +228,9 @@ fn follow<B: Backend>(mut member: Member<B>, groups: &Receiver<JoinedGroup>) -> 
         // The head tells what becomes of the group, and tries again and again while a member is missing.
         tracing::debug!(epoch = group.epoch, "joined the group");
         let followed = member.follow(&group, &work);
+        if group.is_retiring() && matches!(work, Work::Share) {
+            std::thread::sleep(FAREWELL);
+        }
         group.leave();
         match followed {
             Ok(()) => {}

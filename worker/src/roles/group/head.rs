@@ -11,13 +11,14 @@ use hearth_crds::{
 };
 use hearth_formats::ModelConfig;
 use hearth_kernels::{Backend, KvLayout};
-use hearth_model::{ExpertParallel, Membership as _, Sharing};
+use hearth_model::{ExpertParallel, Membership as _, Sharing, Sites};
 use hearth_parallel::{GroupPeers, Leg, RingHead, Route};
 use hearth_transport::{Clients, v1};
 
 use super::addresses::Addresses;
 use super::former::NetFormer;
 use super::place::windows;
+use super::terms::VERSION;
 use super::{Membership, Place, Task, kv_blocks, of_one_layer, wrong};
 use crate::load::{self, LoadedOn};
 
@@ -29,11 +30,15 @@ const PEERS_PATIENCE: Duration = Duration::from_secs(60);
 /// A group as its plan has it, for its head.
 pub(in crate::roles) struct Head {
     place: Place,
-    /// Names by rank, this one first.
-    names: Vec<String>,
+    /// Names and nodes by rank, this one first.
+    names: Vec<(String, String)>,
+    /// Which of them can do their part among fewer, by rank.
+    stand_ins: Vec<bool>,
     addresses: Addresses,
     /// The way of a pass through the layers' ranks; `None`: peers have all layers.
     route: Option<Route>,
+    /// How keys and values come to all peers.
+    sites: Sites,
     /// Most rows of a ring's flight.
     flight_rows: usize,
     /// Bytes of each member's cache, by rank.
@@ -55,7 +60,7 @@ impl Head {
     ) -> anyhow::Result<Self> {
         let head = &rank.name;
         let members = plan.group_of(head);
-        check(plan, head, &members)?;
+        let places = check(plan, head, &members)?;
         let route = match &place.task {
             Task::Windows { layers, .. } => {
                 let route = Route::new(legs(&members), *layers);
@@ -66,6 +71,8 @@ impl Head {
                 bail!("{}: {peers} peers are {}", wrong(head), members.len())
             }
         };
+        let names = members.iter();
+        let names = names.map(|rank| (rank.name.clone(), rank.node.clone()));
         let memory = |rank: &&PlanRank| rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes);
         Ok(Self {
             rows: longest_pass(plan, rank) as usize,
@@ -74,7 +81,9 @@ impl Head {
                 Some(file) => Addresses::Listed(file),
                 None => Addresses::planned(members.iter().copied())?,
             },
-            names: members.iter().map(|rank| rank.name.clone()).collect(),
+            names: names.collect(),
+            stand_ins: places.iter().map(|place| place.stands_in).collect(),
+            sites: sites(rank, &members),
             route,
             flight_rows: rank
                 .ring
@@ -105,17 +114,17 @@ impl Head {
         };
         let legs = self.route.iter().flat_map(Route::legs);
         let (rows, hidden) = (self.rows as u64, config.hidden_size as u64);
-        let (experts, bytes) = match self.place.task {
+        let (experts, peers, bytes) = match self.place.task {
             // A pass on its way here, and one on its way back.
-            Task::Windows { .. } => (None, 2 * 4 * hidden * rows + SPARE_WAITING_BYTES),
-            Task::Share { experts, .. } => {
+            Task::Windows { .. } => (None, 0, 2 * 4 * hidden * rows + SPARE_WAITING_BYTES),
+            Task::Share { experts, peers } => {
                 let copies = match (experts, &config.moe) {
                     (ExpertParallel::Ep, Some(moe)) => moe.experts_per_token.max(1),
                     _ => 1,
                 };
                 let kv_layer_bytes = layout.token_layer_bytes() as u64;
                 let bytes = waiting_bytes(rows, hidden, kv_layer_bytes, copies as u64);
-                (Some(experts), bytes)
+                (Some(experts), peers as u32, bytes)
             }
         };
         v1::Join {
@@ -127,11 +136,13 @@ impl Head {
             kv_blocks: self.kv_blocks(layout, config.layers) as u32,
             waiting_bytes: bytes,
             experts: told(experts).into(),
+            version: VERSION.to_owned(),
+            planned_peers: peers,
         }
     }
 
     /// Lets a model compute with the other ranks: waits until all have joined, and returns the service that takes what they
-    /// send. `waits` is called meanwhile. Must be called within a runtime.
+    /// send. `waits` is called meanwhile; members get `patience` as [`NetFormer::new`] says. Must be called within a runtime.
     ///
     /// # Errors
     /// An error if a member does not fit.
@@ -139,7 +150,7 @@ impl Head {
         self,
         loaded: &mut LoadedOn<B>,
         layout: &KvLayout,
-        clients: Clients,
+        (clients, patience): (Clients, Duration),
         waits: &dyn Fn(),
     ) -> anyhow::Result<Membership> {
         let join = self.join(
@@ -150,8 +161,9 @@ impl Head {
         let membership = Membership::of_head();
         let former = Box::new(NetFormer::new(
             (self.names, self.addresses),
+            self.stand_ins,
             join,
-            clients,
+            (clients, patience),
             membership.clone(),
         ));
         let is_self_sufficient = self.place.is_self_sufficient;
@@ -172,14 +184,31 @@ impl Head {
                 let own = load::numerics(&loaded.model, layout.dtype);
                 let sharing = Sharing {
                     is_self_sufficient: gather(&peers, (&own, ranks), is_self_sufficient, waits)?,
+                    sites: self.sites,
                     ..Sharing::new(experts, ranks)
                 };
+                if sharing.is_self_sufficient {
+                    peers.may_shrink(experts);
+                }
                 loaded.model.share(peers, sharing);
             }
             (None, Task::Windows { .. }) => bail!("a ring without a route"),
         }
         Ok(membership)
     }
+}
+
+/// The site of each member where keys and values are passed on: its node.
+fn sites(head: &PlanRank, members: &[&PlanRank]) -> Sites {
+    let is_direct = head.peers.as_ref().is_none_or(|peers| peers.kv.is_direct());
+    if is_direct {
+        return Sites::default();
+    }
+    let site = |rank: &&PlanRank| {
+        let first = members.iter().position(|other| other.node == rank.node);
+        first.unwrap_or_default() as u32
+    };
+    Sites::new(members.iter().map(site).collect())
 }
 
 /// Lets peers join, and returns whether the head reads prompts without them, too: if it can, and they give the bits of its `own`
@@ -256,24 +285,30 @@ fn legs(members: &[&PlanRank]) -> Vec<Leg> {
     legs
 }
 
-/// Checks that a group has a member at each place, and that all agree on what they are.
-fn check(plan: &InferencePlanSpec, head: &str, members: &[&PlanRank]) -> anyhow::Result<()> {
+/// The members' places: checks that a group has a member at each, and that all agree on what they are.
+fn check(
+    plan: &InferencePlanSpec,
+    head: &str,
+    members: &[&PlanRank],
+) -> anyhow::Result<Vec<Place>> {
+    let mut places = Vec::with_capacity(members.len());
     for (at, member) in members.iter().enumerate() {
-        let place = Place::of(plan, member)?;
-        if place.as_ref().map(|place| place.place) != Some(at) {
-            bail!(
+        let place = Place::of(plan, member)?.filter(|place| place.place == at);
+        let place = place.with_context(|| {
+            format!(
                 "{}: its places are not 0 to {}",
                 wrong(head),
                 members.len() - 1
-            );
-        }
+            )
+        })?;
+        places.push(place);
         let (first, own) = (members[0], *member);
         let experts = |rank: &PlanRank| rank.peers.as_ref().map(|p| (p.ranks, p.experts));
         if experts(first) != experts(own) || first.ring.is_some() != own.ring.is_some() {
             bail!("{}: {head} and {} differ", wrong(head), own.name);
         }
     }
-    Ok(())
+    Ok(places)
 }
 
 /// How experts run, for the other members.

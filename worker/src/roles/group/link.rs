@@ -54,6 +54,7 @@ fn told(op: Op) -> v1::Op {
         Op::Exchange(what) => match what {
             Exchanged::Before => v1::Op::Before,
             Exchanged::Kv => v1::Op::Kv,
+            Exchanged::KvBehind => v1::Op::KvBehind,
             Exchanged::Choices => v1::Op::Choices,
             Exchanged::Tokens => v1::Op::Tokens,
             Exchanged::Sums => v1::Op::Sums,
@@ -72,6 +73,7 @@ fn op(told: v1::Op) -> Option<Op> {
         v1::Op::Pass => Op::Pass,
         v1::Op::Before => Op::Exchange(Exchanged::Before),
         v1::Op::Kv => Op::Exchange(Exchanged::Kv),
+        v1::Op::KvBehind => Op::Exchange(Exchanged::KvBehind),
         v1::Op::Choices => Op::Exchange(Exchanged::Choices),
         v1::Op::Tokens => Op::Exchange(Exchanged::Tokens),
         v1::Op::Sums => Op::Exchange(Exchanged::Sums),
@@ -96,13 +98,21 @@ pub(super) fn hello(epoch: u64, from: usize, join: Option<v1::Join>) -> v1::Parc
     }))
 }
 
-/// Sends `first`, and then what comes through `messages`, until those end; `joined` is called with what the receiver says of
-/// itself. Returns why it ended otherwise.
+/// What the head says once it is to end.
+pub(super) fn draining() -> v1::Parcel {
+    parcel(Content::Beat(v1::Beat {
+        draining: true,
+        ..v1::Beat::default()
+    }))
+}
+
+/// Sends `first`, and then what comes through `messages`, until those end; `heard` is called with what the receiver says.
+/// Returns why it ended otherwise.
 pub(super) async fn run(
     to: Worker,
     first: v1::Parcel,
     messages: mpsc::UnboundedReceiver<v1::Parcel>,
-    mut joined: impl FnMut(v1::Joined),
+    mut heard: impl FnMut(v1::sign::Sign),
 ) -> Result<(), Status> {
     let mut client = to.group();
     let opened = timeout(SILENCE, client.exchange(parcels(first, messages))).await;
@@ -112,10 +122,9 @@ pub(super) async fn run(
         let sign = timeout(SILENCE, signs.message()).await;
         let silent = |_| Status::unavailable(format!("it has said nothing for {SILENCE:?}"));
         match sign.map_err(silent)?? {
-            Some(v1::Sign {
-                sign: Some(v1::sign::Sign::Joined(member)),
-            }) => joined(member),
-            Some(_) => {}
+            Some(v1::Sign { sign: Some(sign) }) => heard(sign),
+            // Of a later version.
+            Some(v1::Sign { sign: None }) => {}
             None => return Err(Status::unavailable("it has left")),
         }
     }
@@ -133,7 +142,7 @@ fn parcels(
             match futures::future::select(next, pin!(sleep(BEAT_PERIOD))).await {
                 futures::future::Either::Left((Some(message), _)) => yield message,
                 futures::future::Either::Left((None, _)) => return,
-                futures::future::Either::Right(_) => yield parcel(Content::Beat(v1::Beat {})),
+                futures::future::Either::Right(_) => yield parcel(Content::Beat(v1::Beat::default())),
             }
         }
     }

@@ -7,16 +7,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use futures::Stream;
 use hearth_crds::MOST_WAITING_BYTES;
-use hearth_parallel::{Group, Tag};
+use hearth_parallel::{Group, StageProgress, Tag};
 use hearth_transport::{Clients, v1};
 use tokio::sync::{oneshot, watch};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 use tonic::{Request, Response, Status, Streaming};
 use v1::parcel::Parcel as Content;
 
 use super::link::{self, BEAT_PERIOD, SILENCE};
 use super::net::NetGroup;
-use super::terms::{Agreed, Terms, Work};
+use super::terms::{Agreed, Terms, VERSION, Work};
+use super::way;
 
 /// Metadata of a refusal: the epoch that the member knows, which is not older than the one that it refuses.
 pub(super) const EPOCH: &str = "hearth-epoch";
@@ -35,13 +36,23 @@ struct State {
     follower: Option<Follower>,
     /// Set once this rank is about to end.
     has_left: AtomicBool,
+    /// Set once the head is to end, and finishes its requests.
+    head_drains: AtomicBool,
+    /// At the head, what the others said of themselves when the group was formed last.
+    members: Mutex<Vec<v1::MemberPlacement>>,
+    /// At a head: what is slow now.
+    slow: Mutex<Option<String>>,
 }
 
 /// A member that joins when the head asks it to.
 pub(super) struct Follower {
     pub(super) terms: Terms,
     pub(super) numerics: String,
+    /// What its process got of its machine.
+    pub(super) placement: Box<dyn Fn() -> v1::Placement + Send + Sync>,
     pub(super) clients: Clients,
+    /// What its thread computes.
+    pub(super) progress: StageProgress,
     /// Receives each group that it has joined.
     pub(super) joined: Mutex<Sender<JoinedGroup>>,
 }
@@ -61,6 +72,9 @@ impl Membership {
             current: watch::Sender::new(None),
             follower: None,
             has_left: AtomicBool::new(false),
+            head_drains: AtomicBool::new(false),
+            members: Mutex::default(),
+            slow: Mutex::default(),
         }))
     }
 
@@ -69,7 +83,44 @@ impl Membership {
             current: watch::Sender::new(None),
             follower: Some(follower),
             has_left: AtomicBool::new(false),
+            head_drains: AtomicBool::new(false),
+            members: Mutex::default(),
+            slow: Mutex::default(),
         }))
+    }
+
+    /// What the other members had got of their machines when the group was formed last.
+    pub(in crate::roles) fn members(&self) -> Vec<v1::MemberPlacement> {
+        let members = self.0.members.lock();
+        members.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Notes what the members of a new group say of themselves.
+    pub(super) fn note_members(&self, members: Vec<v1::MemberPlacement>) {
+        let noted = self.0.members.lock();
+        *noted.unwrap_or_else(PoisonError::into_inner) = members;
+    }
+
+    /// Tells the others, now and in later groups, that this rank, the head, is to end once its requests have: those that are told
+    /// to end, too, go on until then.
+    pub(in crate::roles) fn drain(&self) {
+        self.0.head_drains.store(true, Ordering::Relaxed);
+        if let Some(group) = self.0.current.borrow().as_ref() {
+            group.say_draining();
+        }
+    }
+
+    /// Whether the head is to end once its requests have.
+    pub(super) fn head_drains(&self) -> bool {
+        self.0.head_drains.load(Ordering::Relaxed)
+    }
+
+    /// Leaves its group for good once the part of a pass is over that it computes now.
+    pub(super) fn retire(&self) {
+        self.0.has_left.store(true, Ordering::Relaxed);
+        if let Some(group) = self.0.current.borrow().as_ref() {
+            group.retire();
+        }
     }
 
     /// Leaves its group for good, so that no stream of it is open: the others learn that this rank is about to end.
@@ -78,6 +129,35 @@ impl Membership {
         if let Some(group) = self.0.current.borrow().as_ref() {
             group.leave();
         }
+    }
+
+    /// What is slow in the group of this head, in words; `None`: nothing.
+    pub(in crate::roles) fn slow(&self) -> Option<String> {
+        let slow = self.0.slow.lock();
+        slow.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sets what is slow.
+    pub(super) fn set_slow(&self, slow: Option<String>) {
+        *self.0.slow.lock().unwrap_or_else(PoisonError::into_inner) = slow;
+    }
+
+    /// A sign of life with what this rank does in a group.
+    fn beat(&self, group: &NetGroup) -> v1::Sign {
+        let now = self.0.follower.as_ref().and_then(|f| f.progress.now());
+        let work = now.map(|(part, times)| v1::Work {
+            pass: part.pass,
+            first_layer: part.layers.start as u32,
+            end_layer: part.layers.end as u32,
+            rows: part.rows as u32,
+            times: Some(way::told(&times)),
+        });
+        let ways = group.ways();
+        sign(v1::sign::Sign::Beat(v1::Beat {
+            work,
+            ways,
+            ..v1::Beat::default()
+        }))
     }
 
     /// Whether it has left for good.
@@ -228,31 +308,58 @@ impl v1::group_server::Group for Membership {
                 "rank {from} has opened its way here already"
             )));
         }
-        let numerics = self.0.follower.as_ref().map(|f| f.numerics.clone());
-        let reading = Arc::clone(&group);
+        let (received, arrives) = watch::channel(0);
+        let (reading, state) = (Arc::clone(&group), Arc::clone(&self.0));
         tokio::spawn(async move {
-            let Err(why) = read(parcels, &reading, from).await;
+            let Err(why) = read(parcels, &reading, from, (&state.head_drains, &received)).await;
             reading.lose(from, &why);
         });
-        let signs = async_stream::stream! {
+        let signs = self.clone().signs(group, is_taken, arrives);
+        Ok(Response::new(Box::pin(signs)))
+    }
+}
+
+impl Membership {
+    /// What this rank says to a member whose way here is open: that it has joined once `is_taken` tells so, how much `arrives`, and that it
+    /// lives, until the group is over.
+    fn signs(
+        self,
+        group: Arc<NetGroup>,
+        is_taken: Option<oneshot::Receiver<()>>,
+        mut arrives: watch::Receiver<u64>,
+    ) -> impl Stream<Item = Result<v1::Sign, Status>> + Send {
+        async_stream::stream! {
             if let Some(mut is_taken) = is_taken {
                 // Until the thread has taken it, beats say that this process lives.
                 while timeout(BEAT_PERIOD, &mut is_taken).await.is_err() {
-                    yield Ok(sign(v1::sign::Sign::Beat(v1::Beat {})));
+                    yield Ok(self.beat(&group));
                 }
-                let joined = v1::Joined { numerics: numerics.unwrap_or_default() };
-                yield Ok(sign(v1::sign::Sign::Joined(joined)));
+                let follower = self.0.follower.as_ref();
+                yield Ok(sign(v1::sign::Sign::Joined(v1::Joined {
+                    numerics: follower.map(|own| own.numerics.clone()).unwrap_or_default(),
+                    version: VERSION.to_owned(),
+                    placement: follower.map(|own| (own.placement)()),
+                })));
             }
+            let mut next_beat = Instant::now();
             loop {
                 if let Some(error) = group.lost() {
                     yield Err(Status::aborted(error.to_string()));
                     return;
                 }
-                yield Ok(sign(v1::sign::Sign::Beat(v1::Beat {})));
-                sleep(BEAT_PERIOD).await;
+                // Once it is read to its end, only beats are left.
+                let is_read = arrives.has_changed().is_err();
+                tokio::select! {
+                    Ok(()) = arrives.changed(), if !is_read => {}
+                    () = sleep_until(next_beat) => {
+                        next_beat = Instant::now() + BEAT_PERIOD;
+                        yield Ok(self.beat(&group));
+                    }
+                }
+                let bytes = *arrives.borrow_and_update();
+                yield Ok(sign(v1::sign::Sign::Received(v1::Received { bytes })));
             }
-        };
-        Ok(Response::new(Box::pin(signs)))
+        }
     }
 }
 
@@ -260,20 +367,29 @@ fn sign(sign: v1::sign::Sign) -> v1::Sign {
     v1::Sign { sign: Some(sign) }
 }
 
-/// Takes what a member sends until it is lost, and returns why.
+/// Takes what a member sends until it is lost, and returns why; `received` tells how much has come, at the latest when a message is
+/// complete.
 async fn read(
     mut parcels: Streaming<v1::Parcel>,
     group: &NetGroup,
     from: usize,
+    (head_drains, received): (&AtomicBool, &watch::Sender<u64>),
 ) -> Result<std::convert::Infallible, String> {
     let mut message: Option<(Tag, Vec<u8>)> = None;
     loop {
         let parcel = timeout(SILENCE, parcels.message()).await;
+        // Whoever sends beats into a group that is over must not keep this end's connections open.
+        if group.lost().is_some() {
+            return Err("the group is over".to_owned());
+        }
         let parcel = parcel.map_err(|_| format!("it has said nothing for {SILENCE:?}"))?;
         let parcel = parcel.map_err(|status| status.message().to_owned())?;
         let piece = match parcel.ok_or("it has left")?.parcel {
             Some(Content::Piece(piece)) => piece,
-            Some(Content::Beat(_)) => continue,
+            Some(Content::Beat(beat)) => {
+                head_drains.fetch_or(beat.draining && from == 0, Ordering::Relaxed);
+                continue;
+            }
             Some(Content::Hello(_)) | None => return Err("it says hello again".to_owned()),
         };
         let tag = link::tag(&piece).ok_or("it sends what this version does not know")?;
@@ -288,6 +404,11 @@ async fn read(
                 group.most_bytes()
             ));
         }
+        let (len, is_last) = (piece.data.len() as u64, !piece.more);
+        received.send_if_modified(|bytes| {
+            *bytes += len + u64::from(is_last);
+            is_last
+        });
         match piece.more {
             true => message = Some((tag, bytes)),
             false => group.take(from, tag, bytes),

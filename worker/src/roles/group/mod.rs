@@ -4,11 +4,17 @@ mod addresses;
 mod follower;
 mod former;
 mod head;
+mod judge;
 mod link;
 mod membership;
 mod net;
 mod place;
+#[cfg(test)]
+mod short_tests;
 mod terms;
+#[cfg(test)]
+mod tests;
+mod way;
 
 use hearth_kernels::KvLayout;
 

@@ -1,8 +1,9 @@
 //! A group whose ranks are processes, over gRPC.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use hearth_parallel::{Group, GroupError, Mailbox, Message, Op, Tag};
 use hearth_transport::{Clients, Endpoint, v1};
@@ -11,12 +12,19 @@ use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::link;
+use super::way::Way;
+use v1::sign::Sign;
+
+/// Whoever waits for a message asks for it again within this time.
+const ASK_PATIENCE: Duration = Duration::from_secs(2);
 
 /// A member of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Member {
     /// Name of its rank in the plan.
     pub(super) name: String,
+    /// Name of the node that it runs on; empty: unknown.
+    pub(super) node: String,
     /// Where it serves.
     pub(super) endpoint: Endpoint,
 }
@@ -27,6 +35,7 @@ impl Member {
         v1::Member {
             name: self.name.clone(),
             endpoint: self.endpoint.to_string(),
+            node: self.node.clone(),
         }
     }
 }
@@ -44,12 +53,30 @@ pub(super) struct NetGroup {
     links: Mutex<HashMap<usize, Link>>,
     /// Members whose way to this one is open.
     heard: Mutex<HashSet<usize>>,
+    /// Set once this member begins nothing more.
+    is_retiring: AtomicBool,
+    /// What other members have said last of what they do.
+    beats: Arc<Mutex<HashMap<usize, v1::Beat>>>,
+    /// The message that this rank waits for.
+    awaited: Mutex<Option<Awaited>>,
 }
 
 /// The way to another member, open until this is dropped.
 struct Link {
+    /// Parcels of messages that were counted before: no more wait here than are to wait at the receiver.
     messages: mpsc::UnboundedSender<v1::Parcel>,
+    way: Arc<Way>,
     _task: AbortOnDropHandle<()>,
+}
+
+/// A message that somebody waits for.
+#[derive(Clone, Copy)]
+struct Awaited {
+    from: usize,
+    tag: Tag,
+    since: Instant,
+    /// When it was asked for last: a pass may be given up.
+    asked: Instant,
 }
 
 impl NetGroup {
@@ -71,6 +98,9 @@ impl NetGroup {
             runtime: Handle::current(),
             links: Mutex::default(),
             heard: Mutex::default(),
+            is_retiring: AtomicBool::new(false),
+            beats: Arc::default(),
+            awaited: Mutex::default(),
             members,
         }
     }
@@ -90,6 +120,32 @@ impl NetGroup {
         Ok(())
     }
 
+    /// What other members have said last of what they do, and this one's own ways.
+    pub(super) fn beats(&self) -> Vec<(usize, v1::Beat)> {
+        let own = v1::Beat {
+            ways: self.ways(),
+            ..v1::Beat::default()
+        };
+        let mut beats = vec![(self.rank, own)];
+        let others = lock(&self.beats);
+        beats.extend(others.iter().map(|(rank, beat)| (*rank, beat.clone())));
+        beats
+    }
+
+    /// Ways from this member on which something has not arrived yet.
+    pub(super) fn ways(&self) -> Vec<v1::Way> {
+        let links = self.links();
+        let told = links.iter().filter_map(|(to, link)| link.way.told(*to));
+        told.collect()
+    }
+
+    /// The member that this one waits for, and for how long.
+    pub(super) fn awaited(&self) -> Option<(usize, Duration)> {
+        let awaited = (*lock(&self.awaited))?;
+        let is_asked = awaited.asked.elapsed() < ASK_PATIENCE;
+        is_asked.then(|| (awaited.from, awaited.since.elapsed()))
+    }
+
     /// Most bytes of messages that may wait here.
     pub(super) fn most_bytes(&self) -> usize {
         self.waiting_bytes
@@ -97,8 +153,7 @@ impl NetGroup {
 
     /// Whether a member opens its way to this one: each does so once.
     pub(super) fn hears(&self, from: usize) -> bool {
-        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        heard.insert(from)
+        lock(&self.heard).insert(from)
     }
 
     /// Takes a message that has come.
@@ -111,6 +166,24 @@ impl NetGroup {
         if !has_room {
             self.lose(from, "it sends more than anybody takes");
         }
+    }
+
+    /// Tells the others that this member, the head, is to end.
+    pub(super) fn say_draining(&self) {
+        for link in self.links().values() {
+            // Whoever took it is gone.
+            let _ = link.messages.send(link::draining());
+        }
+    }
+
+    /// Begins nothing more: whoever asks for the next message is told to leave.
+    pub(super) fn retire(&self) {
+        self.is_retiring.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it begins nothing more.
+    pub(super) fn is_retiring(&self) -> bool {
+        self.is_retiring.load(Ordering::Relaxed)
     }
 
     /// Records that this member leaves.
@@ -136,8 +209,15 @@ impl NetGroup {
         let (messages, inbox) = mpsc::unbounded_channel();
         let first = link::hello(self.epoch, self.rank, join);
         let mailbox = Arc::clone(&self.mailbox);
+        let way = Arc::new(Way::default());
+        let (arrives, beats) = (Arc::clone(&way), Arc::clone(&self.beats));
         let task = self.runtime.spawn(async move {
-            let ended = link::run(worker, first, inbox, |member| joined(Ok(member))).await;
+            let signs = |sign| match sign {
+                Sign::Joined(member) => joined(Ok(member)),
+                Sign::Received(v1::Received { bytes }) => arrives.arrived(bytes),
+                Sign::Beat(beat) => drop(lock(&beats).insert(to, beat)),
+            };
+            let ended = link::run(worker, first, inbox, signs).await;
             if let Err(status) = ended {
                 let why = status.message().to_owned();
                 joined(Err(status));
@@ -146,13 +226,47 @@ impl NetGroup {
         });
         Ok(Link {
             messages,
+            way,
             _task: AbortOnDropHandle::new(task),
         })
     }
 
-    fn links(&self) -> std::sync::MutexGuard<'_, HashMap<usize, Link>> {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Notes that this rank waits for a message, or still does.
+    fn awaits(&self, from: usize, tag: Tag) {
+        let (mut awaited, asked) = (lock(&self.awaited), Instant::now());
+        let since = match &*awaited {
+            Some(before) if (before.from, before.tag) == (from, tag) => before.since,
+            _ => asked,
+        };
+        *awaited = Some(Awaited {
+            from,
+            tag,
+            since,
+            asked,
+        });
     }
+
+    fn links(&self) -> MutexGuard<'_, HashMap<usize, Link>> {
+        lock(&self.links)
+    }
+
+    /// The way to a member, which is opened with the first message.
+    fn way(&self, to: usize) -> Result<(Arc<Way>, mpsc::UnboundedSender<v1::Parcel>), GroupError> {
+        let mut links = self.links();
+        let link = match links.get(&to) {
+            Some(link) => link,
+            None => {
+                let link = self.open(to, None, |_| {})?;
+                links.entry(to).or_insert(link)
+            }
+        };
+        Ok((Arc::clone(&link.way), link.messages.clone()))
+    }
+}
+
+/// Each of these is changed as a whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Group for NetGroup {
@@ -166,7 +280,10 @@ impl Group for NetGroup {
 
     fn name(&self, rank: usize) -> String {
         match self.members.get(rank) {
-            Some(member) => format!("{} ({})", member.name, member.endpoint),
+            Some(member) if member.node.is_empty() => {
+                format!("{} ({})", member.name, member.endpoint)
+            }
+            Some(member) => format!("{} on {} ({})", member.name, member.node, member.endpoint),
             None => format!("rank {rank}"),
         }
     }
@@ -175,17 +292,13 @@ impl Group for NetGroup {
         if let Some(error) = self.mailbox.ended() {
             return Err(error);
         }
-        let mut links = self.links();
-        let link = match links.get(&to) {
-            Some(link) => link,
-            None => {
-                let link = self.open(to, None, |_| {})?;
-                links.entry(to).or_insert(link)
-            }
-        };
+        let (way, messages) = self.way(to)?;
+        way.send(bytes.len(), self.waiting_bytes, || self.mailbox.ended())?;
+        // Pieces of a message follow each other, whatever other threads send.
+        let _one_at_a_time = self.links();
         for piece in link::pieces(tag, &bytes) {
             // Whoever took them says why it does not any more.
-            let _ = link.messages.send(piece);
+            let _ = messages.send(piece);
         }
         Ok(())
     }
@@ -196,12 +309,20 @@ impl Group for NetGroup {
         tag: Tag,
         patience: Duration,
     ) -> Result<Option<Vec<u8>>, GroupError> {
+        self.awaits(from, tag);
         let name = |rank| self.name(rank);
-        self.mailbox.take(from, tag, patience, name)
+        let taken = self.mailbox.take(from, tag, patience, name);
+        if !matches!(taken, Ok(None)) {
+            *lock(&self.awaited) = None;
+        }
+        taken
     }
 
     fn next(&self, op: Op, patience: Duration) -> Result<Option<Message>, GroupError> {
-        self.mailbox.next(op, patience)
+        match self.is_retiring() {
+            true => Err(GroupError::Left),
+            false => self.mailbox.next(op, patience),
+        }
     }
 
     fn forget(&self, before_pass: u64) {

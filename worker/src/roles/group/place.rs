@@ -20,6 +20,8 @@ pub(in crate::roles) struct Place {
     pub(super) task: Task,
     /// Whether it is a head that can read prompts without its peers.
     pub(super) is_self_sufficient: bool,
+    /// Whether it is a follower that can do its part among fewer peers than are planned.
+    pub(super) stands_in: bool,
     /// Bytes of its cache.
     pub(super) kv_bytes: u64,
 }
@@ -36,15 +38,15 @@ pub(in crate::roles) enum Task {
     },
 }
 
-/// Whether a rank can read prompts without its peers: a head that streams experts, since those that it does not use take no room
-/// on its device.
-fn is_self_sufficient(rank: &PlanRank, task: &Task) -> bool {
+/// Whether a rank can do without its peers, or some of them: one that streams experts, since those that it does not use take no room
+/// on its device, and whose peers give the bits of one rank.
+fn does_without(rank: &PlanRank, task: &Task) -> bool {
     let policy = rank.residency.as_ref().map(|residency| residency.policy);
     let keeps_bits = match task {
         Task::Windows { .. } => false,
         Task::Share { peers, experts } => experts.keeps_bits(*peers),
     };
-    rank.is_group_head() && keeps_bits && policy == Some(ResidencyPolicy::StreamLoading)
+    keeps_bits && policy == Some(ResidencyPolicy::StreamLoading)
 }
 
 impl Place {
@@ -78,10 +80,13 @@ impl Place {
             (None, Some(peers)) => of_peers(rank, peers)?,
             _ => bail!("{}: {} is in two groups", wrong(group.head), rank.name),
         };
+        let does_without = does_without(rank, &task);
+        let stands_in = rank.peers.as_ref().is_some_and(|peers| peers.stands_in);
         Ok(Some(Self {
             name: rank.name.clone(),
             place: group.place as usize,
-            is_self_sufficient: is_self_sufficient(rank, &task),
+            is_self_sufficient: does_without && rank.is_group_head(),
+            stands_in: does_without && stands_in && !rank.is_group_head(),
             task,
             kv_bytes: rank.kv.as_ref().map_or(0, |kv| kv.memory_bytes),
         }))
@@ -100,8 +105,16 @@ impl Place {
         }
     }
 
-    /// The experts of each layer that it needs.
+    /// The experts of each layer that it may need.
     pub(in crate::roles) fn share(&self) -> ExpertShare {
+        match self.stands_in {
+            true => ExpertShare::ALL,
+            false => self.usual_share(),
+        }
+    }
+
+    /// The experts of each layer that it needs as long as nobody is lost.
+    pub(in crate::roles) fn usual_share(&self) -> ExpertShare {
         match self.task {
             Task::Share { peers, .. } if !self.is_self_sufficient => {
                 ExpertShare::of(self.place, peers)

@@ -7,6 +7,18 @@ use hearth_transport::v1;
 use super::net::Member;
 use super::{Place, Task};
 
+/// What must be the same at all members: the release, and a number that grows with what they say to each other or with what equal
+/// numerics mean, also between two releases.
+pub(super) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), ", groups 3");
+
+/// A member's version in words; versions before 0.1.0, groups 1 say none.
+pub(super) fn version(told: &str) -> &str {
+    match told {
+        "" => "an earlier one that does not say it",
+        told => told,
+    }
+}
+
 /// What a follower has: it does not change as long as the process runs.
 pub(super) struct Terms {
     pub(super) place: Place,
@@ -39,9 +51,28 @@ impl Terms {
     /// # Errors
     /// Says what does not fit, and what to do.
     pub(super) fn agree(&self, asked: &v1::Join) -> Result<Agreed, String> {
-        let place = self.place.place;
+        // First: what else differs may be because of it.
+        if asked.version != VERSION {
+            return Err(format!(
+                "its version: {VERSION}, and the head's: {}: run all ranks of a group with one version of hearth",
+                version(&asked.version)
+            ));
+        }
+        let is_short = self.is_short(asked);
+        // Among fewer than are planned, those behind a lost one move up.
+        let place = match is_short {
+            true => asked.rank as usize,
+            false => self.place.place,
+        };
         let own = asked.members.get(place).map(|member| &*member.name);
         let (work, task) = self.work(asked)?;
+        if is_short && !self.place.stands_in {
+            return Err(format!(
+                "it has its own share of the experts alone, and the head wants it among {} of {} peers: start all ranks of a group with one plan",
+                asked.members.len(),
+                asked.planned_peers
+            ));
+        }
         let fields = [
             ("rank", asked.rank.to_string(), place.to_string()),
             (
@@ -76,6 +107,12 @@ impl Terms {
         })
     }
 
+    /// Whether some of the peers that are planned are left out.
+    fn is_short(&self, asked: &v1::Join) -> bool {
+        let is_shared = matches!(self.place.task, Task::Share { .. });
+        is_shared && asked.members.len() < asked.planned_peers as usize
+    }
+
     /// What the head wants of this rank, also in words.
     fn work(&self, asked: &v1::Join) -> Result<(Work, String), String> {
         let experts = match asked.experts() {
@@ -84,7 +121,7 @@ impl Terms {
             v1::Experts::Ep => Some(ExpertParallel::Ep),
         };
         if let Some(experts) = experts {
-            let peers = asked.members.len();
+            let peers = asked.members.len().max(asked.planned_peers as usize);
             return Ok((Work::Share, told(&Task::Share { peers, experts })));
         }
         let Task::Windows { layers, .. } = self.place.task else {
@@ -135,6 +172,7 @@ fn members(asked: &v1::Join) -> Result<Vec<Member>, String> {
         let endpoint = member.endpoint.parse();
         Ok(Member {
             name: member.name.clone(),
+            node: member.node.clone(),
             endpoint: endpoint.map_err(|error| {
                 format!("the head gives an address of {}: {error}", member.name)
             })?,
@@ -161,6 +199,7 @@ mod tests {
                 place: 1,
                 task,
                 is_self_sufficient: false,
+                stands_in: false,
                 kv_bytes: 0,
             },
             model_fingerprint: "demo".to_owned(),
@@ -178,6 +217,7 @@ mod tests {
         let member = |(name, endpoint): (&str, &str)| v1::Member {
             name: name.to_owned(),
             endpoint: endpoint.to_owned(),
+            node: "attic".to_owned(),
         };
         let mut join = v1::Join {
             rank: 1,
@@ -192,6 +232,8 @@ mod tests {
             kv_blocks: 90,
             waiting_bytes: 1,
             experts: 0,
+            version: VERSION.to_owned(),
+            planned_peers: 0,
         };
         edit(&mut join);
         join
@@ -211,6 +253,7 @@ mod tests {
             join.members.push(v1::Member {
                 name: "stage-1".to_owned(),
                 endpoint: "[fd00::3]:80".to_owned(),
+                node: "office".to_owned(),
             });
             join.legs[2].rank = 2;
         });
@@ -250,9 +293,70 @@ mod tests {
     }
 
     #[test]
+    fn a_peer_joins_fewer_than_its_plan_has_if_it_has_all_experts() {
+        let mut peer = of(Task::Share {
+            peers: 4,
+            experts: ExpertParallel::SmallEp,
+        });
+        peer.place.place = 3;
+        // Two of four, of which this one comes second.
+        let asked = |edit: fn(&mut v1::Join)| {
+            join(|join| {
+                join.legs.clear();
+                join.experts = v1::Experts::SmallEp.into();
+                join.planned_peers = 4;
+                edit(join);
+            })
+        };
+        let error = peer
+            .agree(&asked(|_| {}))
+            .expect_err("it has a share alone");
+        assert!(error.contains("among 2 of 4 peers"), "{error}");
+        peer.place.stands_in = true;
+        let agreed = peer.agree(&asked(|_| {})).expect("it fits");
+        assert_eq!(agreed.members.len(), 2);
+        type Edit = fn(&mut v1::Join);
+        let cases: [(Edit, &str); 3] = [
+            (
+                |join| join.rank = 0,
+                "its name: stage-0, and the head wants decode-0",
+            ),
+            (|join| join.rank = 7, "the head wants not there"),
+            (
+                |join| join.planned_peers = 8,
+                "its task: a share of 4 by SmallEp, and the head wants a share of 8",
+            ),
+        ];
+        for (edit, words) in cases {
+            let error = peer.agree(&asked(edit)).expect_err(words);
+            assert!(error.contains(words), "{error}");
+        }
+        // Of all four, it is the fourth.
+        let of_all = asked(|join| {
+            let own = join.members[1].clone();
+            join.members = vec![join.members[0].clone(); 3];
+            join.members.push(own);
+            join.rank = 1;
+        });
+        let error = peer.agree(&of_all).expect_err("another's rank");
+        assert!(
+            error.contains("its rank: 3, and the head wants 1"),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn what_does_not_fit_is_said() {
         type Edit = fn(&mut v1::Join);
-        let cases: [(Edit, &str); 9] = [
+        let cases: [(Edit, &str); 11] = [
+            (
+                |join| join.version = "0.0.9, groups 1".into(),
+                "groups 3, and the head's: 0.0.9, groups 1: run all",
+            ),
+            (
+                |join| join.version.clear(),
+                "and the head's: an earlier one that does not say it",
+            ),
             (|join| join.rank = 0, "its rank: 1"),
             (
                 |join| join.members[1].name = "stage-1".into(),

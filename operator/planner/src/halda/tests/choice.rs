@@ -2,69 +2,18 @@
 
 use std::time::Instant;
 
-use super::problems::{Draws, GIB, device, drawn, equal_layers, problem};
-use crate::halda::round::Ring;
+use super::by_hand::{self, GIB, device, equal_layers, problem};
+use crate::halda::testing::{
+    Compared, choice_against_all_rings, problem_of, small_problem, small_problems_by_head,
+    tight_problems_by_head,
+};
 use crate::halda::{Choice, Dropped, Limits, choose};
 use crate::ring_error::RingError;
 use crate::ring_problem::{Layer, Problem};
-use crate::ring_simulator::Simulator;
-
-/// All orders of some of the devices, the head first.
-fn orders(problem: &Problem) -> Vec<Vec<usize>> {
-    let mut all = vec![vec![0]];
-    let mut begin = 0;
-    while begin < all.len() {
-        for device in 1..problem.devices.len() {
-            if !all[begin].contains(&device) {
-                let mut longer = all[begin].clone();
-                longer.push(device);
-                all.push(longer);
-            }
-        }
-        begin += 1;
-    }
-    all
-}
-
-/// Least time of a token of all rings: all devices and orders, all numbers of layers a round, all splits.
-fn fastest(problem: &Problem) -> Option<f64> {
-    fn next(
-        ring: &Ring,
-        simulator: &Simulator,
-        sizes: &mut Vec<usize>,
-        left: usize,
-        best: &mut Option<f64>,
-    ) {
-        if sizes.len() + 1 == ring.slots.len() {
-            sizes.push(left);
-            if ring.has_all(sizes)
-                && let Some(ms) = simulator.tpot_ms(&ring.windows(sizes))
-                && best.is_none_or(|best| ms < best)
-            {
-                *best = Some(ms);
-            }
-            sizes.pop();
-            return;
-        }
-        for size in 0..=left {
-            sizes.push(size);
-            next(ring, simulator, sizes, left - size, best);
-            sizes.pop();
-        }
-    }
-    let simulator = Simulator::new(problem);
-    let mut best = None;
-    for order in orders(problem) {
-        let ring = Ring::new(problem, order);
-        for width in ring.len()..=problem.layers.len() {
-            next(&ring, &simulator, &mut Vec::new(), width, &mut best);
-        }
-    }
-    best
-}
 
 /// Fewer simulations than the default, so that it is no enumeration.
 const LIMITS: Limits = Limits {
+    splits: 3000,
     programs: 80,
     nodes: 1600,
     simulations: 6000,
@@ -74,27 +23,15 @@ const LIMITS: Limits = Limits {
 fn the_choice_is_near_the_fastest_of_all_rings() {
     let (mut none, mut in_rounds, mut with_dropped) = (0, 0, 0);
     let mut worst = 1.0_f64;
-    for seed in 0..1000 {
-        let mut draws = Draws::new(10_000 + seed);
-        let devices = draws.whole(1, 4);
-        let layers = draws.whole(devices, 12);
-        let problem = drawn(&mut draws, devices, layers);
-        let choice = choose(&problem, LIMITS);
-        let Some(fastest_ms) = fastest(&problem) else {
-            assert!(
-                matches!(choice, Err(RingError::NoRoom { .. })),
-                "seed {seed}: {choice:?}"
-            );
+    for seed in 10_000..11_000 {
+        let problem = small_problem(seed);
+        let compared = choice_against_all_rings(std::slice::from_ref(&problem), LIMITS);
+        let Some(ratio) = ratio(&compared, seed) else {
             none += 1;
             continue;
         };
-        let choice = choice.unwrap();
+        let (_, choice) = compared.choice.unwrap();
         check(&problem, &choice);
-        let ratio = choice.tpot_ms / fastest_ms;
-        assert!(
-            ratio < 1.05,
-            "seed {seed}: {ratio} times the fastest, {choice:?}"
-        );
         worst = worst.max(ratio);
         in_rounds += u32::from(choice.rounds > 1);
         with_dropped += u32::from(!choice.dropped.is_empty());
@@ -105,6 +42,66 @@ fn the_choice_is_near_the_fastest_of_all_rings() {
     );
     // All that there is to choose occurs.
     assert!(none > 20 && in_rounds > 100 && with_dropped > 100);
+}
+
+/// All heads share the limits of one choice, which are the planner's.
+#[test]
+fn the_head_is_one_of_a_ring_near_the_fastest_of_all_heads() {
+    let (mut none, mut not_first) = (0, 0);
+    for seed in 20_000..21_000 {
+        let problems = small_problems_by_head(seed);
+        let compared = choice_against_all_rings(&problems, Limits::default());
+        if ratio(&compared, seed).is_none() {
+            none += 1;
+            continue;
+        }
+        let (head, choice) = compared.choice.unwrap();
+        check(&problems[head], &choice);
+        let limits = Limits::default();
+        assert!(
+            choice.effort.simulations <= limits.simulations,
+            "seed {seed}: {:?}",
+            choice.effort
+        );
+        not_first += u32::from(head > 0);
+    }
+    assert!(none > 20 && not_first > 300);
+}
+
+/// What is refused without a search has no ring, and what has one is found, on slow disks with hardly enough memory.
+#[test]
+fn what_has_no_room_is_refused_at_once() {
+    let (mut refused, mut fit) = (0, 0);
+    for seed in 30_000..30_150 {
+        let devices = 1 + seed as usize % 4;
+        let problems = tight_problems_by_head(seed, devices, 8);
+        for problem in &problems {
+            let compared = choice_against_all_rings(std::slice::from_ref(problem), LIMITS);
+            let has_ring = ratio(&compared, seed).is_some();
+            assert!(problem.may_have_room() || !has_ring, "seed {seed}");
+            refused += u32::from(!problem.may_have_room());
+            fit += u32::from(has_ring);
+        }
+    }
+    assert!(refused > 50 && fit > 50, "{refused} refused, {fit} fit");
+}
+
+/// How many times as long as the fastest ring the chosen one takes, which must be near; `None` if none fits, as the error
+/// must say.
+fn ratio(compared: &Compared, seed: u64) -> Option<f64> {
+    let choice = &compared.choice;
+    let Some(ratio) = compared.ratio() else {
+        assert!(
+            matches!(choice, Err(RingError::NoRoom { .. })),
+            "seed {seed}: {choice:?}"
+        );
+        return None;
+    };
+    assert!(
+        ratio < 1.05,
+        "seed {seed}: {ratio} times the fastest, {choice:?}"
+    );
+    Some(ratio)
 }
 
 /// Checks that a choice is a ring: each layer once and in order, the head first, whole rounds alike, and all in memory that
@@ -160,7 +157,7 @@ fn check(problem: &Problem, choice: &Choice) {
 fn eight_devices_and_eighty_layers_stay_within_the_limits() {
     let limits = Limits::default();
     for seed in 0..4 {
-        let problem = drawn(&mut Draws::new(seed), 8, 80);
+        let problem = problem_of(seed, 8, 80);
         let begin = Instant::now();
         let choice = choose(&problem, limits).unwrap();
         println!("seed {seed}: {:?}, {:?}", begin.elapsed(), choice.effort);
@@ -208,7 +205,7 @@ fn sixty_one_layers_of_two_kinds_get_a_shorter_last_round() {
     // The same bytes, all read by each token, two devices with two rounds: 61 is odd.
     let layers = equal_layers(61, GIB / 2);
     let devices = ["a", "b"].map(|name| device(name, 11 * GIB, 30.0, 2.0, &layers));
-    let problem = super::problems::problem(devices.to_vec(), layers);
+    let problem = by_hand::problem(devices.to_vec(), layers);
     let choice = choose(&problem, LIMITS).unwrap();
     check(&problem, &choice);
     assert!(choice.rounds > 1, "{choice:?}");
@@ -242,12 +239,13 @@ fn a_device_that_makes_a_token_slower_is_dropped() {
         Dropped {
             device: 2,
             with_tpot_ms: Some(with_ms),
+            with_ttft_ms: Some(with_ttft_ms),
         },
     ] = choice.dropped[..]
     else {
         panic!("{:?}", choice.dropped);
     };
-    assert!(with_ms > choice.tpot_ms);
+    assert!(with_ms > choice.tpot_ms && with_ttft_ms > 0.0);
     // Where memory is short, it helps: what it computes need not be read from disks.
     for device in &mut problem.devices {
         device.memory_bytes = 3 * GIB;
@@ -278,6 +276,6 @@ fn a_slow_disk_never_reads_what_has_no_room() {
 
 #[test]
 fn the_same_problem_gives_the_same_ring() {
-    let problem = drawn(&mut Draws::new(3), 6, 40);
+    let problem = problem_of(3, 6, 40);
     assert_eq!(choose(&problem, LIMITS), choose(&problem, LIMITS));
 }

@@ -1,5 +1,5 @@
 //! Tests of the choice of a ring, against enumeration.
 
+mod by_hand;
 mod choice;
 mod objective;
-mod problems;

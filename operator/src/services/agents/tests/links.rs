@@ -7,7 +7,7 @@ use hearth_transport::v1::MeasureLinkResponse;
 use super::*;
 
 /// Node `b` beside node `a`, with profiles of both.
-async fn with_b(fixture: &Fixture) -> Arc<Played> {
+pub(super) async fn with_b(fixture: &Fixture) -> Arc<Played> {
     let played = Arc::new(Played::default());
     *played.token.lock().expect("token") = "of b".to_owned();
     let address = format!("127.0.0.2:{}", fixture.agents.port);

@@ -15,8 +15,8 @@ use hearth_transport::v1::control_server::Control;
 use hearth_transport::v1::decode_server::Decode;
 use hearth_transport::v1::{
     DescribeRequest, DescribeResponse, FinishReason, Finished, GenerateEvent, GenerateRequest,
-    NumaMemory, Placement, Started, StatsRequest, StatsResponse, Token, TopLogprob, TraceRequest,
-    TraceResponse, generate_event::Event,
+    MemberPlacement, NumaMemory, Placement, Started, StatsRequest, StatsResponse, Token,
+    TopLogprob, TraceRequest, TraceResponse, generate_event::Event,
 };
 use hearth_transport::{CallContext, Listener, ServerOptions, server};
 use tokio::runtime::Runtime;
@@ -103,6 +103,14 @@ impl FakeWorker {
                 context_length: CONTEXT as u32,
                 version: String::new(),
                 group: String::new(),
+                members: vec![MemberPlacement {
+                    name: "stage-0".into(),
+                    endpoint: "10.0.0.9:9400".into(),
+                    placement: Some(Placement {
+                        cpus: "5".into(),
+                        ..Placement::default()
+                    }),
+                }],
                 placement: Some(Placement {
                     cpus: "2-3".into(),
                     numa_nodes: "0".into(),

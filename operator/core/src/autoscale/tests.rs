@@ -1,0 +1,318 @@
+//! What the numbers of workers follow, and what they do not.
+
+use super::*;
+use crate::testing::at;
+use crate::testing::traffic::rules::{Auto, Hpa};
+use crate::testing::traffic::shapes::Shape;
+use crate::testing::traffic::{World, simulate};
+
+/// A prompt takes 1 s to read, an answer 5 s with one stream a worker.
+const SERVICE: Service = Service {
+    prefill_ms_per_token: 4.0,
+    step: StepTime {
+        base_ms: 40.0,
+        stream_ms: 10.0,
+    },
+    slots_per_worker: 6,
+    start_s: 30.0,
+};
+
+/// A steady load of that many requests a second.
+fn steady(arrivals_per_s: f64) -> Demand {
+    Demand {
+        age_s: 1.0,
+        span_s: 60.0,
+        arrivals: arrivals_per_s * 60.0,
+        long_span_s: 300.0,
+        long_arrivals: arrivals_per_s * 300.0,
+        recent_span_s: 15.0,
+        recent_arrivals: arrivals_per_s * 15.0,
+        prompt_tokens: Some(250.0),
+        prompt_cv2: 0.5,
+        output_tokens: Some(100.0),
+        ..Demand::default()
+    }
+}
+
+/// A pool of up to eight workers, with what it remembers.
+struct Watched {
+    role: Role,
+    replicas: u32,
+    memory: Memory,
+    objectives: Objectives,
+    /// Numbers that it changed to, with the reasons.
+    steps: Vec<(u32, String)>,
+}
+
+impl Watched {
+    fn new(role: Role, replicas: u32) -> Self {
+        Self {
+            role,
+            replicas,
+            memory: Memory::default(),
+            objectives: Objectives {
+                ttft_ms: Some(3000.0),
+                tpot_ms: Some(90.0),
+            },
+            steps: Vec::new(),
+        }
+    }
+
+    fn see(&mut self, second: i64, demand: Option<&Demand>) -> Advice {
+        let advice = advise(&Input {
+            now: at(second),
+            role: self.role,
+            bounds: Bounds {
+                replicas: self.replicas,
+                ready: self.replicas,
+                min: 1,
+                max: 8,
+            },
+            demand,
+            service: &SERVICE,
+            objectives: self.objectives,
+            memory: self.memory,
+        });
+        if let Some(why) = &advice.why {
+            self.steps.push((advice.replicas, why.clone()));
+        }
+        (self.replicas, self.memory) = (advice.replicas, advice.memory);
+        advice
+    }
+
+    /// Sees the same load every five seconds.
+    fn watch(&mut self, seconds: std::ops::Range<i64>, demand: &Demand) {
+        for second in seconds.step_by(5) {
+            self.see(second, Some(demand));
+        }
+    }
+}
+
+#[test]
+fn more_load_needs_more_workers_at_once_and_says_why() {
+    for role in [Role::Prefill, Role::Decode] {
+        let mut numbers = Vec::new();
+        for arrivals_per_s in [0.05, 0.5, 1.0, 2.0, 4.0, 8.0] {
+            let mut pool = Watched::new(role, 1);
+            pool.see(0, Some(&steady(arrivals_per_s)));
+            numbers.push(pool.replicas);
+        }
+        assert!(numbers.is_sorted(), "{role:?} {numbers:?}");
+        assert_eq!((numbers[0], numbers[5]), (1, 8), "{role:?} {numbers:?}");
+    }
+    let mut pool = Watched::new(Role::Prefill, 1);
+    pool.see(0, Some(&steady(1.0)));
+    let (_, why) = &pool.steps[0];
+    assert!(
+        why.starts_with("1.00 requests/s of 250 tokens take 1.00 s each to read"),
+        "{why}"
+    );
+    let mut pool = Watched::new(Role::Decode, 1);
+    pool.see(0, Some(&steady(2.0)));
+    let (_, why) = &pool.steps[0];
+    assert!(why.starts_with("2.00 requests/s of 100 tokens"), "{why}");
+}
+
+#[test]
+fn fewer_are_kept_only_when_they_have_sufficed_for_long_enough() {
+    let mut pool = Watched::new(Role::Prefill, 6);
+    let patience_s = SERVICE.patience_s() as i64;
+    let advice = pool.see(0, Some(&steady(0.05)));
+    assert_eq!(
+        advice.look_again,
+        Some(Duration::from_secs(patience_s as u64))
+    );
+    pool.watch(5..patience_s, &steady(0.05));
+    assert_eq!(pool.replicas, 6);
+    pool.see(patience_s, Some(&steady(0.05)));
+    assert_eq!(pool.replicas, 1);
+    let (_, why) = &pool.steps[0];
+    assert!(why.contains("1 sufficed for 60 s"), "{why}");
+}
+
+#[test]
+fn a_load_that_comes_and_goes_does_not_make_a_pool_do_so() {
+    let mut pool = Watched::new(Role::Prefill, 1);
+    for round in 0..40 {
+        let begin = round * 40;
+        pool.watch(begin..begin + 20, &steady(1.5));
+        pool.watch(begin + 20..begin + 40, &steady(0.05));
+    }
+    assert_eq!(pool.steps.len(), 1, "{:?}", pool.steps);
+    // Nor does one that lies between growing and shrinking.
+    let mut pool = Watched::new(Role::Decode, 1);
+    for round in 0..400 {
+        let demand = steady(1.0 + 0.05 * f64::from(round % 2));
+        pool.see(i64::from(round) * 5, Some(&demand));
+    }
+    assert!(pool.steps.len() <= 2, "{:?}", pool.steps);
+}
+
+#[test]
+fn nothing_shrinks_without_sight_of_the_load() {
+    let unseen = [
+        None,
+        Some(Demand {
+            age_s: 31.0,
+            ..steady(0.0)
+        }),
+        Some(Demand {
+            span_s: 5.0,
+            ..steady(0.0)
+        }),
+        Some(Demand {
+            span_s: 45.0,
+            ..steady(0.0)
+        }),
+        Some(Demand {
+            prompt_tokens: None,
+            ..steady(0.1)
+        }),
+    ];
+    for demand in unseen {
+        let mut pool = Watched::new(Role::Decode, 4);
+        pool.watch(0..50, &steady(0.01));
+        for second in (50..3600).step_by(5) {
+            pool.see(second, demand.as_ref());
+        }
+        assert_eq!(pool.replicas, 4, "{demand:?}");
+    }
+    // An answer that none has ended yet has no length, and no load at all needs none.
+    let mut pool = Watched::new(Role::Decode, 4);
+    let unended = Demand {
+        output_tokens: None,
+        ..steady(0.1)
+    };
+    pool.watch(0..900, &unended);
+    assert_eq!(pool.replicas, 4);
+    let silent = Demand {
+        prompt_tokens: None,
+        output_tokens: None,
+        ..steady(0.0)
+    };
+    pool.watch(900..1000, &silent);
+    assert_eq!(pool.replicas, 1);
+}
+
+#[test]
+fn a_rising_load_is_met_before_it_is_there() {
+    let rising = Demand {
+        long_arrivals: 0.4 * 300.0,
+        ..steady(1.0)
+    };
+    let number = |demand: &Demand| {
+        let mut pool = Watched::new(Role::Prefill, 1);
+        pool.see(0, Some(demand));
+        (pool.replicas, pool.steps[0].1.clone())
+    };
+    let (flat, words) = number(&steady(1.0));
+    assert!(!words.contains("rising"), "{words}");
+    let (ahead, words) = number(&rising);
+    assert!(ahead > flat, "{ahead} {flat}");
+    assert!(words.contains(" and rising"), "{words}");
+    // What may be chance is none.
+    let chance = Demand {
+        long_arrivals: 0.9 * 300.0,
+        ..steady(1.0)
+    };
+    assert_eq!(number(&chance).0, flat);
+}
+
+#[test]
+fn what_waits_counts_beside_what_arrives() {
+    let waiting = Demand {
+        unanswered: 60.0,
+        ..steady(0.5)
+    };
+    let mut pool = Watched::new(Role::Prefill, 2);
+    pool.see(0, Some(&waiting));
+    assert!(pool.replicas > 3, "{}", pool.replicas);
+    let queued = Demand {
+        queued: 60.0,
+        unanswered: 60.0,
+        ..steady(0.5)
+    };
+    let (mut prefill, mut decode) = (
+        Watched::new(Role::Prefill, 2),
+        Watched::new(Role::Decode, 1),
+    );
+    prefill.see(0, Some(&queued));
+    decode.see(0, Some(&queued));
+    assert_eq!(
+        prefill.replicas, 2,
+        "they wait for a slot, not for a reader"
+    );
+    assert!(decode.replicas > 1);
+}
+
+#[test]
+fn a_missed_objective_calls_for_one_more_and_then_waits_what_comes_of_it() {
+    let slow = Demand {
+        ttft_p90_ms: Some(9000.0),
+        ..steady(0.6)
+    };
+    let mut pool = Watched::new(Role::Prefill, 1);
+    pool.objectives.ttft_ms = Some(8000.0);
+    pool.watch(0..90, &slow);
+    assert_eq!(pool.steps.len(), 1, "{:?}", pool.steps);
+    assert_eq!(pool.replicas, 2);
+    let words = "a time to the first token above 9000 ms, and the objective is 8000 ms";
+    assert!(pool.steps[0].1.contains(words), "{:?}", pool.steps);
+    // Long prompts take long on idle workers, too.
+    let idle = Demand {
+        ttft_p90_ms: Some(5000.0),
+        ..steady(0.05)
+    };
+    let mut pool = Watched::new(Role::Prefill, 1);
+    pool.watch(0..900, &idle);
+    assert_eq!(pool.replicas, 1);
+}
+
+#[test]
+fn the_bounds_hold_whatever_the_load() {
+    let mut pool = Watched::new(Role::Decode, 12);
+    pool.see(0, None);
+    assert_eq!(pool.steps, [(8, "the bounds are 1 to 8".to_owned())]);
+    pool.watch(5..600, &steady(100.0));
+    assert_eq!(pool.replicas, 8);
+}
+
+#[test]
+fn measured_times_count_before_predicted_ones() {
+    let measured = Demand {
+        prefill_ms_per_token: Some(2.0),
+        step_ms: Some(140.0),
+        step_tokens: Some(3.0),
+        ..steady(1.0)
+    };
+    let service = SERVICE.measured(&measured);
+    assert_eq!(service.prefill_ms_per_token, 2.0);
+    assert_eq!(service.step, SERVICE.step.scaled(2.0));
+    assert_eq!(SERVICE.measured(&steady(1.0)), SERVICE);
+}
+
+#[test]
+fn on_no_shape_of_load_is_an_autoscaler_of_cpus_better() {
+    let world = World {
+        prefill_ms_per_token: 7.0,
+        step: StepTime::through(19.5, 8.0, 89.7),
+        slots_per_worker: 6,
+        start_s: 30.0,
+        max: 8,
+        ttft_ms: 6000.0,
+        tpot_ms: 75.0,
+    };
+    let mut gains = Vec::new();
+    for shape in Shape::ALL {
+        let requests = shape.requests(7, 1.0);
+        let auto = simulate(world, &requests, &mut Auto::default());
+        let hpa = simulate(world, &requests, &mut Hpa::new(0.8));
+        let kept =
+            |outcome: &crate::testing::traffic::Outcome| outcome.kept as f64 / outcome.worker_hours;
+        let gain = kept(&auto) / kept(&hpa);
+        assert!(gain > 1.0, "{}: {gain:.2}", shape.name());
+        gains.push(gain);
+    }
+    let mean = gains.iter().sum::<f64>() / gains.len() as f64;
+    assert!(mean > 1.2, "{gains:?}");
+}

@@ -1,0 +1,118 @@
+//! Rings that Auto plans: where no node holds the model, or where one would have to read it from its disk for each token.
+
+use hearth_crds::{InferencePlanSpec, PlanRank, format_bytes};
+
+use super::Planning;
+use crate::error::PlanError;
+use crate::node_ranks::Devices;
+use crate::piped_ring;
+use crate::sentences::ms;
+
+/// How much faster a ring must be than one node that reads from its disk: it has more machines that may fail.
+const LEAST_GAIN: f64 = 1.2;
+
+impl Planning<'_> {
+    /// A ring, where the nodes were refused for their memory and one fits.
+    ///
+    /// # Errors
+    /// `refused`.
+    pub(super) fn ring_instead(&self, refused: PlanError) -> Result<InferencePlanSpec, PlanError> {
+        let is_short_of_memory = matches!(refused, PlanError::InsufficientMemory { .. });
+        if !is_short_of_memory || self.has_one_node() || self.obstacle_to_ring().is_some() {
+            return Err(refused);
+        }
+        let plan = self.ring().plan("no node holds the model");
+        plan.map_err(|_| refused)
+    }
+
+    /// `alone`, or a ring where that would read weights from a disk for each token and the ring is faster. Either says what the
+    /// other is predicted to do.
+    pub(super) fn or_ring(&self, mut alone: InferencePlanSpec) -> InferencePlanSpec {
+        let mut readers = alone.ranks.iter();
+        let reader = readers.find(|rank| rank.disk_weight_bytes() > 0);
+        let Some(reader) = reader.filter(|_| !self.has_one_node()) else {
+            return alone;
+        };
+        let ring = match self.obstacle_to_ring() {
+            Some(why) => Err(why),
+            None => self
+                .ring()
+                .plan("no node holds the model")
+                .map_err(|error| error.to_string()),
+        };
+        let why = match ring {
+            Ok(mut ring) if ring.group_of("decode-0").len() > 1 => {
+                if self.prefers(&ring, &alone) {
+                    let one_node = of_one_node(reader, &alone, &ring);
+                    ring.not_chosen.insert(0, one_node);
+                    return ring;
+                }
+                of_ring(&ring, &alone)
+            }
+            // One member alone is the best ring; what others would do to it is said first.
+            Ok(one) => match one.not_chosen.first() {
+                Some(slower) => format!("a piped ring: {slower}"),
+                None => return alone,
+            },
+            Err(why) => format!("a piped ring: {why}"),
+        };
+        alone.not_chosen.push(why);
+        alone
+    }
+
+    /// Whether a ring is enough faster, and misses no objective for the first token that one node meets.
+    fn prefers(&self, ring: &InferencePlanSpec, alone: &InferencePlanSpec) -> bool {
+        let asked = self.input.spec.objectives.time_to_first_token;
+        let meets = |plan: &InferencePlanSpec| {
+            asked.is_none_or(|time| plan.predicted.ttft_ms <= time.as_millis_f64())
+        };
+        ring.predicted.tpot_ms * LEAST_GAIN <= alone.predicted.tpot_ms
+            && (meets(ring) || !meets(alone))
+    }
+
+    fn has_one_node(&self) -> bool {
+        self.estimator.nodes().len() < 2
+    }
+
+    /// Why Auto may not plan a ring: the spec asks for what a ring lacks.
+    fn obstacle_to_ring(&self) -> Option<String> {
+        let candidates = self.asked.candidates(false, self.demand.reader_version);
+        if !candidates.contains(&Devices::CPUS) {
+            return Some(format!(
+                "it reads prompts itself, and {}",
+                self.asked.asked_by()
+            ));
+        }
+        let errors = piped_ring::contradictions(self.input.spec);
+        let first = errors.into_iter().next();
+        first.map(|error| format!("{} {}: {}", error.field, error.problem, error.remedy))
+    }
+}
+
+/// What one node would have done instead of a ring.
+fn of_one_node(reader: &PlanRank, alone: &InferencePlanSpec, ring: &InferencePlanSpec) -> String {
+    format!(
+        "{} alone: {} of the weights have no room in its memory and are read from its disk: predicted TPOT {} against {}, TTFT {} against {}",
+        reader.node,
+        format_bytes(reader.disk_weight_bytes()),
+        ms(alone.predicted.tpot_ms),
+        ms(ring.predicted.tpot_ms),
+        ms(alone.predicted.ttft_ms),
+        ms(ring.predicted.ttft_ms),
+    )
+}
+
+/// What a ring would have done instead of one node.
+fn of_ring(ring: &InferencePlanSpec, alone: &InferencePlanSpec) -> String {
+    let members = ring.group_of("decode-0");
+    let mut nodes: Vec<&str> = members.iter().map(|rank| &*rank.node).collect();
+    nodes.dedup();
+    format!(
+        "a piped ring over {}: predicted TPOT {} against {}, TTFT {} against {}: not {LEAST_GAIN} times as fast, and with more machines that may fail",
+        nodes.join(", "),
+        ms(ring.predicted.tpot_ms),
+        ms(alone.predicted.tpot_ms),
+        ms(ring.predicted.ttft_ms),
+        ms(alone.predicted.ttft_ms),
+    )
+}

@@ -1,0 +1,53 @@
+//! Gateways that can be asked.
+
+use std::collections::HashSet;
+use std::net::IpAddr;
+
+use hearth_controller_core::key::Key;
+use hearth_controller_core::observed::PodView;
+use hearth_controller_core::routes::is_planned_gateway;
+
+use crate::cluster::cache::State;
+
+impl State {
+    /// Ready gateways: their deployment, and their Pod's uid and address.
+    pub(crate) fn gateways(&self) -> Vec<(Key, String, String)> {
+        self.gateways_of(|_| true)
+    }
+
+    /// The same of some deployments.
+    pub(crate) fn gateways_of(&self, of: impl Fn(&Key) -> bool) -> Vec<(Key, String, String)> {
+        let nodes: HashSet<&IpAddr> = self.nodes.values().flat_map(|it| &it.addresses).collect();
+        let ready = self.pods.all().filter(|(_, row)| {
+            let pod = &row.value;
+            pod.role.is_gateway() && pod.is_ready && !pod.is_deleting
+        });
+        ready
+            .filter_map(|(pod, row)| {
+                let key = self.keys.get(&row.owner).filter(|key| of(key))?.clone();
+                // Anyone can name a deployment of another namespace on a Pod, and a Pod on the host network answers
+                // with whatever the node serves there; no gateway of ours does either.
+                let is_node = nodes.contains(&row.value.ip.parse::<IpAddr>().ok()?);
+                let is_elsewhere = key.namespace != pod.namespace || is_node;
+                let plans = self.plans_of(&row.owner);
+                let is_ours = !is_elsewhere && is_planned_gateway(&row.value, &key.name, &plans);
+                is_ours.then(|| (key, row.value.uid.clone(), row.value.ip.clone()))
+            })
+            .collect()
+    }
+
+    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, or a Pod with a
+    /// second rank.
+    pub(crate) fn gateways_in_doubt(&self) -> Vec<(Key, String, String)> {
+        let rows = self.pods.all();
+        let is_doubtful = |pod: &PodView| pod.has_lost_readiness || pod.second.is_some();
+        let rows = rows.filter(|(_, row)| is_doubtful(&row.value) && !row.value.is_deleting);
+        let doubtful: HashSet<&Key> = rows
+            .filter_map(|(_, row)| self.keys.get(&row.owner))
+            .collect();
+        if doubtful.is_empty() {
+            return Vec::new();
+        }
+        self.gateways_of(|key| doubtful.contains(key))
+    }
+}

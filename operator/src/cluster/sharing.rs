@@ -1,0 +1,309 @@
+//! Deployments that end their workers for others: who may, who asks whom, and since when.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use hearth_controller_core::conditions::{self, DECODE_READY};
+use hearth_controller_core::key::Key;
+use hearth_controller_core::ledger::holdings;
+use hearth_controller_core::observed::{Asker, Neighbour, PodRole, PodView};
+use hearth_controller_core::preload::is_preloaded;
+use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus};
+use jiff::{SignedDuration, Timestamp};
+
+use crate::cluster::cache::{State, Touched};
+
+/// Time for which one that asks nobody any more keeps its turn: others may not be ready for a moment.
+const KEEPS_TURN: SignedDuration = SignedDuration::from_secs(60);
+
+/// What is known of sharing. It is in memory alone: an operator that starts is asked anew.
+#[derive(Debug, Default)]
+pub(crate) struct Sharing {
+    /// Deployments whose workers may end for others, or are ending, by uid.
+    givers: HashMap<Arc<str>, Giver>,
+    /// Those that ask.
+    askers: HashMap<Key, Asked>,
+    /// Nodes that the workers of some will have once others have ended theirs: kept when some of these have gone, since that room is not
+    /// for anybody.
+    awaited: HashMap<Key, BTreeSet<String>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Giver {
+    priority: i32,
+    keeps: bool,
+    is_leaving: bool,
+    is_ready: bool,
+}
+
+impl Giver {
+    /// Whether its workers may end now. Those that somebody waits for may not before they are ready, however they were started.
+    fn may_end(&self, idle_s: Option<f64>) -> bool {
+        self.is_ready || self.is_leaving || idle_s.is_some_and(|idle_s| idle_s > 0.0)
+    }
+}
+
+#[derive(Debug)]
+struct Asked {
+    priority: i32,
+    since: Timestamp,
+    /// When it last asked anybody.
+    last: Timestamp,
+    of: BTreeSet<Key>,
+}
+
+impl Sharing {
+    /// Notes whether a deployment's workers may end for others; returns whether they may from now on.
+    pub(crate) fn note(&mut self, uid: &Arc<str>, deployment: &InferenceDeployment) -> bool {
+        let status = deployment.status.as_ref();
+        let is_leaving = status.is_some_and(InferenceDeploymentStatus::is_at_zero);
+        let is_ready =
+            conditions::of(status, DECODE_READY).is_some_and(|ready| ready.status == "True");
+        let spec = &deployment.spec;
+        let may_end = spec.may_rest() && !spec.suspend;
+        if !may_end || !(is_ready || is_leaving || is_preloaded(status)) {
+            self.givers.remove(uid);
+            return false;
+        }
+        let giver = Giver {
+            priority: spec.priority,
+            keeps: spec.autoscaling.keep,
+            is_leaving,
+            is_ready,
+        };
+        self.givers.insert(Arc::clone(uid), giver).is_none()
+    }
+
+    /// Forgets a deployment; returns those that it asked.
+    pub(crate) fn forget(&mut self, key: &Key, uid: &str) -> Vec<Key> {
+        self.givers.remove(uid);
+        self.awaited.remove(key);
+        let asked = self.askers.remove(key);
+        asked.into_iter().flat_map(|asked| asked.of).collect()
+    }
+}
+
+impl State {
+    /// Records whom a deployment asks to end its workers. Those that are asked from now on, or no longer, are affected.
+    pub(crate) fn ask(
+        &mut self,
+        asker: &Key,
+        priority: i32,
+        of: &[Key],
+        now: Timestamp,
+    ) -> Touched {
+        let askers = &mut self.sharing.askers;
+        askers.retain(|key, it| key == asker || !it.of.is_empty() || now - KEEPS_TURN < it.last);
+        let of: BTreeSet<Key> = of.iter().cloned().collect();
+        if of.is_empty() && !askers.contains_key(asker) {
+            return Touched::default();
+        }
+        let asked = askers.entry(asker.clone()).or_insert_with(|| Asked {
+            priority,
+            since: now,
+            last: now,
+            of: BTreeSet::new(),
+        });
+        if !of.is_empty() {
+            if asked.of.is_empty() && now - KEEPS_TURN >= asked.last {
+                asked.since = now;
+            }
+            asked.last = now;
+        }
+        let keys = match asked.priority == priority {
+            true => asked.of.symmetric_difference(&of).cloned().collect(),
+            false => asked.of.union(&of).cloned().collect(),
+        };
+        (asked.priority, asked.of) = (priority, of);
+        Touched {
+            keys,
+            waiting: false,
+        }
+    }
+
+    /// Whether a deployment may have to look for room: it has none yet, or waits for some.
+    fn seeks_room(&self, key: &Key, uid: &str) -> bool {
+        self.is_waiting(key) || self.suspended.contains(uid) || self.plans.of(uid).next().is_none()
+    }
+
+    /// Those that ask a deployment to end its workers.
+    pub(crate) fn askers_of(&self, asked: &Key) -> Vec<Asker> {
+        let askers = self.sharing.askers.iter();
+        let mut askers: Vec<Asker> = askers
+            .filter(|(_, it)| it.of.contains(asked))
+            .map(|(key, it)| Asker {
+                key: key.clone(),
+                priority: it.priority,
+                since: it.since,
+            })
+            .collect();
+        askers.sort_by(|a, b| a.key.cmp(&b.key));
+        askers
+    }
+
+    /// Records the nodes that a deployment's workers will have once others have ended theirs.
+    pub(crate) fn awaits(&mut self, key: &Key, nodes: &BTreeSet<String>) {
+        match nodes.is_empty() {
+            true => self.sharing.awaited.remove(key),
+            false => self.sharing.awaited.insert(key.clone(), nodes.clone()),
+        };
+    }
+
+    /// Nodes that others than `deployment` wait for, if its workers may start without a request.
+    pub(crate) fn awaited_nodes(
+        &self,
+        key: &Key,
+        deployment: &InferenceDeployment,
+    ) -> BTreeSet<String> {
+        let is_at_zero = deployment
+            .status
+            .as_ref()
+            .is_some_and(InferenceDeploymentStatus::is_at_zero);
+        if !deployment.spec.autoscaling.preload || !is_at_zero {
+            return BTreeSet::new();
+        }
+        let awaited = self.sharing.awaited.iter();
+        let others = awaited.filter(|(other, _)| *other != key);
+        others
+            .flat_map(|(_, nodes)| nodes.iter().cloned())
+            .collect()
+    }
+
+    /// Other deployments whose workers may end for one that may have to look for room; `idle_s` has the seconds since the last request
+    /// of those whose gateways are read.
+    pub(crate) fn neighbours(
+        &self,
+        (key, uid): (&Key, &str),
+        idle_s: &BTreeMap<Key, f64>,
+    ) -> Vec<Neighbour> {
+        if !self.seeks_room(key, uid) {
+            return Vec::new();
+        }
+        let others = self
+            .sharing
+            .givers
+            .iter()
+            .filter(|(other, _)| ***other != *uid);
+        let mut neighbours: Vec<Neighbour> = others
+            .filter_map(|(other, giver)| {
+                let key = self.keys.get(other)?.clone();
+                let idle_s = idle_s.get(&key).copied();
+                let pods = self.pods_of(other).map(|row| &*row.value);
+                let workers: Vec<&PodView> = pods.filter(|pod| is_worker(pod)).collect();
+                if !giver.may_end(idle_s) || workers.is_empty() {
+                    return None;
+                }
+                let plans = self.plans_of(other);
+                Some(Neighbour {
+                    priority: giver.priority,
+                    keeps: giver.keeps,
+                    idle_s,
+                    is_leaving: giver.is_leaving,
+                    holding: holdings::of_deployment(workers.into_iter(), &plans, None),
+                    key,
+                })
+            })
+            .collect();
+        neighbours.sort_by(|a, b| a.key.cmp(&b.key));
+        neighbours
+    }
+}
+
+/// Whether a Pod ends with the workers: gateways stay.
+fn is_worker(pod: &PodView) -> bool {
+    pod.role != PodRole::Inspect && !pod.role.is_gateway()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A deployment that may start without a request, and last ended or started its workers for a reason.
+    fn preloading(at_zero: bool, reason: &str) -> InferenceDeployment {
+        let mut deployment = hearth_controller_core::testing::deployment(
+            "decode: {scaling: {mode: Auto, minReplicas: 0}}\nautoscaling: {preload: true}",
+        );
+        deployment.status = Some(InferenceDeploymentStatus {
+            scale_to_zero: Some(hearth_crds::ScaleToZeroStatus {
+                at_zero,
+                reason: reason.to_owned(),
+                ..Default::default()
+            }),
+            ..InferenceDeploymentStatus::default()
+        });
+        deployment
+    }
+
+    #[test]
+    fn nodes_are_awaited_until_the_one_that_waits_has_its_place_whoever_has_gone() {
+        let mut state = State::default();
+        let key = |name: &str| Key::new("d", name);
+        let (a, warm) = (key("a"), key("warm"));
+        let deployment = preloading(true, "");
+        let awaited = |state: &State, key: &Key| state.awaited_nodes(key, &deployment).len();
+        let both = BTreeSet::from(["n1".to_owned(), "n2".to_owned()]);
+        let now = Timestamp::UNIX_EPOCH;
+        // The first of these has gone, and then it may ask nobody.
+        for of in [vec![key("warm"), key("busy")], vec![key("busy")], vec![]] {
+            state.awaits(&a, &both);
+            state.ask(&a, 0, &of, now);
+            assert_eq!((awaited(&state, &warm), awaited(&state, &a)), (2, 0));
+        }
+        state.awaits(&a, &BTreeSet::new());
+        assert_eq!(awaited(&state, &warm), 0);
+        state.awaits(&a, &both);
+        state.sharing.forget(&a, "uid");
+        assert_eq!(awaited(&state, &warm), 0);
+    }
+
+    #[test]
+    fn workers_that_started_without_a_request_are_asked_for_their_place_while_nobody_waits_for_them()
+     {
+        let mut sharing = Sharing::default();
+        let uid: Arc<str> = "uid".into();
+        assert!(!sharing.note(&uid, &preloading(false, "a request has arrived")));
+        assert!(sharing.note(&uid, &preloading(false, "nodes have room for them")));
+        let giver = sharing.givers[&uid];
+        let may_end = [Some(0.0), Some(0.5), None].map(|idle_s| giver.may_end(idle_s));
+        assert_eq!(may_end, [false, true, false]);
+        sharing.note(&uid, &preloading(true, "there was no request for 5m"));
+        assert!(sharing.givers[&uid].may_end(None));
+    }
+
+    #[test]
+    fn who_is_asked_is_told_once_and_learns_when_it_is_over() {
+        let mut state = State::default();
+        let key = |name: &str| Key::new("default", name);
+        let (a, b, c) = (key("a"), key("b"), key("c"));
+        let now = Timestamp::UNIX_EPOCH;
+        let later = now + jiff::SignedDuration::from_secs(5);
+        let of = |all: &[&Key]| all.iter().map(|key| (*key).clone()).collect::<Vec<_>>();
+        assert_eq!(state.ask(&a, 0, &of(&[&b]), now).keys, of(&[&b]));
+        assert_eq!(state.ask(&a, 0, &of(&[&b]), later).keys, []);
+        // It has waited since it first asked anybody.
+        assert_eq!(
+            state.ask(&a, 0, &of(&[&c]), later).keys,
+            [b.clone(), c.clone()]
+        );
+        assert_eq!(state.askers_of(&b), []);
+        let asker = |priority: i32| Asker {
+            key: a.clone(),
+            priority,
+            since: now,
+        };
+        assert_eq!(state.askers_of(&c), [asker(0)]);
+        assert_eq!(state.ask(&a, 3, &of(&[&c]), later).keys, of(&[&c]));
+        assert_eq!(state.askers_of(&c), [asker(3)]);
+        assert_eq!(state.ask(&a, 3, &[], later).keys, of(&[&c]));
+        assert_eq!(state.ask(&a, 3, &[], later), Touched::default());
+        // It keeps its turn for a while.
+        state.ask(&a, 3, &of(&[&c]), later);
+        assert_eq!(state.askers_of(&c), [asker(3)]);
+        state.ask(&a, 3, &[], later);
+        let much_later = later + SignedDuration::from_secs(61);
+        state.ask(&a, 3, &of(&[&c]), much_later);
+        assert_eq!(state.askers_of(&c)[0].since, much_later);
+        state.ask(&a, 3, &[], much_later);
+        assert_eq!(state.askers_of(&c), []);
+    }
+}

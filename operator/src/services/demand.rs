@@ -1,0 +1,383 @@
+//! The load of deployments whose pools follow it, from their gateways' counters.
+//!
+//! Gateways count from their own start, and several of them count what they alone took in, but all report the same workers. A
+//! gateway that is listed and cannot be read makes what is known old, and nothing shrinks by old figures.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use hearth_controller_core::key::Key;
+use hearth_controller_core::observed::Demand;
+use tokio::time::Instant;
+
+use super::measure::Buckets;
+use crate::exposition::{TPOT, TTFT, label, sample};
+
+/// Spans that arrivals are counted over: the last part of the span, the span, and the long span.
+const RECENT: Duration = Duration::from_secs(15);
+const SPAN: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
+/// Age of a gateway that was never read.
+const NEVER_READ_S: f64 = 3600.0;
+
+const ARRIVED: &str = "hearth_arrived_prompt_tokens";
+
+/// Load by deployment.
+#[derive(Debug, Default)]
+pub(crate) struct Loads {
+    deployments: Mutex<BTreeMap<Key, Followed>>,
+}
+
+/// A deployment with a pool that follows its load.
+#[derive(Debug, Default)]
+struct Followed {
+    /// Histories by uid of the gateway's Pod, of those that are ready.
+    gateways: BTreeMap<String, History>,
+    /// Whether a decision was made since there is no load.
+    is_told_idle: bool,
+    /// Whether there are no workers until a choice arrives.
+    is_at_zero: bool,
+}
+
+impl Loads {
+    /// Notes whether a pool of the deployment follows its load.
+    pub(crate) fn follow(&self, deployment: &Key, follows: bool) {
+        let mut deployments = self.lock();
+        match follows {
+            true => drop(deployments.entry(deployment.clone()).or_default()),
+            false => drop(deployments.remove(deployment)),
+        }
+    }
+
+    /// Notes whether a deployment has no workers until a choice arrives.
+    pub(crate) fn note_zero(&self, deployment: &Key, is_at_zero: bool) {
+        if let Some(followed) = self.lock().get_mut(deployment) {
+            followed.is_at_zero = is_at_zero;
+        }
+    }
+
+    /// Deployments that have no workers until a choice arrives.
+    pub(crate) fn at_zero(&self) -> Vec<Key> {
+        let deployments = self.lock();
+        let at_zero = deployments.iter().filter(|(_, it)| it.is_at_zero);
+        at_zero.map(|(key, _)| key.clone()).collect()
+    }
+
+    /// Seconds for which deployments have had no request, of those all of whose gateways have said so lately.
+    pub(crate) fn idle_s(&self, now: Instant) -> BTreeMap<Key, f64> {
+        let deployments = self.lock();
+        let idle = deployments.iter().filter_map(|(key, followed)| {
+            let last = followed.gateways.values().map(|it| it.0.back());
+            let is_fresh = |(at, _): &&(Instant, Counts)| now.duration_since(*at) < RECENT;
+            let read: Option<Vec<_>> = last.map(|read| read.filter(is_fresh)).collect();
+            Some((key.clone(), idle_s(read?.into_iter(), now)?))
+        });
+        idle.collect()
+    }
+
+    /// Keeps of all ready gateways those whose deployment follows its load, and forgets the others.
+    pub(crate) fn asked(&self, mut all: Vec<(Key, String, String)>) -> Vec<(Key, String, String)> {
+        let mut deployments = self.lock();
+        all.retain(|(key, _, _)| deployments.contains_key(key));
+        for (key, followed) in deployments.iter_mut() {
+            let listed = all.iter().filter(|(of, _, _)| of == key);
+            let listed: BTreeSet<&str> = listed.map(|(_, uid, _)| uid.as_str()).collect();
+            // Without any the last ones stay, and what is known of them grows old.
+            if !listed.is_empty() {
+                followed.gateways.retain(|uid, _| listed.contains(&**uid));
+            }
+            for uid in listed {
+                followed.gateways.entry(uid.to_owned()).or_default();
+            }
+        }
+        all
+    }
+
+    /// Whether none is followed.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    /// Stores a gateway's response; returns whether the deployment is to be decided about.
+    pub(crate) fn learn(&self, deployment: &Key, uid: &str, text: &str, now: Instant) -> bool {
+        let mut deployments = self.lock();
+        let Some(followed) = deployments.get_mut(deployment) else {
+            return false;
+        };
+        let history = followed.gateways.entry(uid.to_owned()).or_default();
+        history.push(now, Counts::read(text));
+        let Some(demand) = demand(&followed.gateways, now) else {
+            return false;
+        };
+        let is_busy = demand.long_arrivals + demand.queued + demand.unanswered > 0.0;
+        let is_known = demand.span_s >= SPAN.as_secs_f64();
+        let was_told = std::mem::replace(&mut followed.is_told_idle, !is_busy && is_known);
+        is_busy || !was_told
+    }
+
+    /// The load of a deployment; `None` if it follows none, or no gateway has been read.
+    pub(crate) fn demand(&self, deployment: &Key, now: Instant) -> Option<Demand> {
+        demand(&self.lock().get(deployment)?.gateways, now)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Key, Followed>> {
+        self.deployments
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The most seconds of steps in a second: a little more than one, for clocks of two machines.
+const MOST_WORK: f64 = 1.5;
+
+/// Counts of one worker since its start, as a gateway reports them.
+#[derive(Clone, Debug, Default)]
+struct Work {
+    is_prefill: bool,
+    step_s: f64,
+    steps: f64,
+    generated_tokens: f64,
+}
+
+/// What one scrape says of the load.
+#[derive(Clone, Debug, Default)]
+struct Counts {
+    arrived: Buckets,
+    arrived_tokens: f64,
+    /// Prompt tokens of choices that started, those whose KV was reused among them.
+    started_tokens: f64,
+    finished: f64,
+    generated_tokens: f64,
+    ttft: Buckets,
+    tpot: Buckets,
+    queued: f64,
+    /// The part of `queued` that waits at decode workers, which every gateway reports.
+    at_workers: f64,
+    unanswered: f64,
+    /// Seconds without a choice; `None` of a gateway of an earlier version.
+    idle_s: Option<f64>,
+    /// By address.
+    workers: BTreeMap<String, Work>,
+}
+
+impl Counts {
+    fn read(text: &str) -> Self {
+        let mut counts = Self {
+            arrived: Buckets::read(text, ARRIVED),
+            ttft: Buckets::read(text, TTFT),
+            tpot: Buckets::read(text, TPOT),
+            ..Self::default()
+        };
+        for line in text.lines().filter(|line| line.starts_with("hearth_")) {
+            let Some((name, labels, value)) = sample(line) else {
+                continue;
+            };
+            match name {
+                "hearth_arrived_prompt_tokens_sum" => counts.arrived_tokens += value,
+                "hearth_prompt_tokens_total" => counts.started_tokens += value,
+                "hearth_choices_finished_total" => counts.finished += value,
+                "hearth_generated_tokens_total" => counts.generated_tokens += value,
+                "hearth_requests_queued" => counts.queued = value,
+                "hearth_choices_unanswered" => counts.unanswered = value,
+                "hearth_idle_seconds" => counts.idle_s = Some(value),
+                "hearth_worker_waiting" if label(labels, "role") == Some("decode") => {
+                    counts.at_workers += value;
+                }
+                _ => counts.work(name, labels, value),
+            }
+        }
+        counts
+    }
+
+    /// Whether these are counted by another process than `last`.
+    fn has_begun_anew(&self, last: &Self) -> bool {
+        let counters = |counts: &Self| {
+            [
+                counts.finished,
+                counts.generated_tokens,
+                counts.started_tokens,
+                counts.arrived_tokens,
+            ]
+        };
+        let both = counters(self).into_iter().zip(counters(last));
+        both.into_iter().any(|(now, before)| now < before)
+    }
+
+    fn work(&mut self, name: &str, labels: &str, value: f64) {
+        let part: fn(&mut Work) -> &mut f64 = match name {
+            "hearth_worker_step_seconds_total" => |work| &mut work.step_s,
+            "hearth_worker_steps_total" => |work| &mut work.steps,
+            "hearth_worker_generated_tokens_total" => |work| &mut work.generated_tokens,
+            _ => return,
+        };
+        if let (Some(address), Some(role)) = (label(labels, "address"), label(labels, "role")) {
+            let work = self.workers.entry(address.to_owned()).or_default();
+            work.is_prefill = role == "prefill";
+            *part(work) = value;
+        }
+    }
+}
+
+/// The readings of one gateway: the newest before the long span, and those in it.
+#[derive(Debug, Default)]
+struct History(VecDeque<(Instant, Counts)>);
+
+impl History {
+    fn push(&mut self, now: Instant, counts: Counts) {
+        // A gateway that has begun anew counts nothing of what its workers did before.
+        if self
+            .0
+            .back()
+            .is_some_and(|(_, last)| counts.has_begun_anew(last))
+        {
+            self.0.clear();
+        }
+        self.0.push_back((now, counts));
+        while let Some((at, _)) = self.0.get(1)
+            && now.duration_since(*at) >= LONG
+        {
+            self.0.pop_front();
+        }
+    }
+
+    /// What prefill or decode workers did in a span, from each reading to the next: of one that has come or gone meanwhile, what was
+    /// seen.
+    fn work(&self, span: Duration, now: Instant, is_prefill: bool) -> Work {
+        let is_before = |(at, _): &(Instant, Counts)| now.duration_since(*at) >= span;
+        let first = self.0.iter().rposition(is_before).unwrap_or(0);
+        let mut sum = Work::default();
+        let readings = self.0.iter().skip(first);
+        for ((then_at, then), (newer_at, newer)) in readings.clone().zip(readings.skip(1)) {
+            let between_s = newer_at.duration_since(*then_at).as_secs_f64();
+            for (address, now) in &newer.workers {
+                let then = then.workers.get(address);
+                let Some(then) = then.filter(|_| now.is_prefill == is_prefill) else {
+                    continue;
+                };
+                let step_s = since(now.step_s, then.step_s);
+                // More than there was time for: its gateway had not read it yet, and this is of its whole life.
+                if step_s > MOST_WORK * between_s + 1.0 {
+                    continue;
+                }
+                sum.step_s += step_s;
+                sum.steps += since(now.steps, then.steps);
+                sum.generated_tokens += since(now.generated_tokens, then.generated_tokens);
+            }
+        }
+        sum
+    }
+
+    /// The newest reading, and the last one from before a span, or the first; with the seconds between them.
+    fn span(&self, span: Duration, now: Instant) -> Option<(&Counts, &Counts, f64)> {
+        let (newest_at, newest) = self.0.back()?;
+        let is_before = |(at, _): &&(Instant, Counts)| now.duration_since(*at) >= span;
+        let base = self.0.iter().rev().find(is_before);
+        let (at, base) = base.or_else(|| self.0.front())?;
+        Some((newest, base, newest_at.duration_since(*at).as_secs_f64()))
+    }
+}
+
+/// What was counted since `base`; everything if the counter has begun anew.
+fn since(newest: f64, base: f64) -> f64 {
+    if newest < base { newest } else { newest - base }
+}
+
+fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> {
+    let read = || gateways.values().filter_map(|it| it.0.back());
+    read().next()?;
+    let age_s = gateways.values().map(|history| match history.0.back() {
+        Some((at, _)) => now.duration_since(*at).as_secs_f64(),
+        None => NEVER_READ_S,
+    });
+    let spans = |span: Duration| gateways.values().filter_map(move |it| it.span(span, now));
+    let (recent_arrivals, recent_span_s) = arrivals(spans(RECENT));
+    let (arrived, span_s) = arrivals(spans(SPAN));
+    let (long_arrivals, long_span_s) = arrivals(spans(LONG));
+    let total = |part: fn(&Counts) -> f64| -> f64 {
+        let counted = spans(LONG).map(|(newest, base, _)| since(part(newest), part(base)));
+        counted.sum()
+    };
+    let quantile_ms = |part: fn(&Counts) -> &Buckets| {
+        let counted = spans(SPAN).map(|(newest, base, _)| part(newest).clone().minus(part(base)));
+        let sum = counted.fold(Buckets::default(), Buckets::plus);
+        sum.quantile(0.9).map(|seconds| seconds * 1e3)
+    };
+    let prompts = spans(LONG).map(|(newest, base, _)| newest.arrived.clone().minus(&base.arrived));
+    let prompts = prompts.fold(Buckets::default(), Buckets::plus);
+    let prompt_tokens = per(total(|it| it.arrived_tokens), prompts.total());
+    let (finished, generated) = (total(|it| it.finished), total(|it| it.generated_tokens));
+    // Each gateway sees all workers: by the one that has seen them longest.
+    let seen_s = |span: Duration, it: &History| it.span(span, now).map_or(0.0, |(_, _, s)| s);
+    let work = |span: Duration, is_prefill: bool| {
+        let histories = gateways.values();
+        let longest = histories.max_by(|a, b| seen_s(span, a).total_cmp(&seen_s(span, b)));
+        longest.map_or_else(Work::default, |it| it.work(span, now, is_prefill))
+    };
+    let (reading, stepping) = (work(LONG, true), work(SPAN, false));
+    let at_workers = read().map(|(_, it)| it.at_workers).fold(0.0, f64::max);
+    let waiting: f64 = read()
+        .map(|(_, it)| (it.queued - it.at_workers).max(0.0))
+        .sum();
+    Some(Demand {
+        age_s: age_s.fold(0.0, f64::max),
+        span_s,
+        arrivals: arrived,
+        long_span_s,
+        long_arrivals,
+        recent_span_s,
+        recent_arrivals,
+        prompt_tokens,
+        prompt_cv2: prompt_tokens.map_or(0.0, |mean| {
+            (prompts.mean_square() / (mean * mean) - 1.0).max(0.0)
+        }),
+        output_tokens: per(generated, finished),
+        queued: waiting + at_workers,
+        unanswered: read().map(|(_, it)| it.unanswered).sum(),
+        held: held(read(), now),
+        idle_s: idle_s(read(), now),
+        ttft_p90_ms: quantile_ms(|it| &it.ttft),
+        tpot_p90_ms: quantile_ms(|it| &it.tpot),
+        prefill_ms_per_token: per(reading.step_s * 1e3, total(|it| it.started_tokens)),
+        step_ms: per(stepping.step_s * 1e3, stepping.steps),
+        step_tokens: per(stepping.generated_tokens, stepping.steps),
+    })
+}
+
+/// Choices that are not answered in full, at gateways that were read lately; of one that says only that there are some, one.
+fn held<'a>(read: impl Iterator<Item = &'a (Instant, Counts)>, now: Instant) -> f64 {
+    read.filter(|(at, _)| now.duration_since(*at) < RECENT)
+        .map(|(_, it)| match it.idle_s {
+            Some(0.0) => it.unanswered.max(1.0),
+            _ => it.unanswered,
+        })
+        .sum()
+}
+
+/// Seconds for which no gateway has had a choice, by now; `None` where one does not say.
+fn idle_s<'a>(read: impl Iterator<Item = &'a (Instant, Counts)>, now: Instant) -> Option<f64> {
+    read.map(|(at, it)| match it.idle_s {
+        Some(0.0) => Some(0.0),
+        idle_s => Some(idle_s? + now.duration_since(*at).as_secs_f64()),
+    })
+    .reduce(|a, b| Some(a?.min(b?)))?
+}
+
+fn per(amount: f64, count: f64) -> Option<f64> {
+    (count > 0.0 && amount > 0.0).then(|| amount / count)
+}
+
+/// Choices that arrived, and over how many seconds: a gateway that began later is taken to have gone on like that before.
+fn arrivals<'a>(spans: impl Iterator<Item = (&'a Counts, &'a Counts, f64)>) -> (f64, f64) {
+    let mut longest_s: f64 = 0.0;
+    let mut per_s = 0.0;
+    for (newest, base, span_s) in spans.filter(|(_, _, span_s)| *span_s > 0.0) {
+        let arrived = newest.arrived.clone().minus(&base.arrived).total();
+        per_s += arrived / span_s;
+        longest_s = longest_s.max(span_s);
+    }
+    (per_s * longest_s, longest_s)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,202 @@
+//! Loads as gateways report them.
+
+use super::*;
+
+fn key() -> Key {
+    Key::new("default", "demo")
+}
+
+/// A gateway's metrics after that many choices of 100 and of 300 tokens, half each.
+fn text(arrived: u64, queued: u64, steps: u64) -> String {
+    let half = arrived / 2;
+    format!(
+        "hearth_arrived_prompt_tokens_sum {}\nhearth_arrived_prompt_tokens_count {arrived}\n\
+         hearth_arrived_prompt_tokens_bucket{{le=\"128.0\"}} {half}\n\
+         hearth_arrived_prompt_tokens_bucket{{le=\"512.0\"}} {arrived}\n\
+         hearth_arrived_prompt_tokens_bucket{{le=\"+Inf\"}} {arrived}\n\
+         hearth_choices_finished_total{{reason=\"stop\"}} {half}\n\
+         hearth_choices_finished_total{{reason=\"length\"}} {half}\n\
+         hearth_generated_tokens_total {}\nhearth_requests_queued {queued}\nhearth_choices_unanswered {queued}\n\
+         {TTFT}_bucket{{le=\"1.0\"}} {half}\n{TTFT}_bucket{{le=\"2.0\"}} {arrived}\n{TTFT}_bucket{{le=\"+Inf\"}} {arrived}\n\
+         hearth_worker_waiting{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} {}\n\
+         hearth_worker_steps_total{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} {steps}\n\
+         hearth_worker_step_seconds_total{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} {}\n\
+         hearth_worker_generated_tokens_total{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} {}\n\
+         hearth_worker_step_seconds_total{{worker=\"prefill-0\",address=\"10.0.0.2:9000\",role=\"prefill\"}} {}\n\
+         hearth_prompt_tokens_total {}\n# EOF\n",
+        arrived * 200,
+        arrived * 50,
+        queued.min(1),
+        steps as f64 * 0.02,
+        steps * 3,
+        arrived as f64 * 0.4,
+        arrived * 200,
+    )
+}
+
+struct Scrapes {
+    loads: Loads,
+    start: Instant,
+}
+
+impl Scrapes {
+    fn new() -> Self {
+        let loads = Loads::default();
+        loads.follow(&key(), true);
+        Self {
+            loads,
+            start: Instant::now(),
+        }
+    }
+
+    fn list(&self, uids: &[&str]) {
+        let listed = uids
+            .iter()
+            .map(|uid| (key(), (*uid).to_owned(), String::new()));
+        self.loads.asked(listed.collect());
+    }
+
+    fn learn(&self, second: u64, uid: &str, text: &str) -> bool {
+        let now = self.start + Duration::from_secs(second);
+        self.loads.learn(&key(), uid, text, now)
+    }
+
+    fn demand(&self, second: u64) -> Option<Demand> {
+        let now = self.start + Duration::from_secs(second);
+        self.loads.demand(&key(), now)
+    }
+}
+
+#[test]
+fn a_load_is_read_from_what_a_gateway_counts() {
+    let scrapes = Scrapes::new();
+    assert_eq!(scrapes.demand(0), None);
+    for second in (0..=300).step_by(5) {
+        scrapes.learn(second, "a", &text(1000 + second, 3, 50 * second));
+    }
+    let demand = scrapes.demand(301).unwrap();
+    assert_eq!((demand.age_s, demand.span_s), (1.0, 60.0));
+    assert_eq!((demand.arrivals, demand.recent_arrivals), (60.0, 15.0));
+    assert_eq!((demand.long_arrivals, demand.long_span_s), (300.0, 300.0));
+    assert_eq!(demand.prompt_tokens, Some(200.0));
+    assert!(
+        demand.prompt_cv2 > 0.1 && demand.prompt_cv2 < 0.6,
+        "{demand:?}"
+    );
+    assert_eq!(demand.output_tokens, Some(50.0));
+    assert_eq!((demand.queued, demand.unanswered), (3.0, 3.0));
+    assert_eq!(demand.ttft_p90_ms.map(f64::round), Some(1800.0));
+    assert_eq!(demand.prefill_ms_per_token, Some(2.0));
+    assert_eq!(demand.step_ms.map(f64::round), Some(20.0));
+    assert_eq!(demand.step_tokens, Some(3.0));
+}
+
+#[test]
+fn several_gateways_add_up_and_their_workers_count_once() {
+    let scrapes = Scrapes::new();
+    for second in (0..=120).step_by(5) {
+        scrapes.learn(second, "a", &text(second, 3, 50 * second));
+        scrapes.learn(second, "b", &text(2 * second, 2, 50 * second));
+    }
+    let demand = scrapes.demand(120).unwrap();
+    assert_eq!(demand.arrivals, 180.0);
+    // Two wait at one gateway, one at the other, and one at the worker that both report.
+    assert_eq!(demand.queued, 4.0);
+    assert_eq!(demand.step_tokens, Some(3.0));
+}
+
+#[test]
+fn a_gateway_that_begins_anew_counts_from_nothing() {
+    let scrapes = Scrapes::new();
+    scrapes.learn(0, "a", &text(5000, 0, 0));
+    scrapes.learn(55, "a", &text(5000, 0, 0));
+    scrapes.learn(60, "a", &text(4, 0, 0));
+    assert_eq!(scrapes.demand(60).unwrap().arrivals, 0.0);
+    scrapes.learn(65, "a", &text(8, 0, 0));
+    assert_eq!(scrapes.demand(65).unwrap().arrivals, 4.0);
+}
+
+#[test]
+fn work_counts_while_a_worker_is_seen_and_not_by_its_life() {
+    let scrapes = Scrapes::new();
+    let work = |address: &str, seconds: u64| {
+        format!(
+            "hearth_worker_step_seconds_total{{worker=\"p\",address=\"{address}\",role=\"prefill\"}} {seconds}\n"
+        )
+    };
+    let prompts = |tokens: u64| format!("hearth_prompt_tokens_total {tokens}\n");
+    for second in (0..=200).step_by(5) {
+        // Two workers read 100 tokens a second each until the second one ends; a third has done much before it is seen.
+        let mut text = prompts(200 * second.min(100) + 100 * (second.max(100) - 100));
+        text += &work("a", second);
+        if second <= 100 {
+            text += &work("b", second);
+        }
+        text += &work("c", if second < 150 { 0 } else { 9000 });
+        scrapes.learn(second, "gateway", &text);
+    }
+    let ms_per_token = scrapes.demand(200).unwrap().prefill_ms_per_token.unwrap();
+    assert!((ms_per_token - 10.0).abs() < 0.2, "{ms_per_token}");
+}
+
+#[test]
+fn a_gateway_that_cannot_be_read_makes_all_of_it_old() {
+    let scrapes = Scrapes::new();
+    scrapes.list(&["a", "b"]);
+    scrapes.learn(0, "a", &text(0, 0, 0));
+    assert!(scrapes.demand(1).unwrap().age_s > 60.0);
+    scrapes.learn(1, "b", &text(0, 0, 0));
+    assert_eq!(scrapes.demand(2).unwrap().age_s, 2.0);
+    scrapes.learn(40, "a", &text(0, 0, 0));
+    assert_eq!(scrapes.demand(41).unwrap().age_s, 40.0);
+    // One that is gone is no reason, and where all are gone nothing is known anew.
+    scrapes.list(&["a"]);
+    assert_eq!(scrapes.demand(41).unwrap().age_s, 1.0);
+    scrapes.list(&[]);
+    assert_eq!(scrapes.demand(100).unwrap().age_s, 60.0);
+}
+
+#[test]
+fn a_deployment_is_idle_for_as_long_as_all_its_gateways_are() {
+    let scrapes = Scrapes::new();
+    let text = |idle_s: f64, unanswered: u32| {
+        format!("hearth_idle_seconds {idle_s}\nhearth_choices_unanswered {unanswered}\n")
+    };
+    let idle = |scrapes: &Scrapes, at: u64| scrapes.demand(at).unwrap().idle_s;
+    scrapes.learn(100, "a", &text(50.0, 0));
+    scrapes.learn(100, "b", &text(20.0, 0));
+    assert_eq!(idle(&scrapes, 104), Some(24.0));
+    // One has a stream, which needs no worker to start unless it has lost its own.
+    scrapes.learn(104, "b", &text(0.0, 0));
+    assert_eq!(idle(&scrapes, 106), Some(0.0));
+    assert_eq!(scrapes.demand(106).unwrap().held, 1.0);
+    scrapes.learn(106, "b", &text(0.0, 3));
+    assert_eq!(scrapes.demand(106).unwrap().held, 3.0);
+    // What was read long ago holds nothing now.
+    assert_eq!(scrapes.demand(130).unwrap().held, 0.0);
+    // A gateway of an earlier version says nothing of it.
+    scrapes.learn(130, "b", "hearth_choices_unanswered 0\n");
+    assert_eq!(idle(&scrapes, 130), None);
+    scrapes.loads.note_zero(&key(), true);
+    assert_eq!(scrapes.loads.at_zero(), [key()]);
+    scrapes.loads.note_zero(&key(), false);
+    assert_eq!(scrapes.loads.at_zero(), []);
+}
+
+#[test]
+fn one_that_has_no_load_is_left_alone_once_that_is_known() {
+    let scrapes = Scrapes::new();
+    let woken = |from: u64, to: u64, arrived: u64| {
+        let seconds = (from..to).step_by(5);
+        seconds
+            .filter(|second| scrapes.learn(*second, "a", &text(arrived, 0, 0)))
+            .count()
+    };
+    assert!(woken(0, 70, 0) > 0);
+    assert_eq!(woken(70, 600, 0), 0);
+    assert!(woken(600, 700, 5) > 10);
+    woken(700, 1100, 5);
+    assert_eq!(woken(1100, 1300, 5), 0);
+    scrapes.loads.follow(&key(), false);
+    assert_eq!((woken(1300, 1400, 50), scrapes.demand(1400)), (0, None));
+}

@@ -1,0 +1,216 @@
+//! `hearth up` and `hearth models` with a repository of a hub.
+
+#[path = "../../worker/fetch/tests/support/mod.rs"]
+mod server;
+
+use std::path::Path;
+use std::time::Duration;
+
+use hearth_tests::{Up, UpOptions, deployment, hearth, root, run};
+use serde_json::{Value, json};
+use server::Fault;
+use server::hub::HubServer;
+
+const REPO: &str = "acme/demo";
+
+/// A hub that has the demo model, with files that serving does not need.
+async fn demo_hub() -> HubServer {
+    let entries = std::fs::read_dir(root().join("models/hearth-demo")).expect("the demo model");
+    let mut files: Vec<(String, Vec<u8>)> = entries
+        .flatten()
+        .filter(|entry| entry.path().is_file())
+        .map(|entry| {
+            let name = entry.file_name().into_string().expect("a name");
+            (name, std::fs::read(entry.path()).expect("a file"))
+        })
+        .collect();
+    files.push(("README.md".to_owned(), b"# Demo".to_vec()));
+    files.push(("pytorch_model.bin".to_owned(), vec![7; 100_000]));
+    let listed: Vec<(&str, &[u8])> = files
+        .iter()
+        .map(|(name, bytes)| (&**name, &**bytes))
+        .collect();
+    HubServer::start(REPO, &listed).await
+}
+
+fn environment(cache: &Path, hub: &HubServer) -> Vec<(String, String)> {
+    [
+        ("HEARTH_CACHE", cache.display().to_string()),
+        ("HF_ENDPOINT", hub.url()),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .to_vec()
+}
+
+/// Asks the model once; returns the exit code and what was said.
+fn ask(file: &Path, cache: &Path, hub: &HubServer) -> (i32, String) {
+    let mut up = Up::spawn(&UpOptions {
+        file: Some(file.to_owned()),
+        arguments: ["--ask", "What is Hearth?", "--once"]
+            .map(str::to_owned)
+            .to_vec(),
+        environment: environment(cache, hub),
+        ..UpOptions::default()
+    });
+    (up.wait(), up.output())
+}
+
+/// Runs `hearth models` with these words.
+fn models(
+    words: &[&str],
+    state: &Path,
+    cache: &Path,
+    hub: &HubServer,
+    token: &str,
+) -> (i32, String, String) {
+    run(hearth()
+        .arg("models")
+        .args(words)
+        .env("HEARTH_STATE_DIR", state)
+        .envs(environment(cache, hub))
+        .env("HEARTH_MODEL_TOKEN", token))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_repository_is_fetched_once_and_served_offline() {
+    let hub = demo_hub().await;
+    hub.file_faults([Fault::IgnoreRange, Fault::CutAfter(2000)]);
+    let directory = tempfile::tempdir().expect("directory");
+    let cache = directory.path().join("cache");
+    let source = json!({"huggingFace": {"repo": REPO}});
+    let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+    let (code, output) = ask(&file, &cache, &hub);
+    assert_eq!(code, 0, "{output}");
+    for expected in [
+        "acme/demo fetched and verified: ",
+        "model acme/demo: deepseek_v3",
+        "Hearth",
+        "stopped",
+    ] {
+        assert!(output.contains(expected), "no {expected:?} in\n{output}");
+    }
+    let asked = hub.asked();
+    assert!(!asked.iter().any(|asked| asked.path.ends_with(".bin")));
+
+    // Whatever becomes of the hub, what is here is served.
+    hub.list_faults(vec![Fault::Status(503, Vec::new()); 99]);
+    let (code, output) = ask(&file, &cache, &hub);
+    assert_eq!(code, 0, "{output}");
+    assert!(output.contains("acme/demo is in the cache"), "{output}");
+    assert_eq!(hub.asked().len(), asked.len());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_hub_refuses_is_told_with_a_remedy() {
+    let hub = demo_hub().await;
+    hub.open_by("Bearer hush-token");
+    let directory = tempfile::tempdir().expect("directory");
+    let plan = |hugging_face: Value, token: &str| {
+        let source = json!({"huggingFace": hugging_face});
+        let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+        let (code, stdout, stderr) = run(hearth()
+            .args(["plan", "-o", "json", "-f"])
+            .arg(&file)
+            .arg("--state-dir")
+            .arg(directory.path().join("state"))
+            .envs(environment(&directory.path().join("cache"), &hub))
+            .env("HEARTH_MODEL_TOKEN", token));
+        assert!(
+            !format!("{stdout}{stderr}").contains("hush"),
+            "{stdout}{stderr}"
+        );
+        (code, stderr)
+    };
+    let gated = json!({"repo": REPO, "tokenSecretRef": {"name": "hub"}});
+    for (source, token, words) in [
+        (
+            gated.clone(),
+            "",
+            ["huggingFace.tokenSecretRef names hub", "HEARTH_MODEL_TOKEN"],
+        ),
+        (
+            json!({"repo": REPO}),
+            "hush-token",
+            ["acme/demo at main may not be read", "accept its licence"],
+        ),
+        (
+            json!({"repo": "acme/none", "tokenSecretRef": {"name": "hub"}}),
+            "hush-token",
+            ["acme/none at main was not found", "404"],
+        ),
+        (
+            json!({"repo": "demo"}),
+            "",
+            ["huggingFace.repo is \"demo\"", "owner/name"],
+        ),
+    ] {
+        let (code, stderr) = plan(source, token);
+        assert_eq!(code, 1, "{stderr}");
+        assert!(words.iter().all(|word| stderr.contains(word)), "{stderr}");
+    }
+    let (code, stderr) = plan(gated, "hush-token");
+    assert_eq!(code, 0, "{stderr}");
+    let asked = hub.asked();
+    assert!(
+        asked
+            .iter()
+            .filter(|asked| asked.is_large)
+            .all(|asked| asked.headers.authorization.is_none())
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn models_are_pulled_listed_and_removed_but_not_under_a_server() {
+    let hub = demo_hub().await;
+    hub.open_by("Bearer hush-token");
+    hub.pace(Duration::from_millis(1));
+    let directory = tempfile::tempdir().expect("directory");
+    let cache = directory.path().join("cache");
+    let state = directory.path().join("state");
+    let models_of = |state: &Path, words: &[&str]| models(words, state, &cache, &hub, "hush-token");
+    let models = |words: &[&str]| models_of(&state, words);
+
+    let (code, _, stderr) = models(&["list"]);
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains("no model is in"), "{stderr}");
+    let (code, stdout, stderr) = models(&["pull", REPO]);
+    assert_eq!(code, 0, "{stderr}");
+    let model = Path::new(stdout.trim_end());
+    assert!(model.join("config.json").is_file(), "{stdout}");
+    let (code, stdout, stderr) = models(&["list", "-o", "json"]);
+    assert_eq!(code, 0, "{stderr}");
+    let listed: Value = serde_json::from_str(&stdout).expect("JSON");
+    assert_eq!(listed[0]["source"], "acme/demo@main");
+    assert_eq!(listed[0]["commit"], hub.listing()["sha"]);
+    assert!(listed[0]["bytes"].as_u64() > Some(100_000), "{stdout}");
+    let (_, table, _) = models(&["list"]);
+    assert!(
+        table.contains("acme/demo@main") && table.contains("COMMIT"),
+        "{table}"
+    );
+
+    // The same store as that of `hearth up`, which holds the model while it serves.
+    let source = json!({"huggingFace": {"repo": REPO}});
+    let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+    let asked = hub.asked().len();
+    let up = Up::start(&UpOptions {
+        file: Some(file),
+        environment: environment(&cache, &hub),
+        ..UpOptions::default()
+    });
+    assert_eq!(hub.asked().len(), asked);
+    let (code, _, stderr) = models_of(up.state_dir(), &["rm", REPO]);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(stderr.contains("is being served by"), "{stderr}");
+    drop(up);
+    let (code, _, stderr) = models(&["rm", REPO]);
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains("removed acme/demo@main"), "{stderr}");
+    assert!(!model.exists());
+    let (code, _, stderr) = models(&["rm", REPO]);
+    assert_eq!(code, 1);
+    assert!(stderr.contains("is not in the cache"), "{stderr}");
+    let (code, _, stderr) = models(&["pull", "acme/demo@v9"]);
+    assert_eq!(code, 1);
+    assert!(stderr.contains("acme/demo at v9 was not found"), "{stderr}");
+}

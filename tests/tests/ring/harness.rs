@@ -1,0 +1,150 @@
+//! A ring with its gateway, and questions to it.
+
+use std::time::{Duration, Instant};
+
+use futures::future::join_all;
+use hearth_tests::{Answer, RING_MEMBERS, Rank, Ranks, chat_body, chat_stream, free_port};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+/// Tokens of an answer.
+pub(crate) const LONG: u32 = 96;
+/// What the head logs when a ring that has lost a member has formed anew.
+pub(crate) const AGAIN: &str = "complete again";
+/// Longest time until something happens; a busy machine with an unoptimised build needs some.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A ring with its gateway.
+pub(crate) struct Ring {
+    pub(crate) ranks: Ranks,
+    pub(crate) plan: Value,
+    pub(crate) endpoints: [String; 3],
+    pub(crate) members: Vec<Rank>,
+    /// Of every member.
+    arguments: Vec<String>,
+    pub(crate) gateway: Rank,
+}
+
+impl Ring {
+    pub(crate) fn start() -> Self {
+        Self::start_with(|_| {}, &[])
+    }
+
+    /// A ring whose plan is changed by `edit` before any member starts, each with these arguments.
+    pub(crate) fn start_with(edit: impl FnOnce(&mut Value), arguments: &[&str]) -> Self {
+        let mut ring = Self::planned(edit, arguments);
+        for place in 0..RING_MEMBERS.len() {
+            let member = ring.process(place, &[]);
+            ring.members.push(member);
+        }
+        for member in &mut ring.members {
+            member.wait_until_ready();
+        }
+        ring.ranks.route_to(&[&ring.members[0]]);
+        ring
+    }
+
+    /// A ring of which no member has started.
+    pub(crate) fn planned(edit: impl FnOnce(&mut Value), arguments: &[&str]) -> Self {
+        let ranks = Ranks::of_demo();
+        let endpoints = RING_MEMBERS.map(|_| format!("127.0.0.1:{}", free_port()));
+        let mut plan = ranks.ring_plan(&endpoints);
+        edit(&mut plan);
+        let gateway = gateway(&ranks);
+        Self {
+            members: Vec::new(),
+            ranks,
+            plan,
+            endpoints,
+            arguments: arguments.iter().map(|text| (*text).to_owned()).collect(),
+            gateway,
+        }
+    }
+
+    /// The process of a member, with some more arguments.
+    pub(crate) fn process(&self, place: usize, more: &[&str]) -> Rank {
+        let (role, name, _) = RING_MEMBERS[place];
+        let place = (role, name, &*self.endpoints[place]);
+        let more = more.iter().map(|text| (*text).to_owned());
+        let arguments: Vec<String> = self.arguments.iter().cloned().chain(more).collect();
+        self.ranks.start_of(&self.plan, place, &arguments, &[])
+    }
+
+    /// Kills a member, whose successor is to listen on the same port.
+    pub(crate) fn kill(&mut self, place: usize) {
+        self.members[place].signal(Signal::KILL);
+        self.members[place].wait();
+    }
+}
+
+pub(crate) fn gateway(ranks: &Ranks) -> Rank {
+    let routes = ranks.routes().display().to_string();
+    let gateway = ranks.start("gateway", "gateway-0", &["--routes".to_owned(), routes]);
+    gateway.wait_for_metrics();
+    gateway
+}
+
+/// A request of its own for each number: greedy or sampled, short or of several flights.
+pub(crate) fn body(number: usize) -> Value {
+    let filler = "The lab has an old server and a laptop. ".repeat(number * 7 % 15);
+    let mut body = chat_body(
+        "hearth-demo",
+        &format!("{filler}What is Hearth? {number}"),
+        LONG,
+    );
+    body["logit_bias"] = json!({"1": -100});
+    if number % 2 == 1 {
+        body["temperature"] = json!(1.1);
+        body["seed"] = json!(number);
+    }
+    body
+}
+
+pub(crate) async fn answers(gateway: &Rank, numbers: std::ops::Range<usize>) -> Vec<Answer> {
+    answers_that_begin(gateway, numbers, |_| {}).await
+}
+
+/// Answers to some requests; `begun` is called with the number of each as its text begins.
+pub(crate) async fn answers_that_begin(
+    gateway: &Rank,
+    numbers: std::ops::Range<usize>,
+    begun: impl Fn(usize),
+) -> Vec<Answer> {
+    let v1 = format!("{}/v1", gateway.base());
+    streams(&v1, numbers, begun).await
+}
+
+pub(crate) async fn streams(
+    v1: &str,
+    numbers: std::ops::Range<usize>,
+    begun: impl Fn(usize),
+) -> Vec<Answer> {
+    let ask = async |number| {
+        let each = |pieces, _: &str| {
+            if pieces == 1 {
+                begun(number);
+            }
+        };
+        let answer = chat_stream(v1, &body(number), each).await;
+        answer.unwrap_or_else(|error| panic!("{number}: {error:#}"))
+    };
+    join_all(numbers.map(ask)).await
+}
+
+/// What one process that has all layers answers.
+pub(crate) async fn expected(numbers: std::ops::Range<usize>) -> Vec<Answer> {
+    let ranks = Ranks::of_demo();
+    let mut decode = ranks.start("decode", "decode-0", &[]);
+    decode.wait_until_ready();
+    let gateway = gateway(&ranks);
+    ranks.route_to(&[&decode]);
+    answers(&gateway, numbers).await
+}
+
+pub(crate) fn wait_until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}

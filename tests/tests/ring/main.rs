@@ -1,0 +1,202 @@
+//! A ring of processes: it answers as one process does, and a member that dies costs seconds and no token.
+
+mod faults;
+mod harness;
+mod steps;
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+use harness::{AGAIN, Ring, answers, answers_that_begin, expected, streams, wait_until};
+use hearth_tests::{RING_MEMBERS, Up, UpOptions, root};
+use rustix::process::Signal;
+use serde_json::json;
+
+/// Time that a process gets for its answers once it is told to end, by default.
+const GRACE: Duration = Duration::from_secs(30);
+
+#[tokio::test]
+async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
+    let want = expected(0..8).await;
+    let mut ring = Ring::start();
+    assert_eq!(answers(&ring.gateway, 0..8).await, want);
+
+    for place in [1, 2, 0, 1] {
+        let name = RING_MEMBERS[place].1;
+        let begun = Instant::now();
+        let joins_before = ring.members[0].output().matches(AGAIN).count();
+        let mut victim = ring.members.remove(place);
+        // In the middle of answers: when the last of them has begun.
+        let (begins, mut all_begun) = tokio::sync::mpsc::unbounded_channel();
+        let asked = answers_that_begin(&ring.gateway, 0..8, |number| {
+            // After the last one nobody listens.
+            let _ = begins.send(number);
+        });
+        let restarted = async {
+            for _ in 0..8 {
+                all_begun.recv().await;
+            }
+            victim.signal(Signal::KILL);
+            // Its successor listens on the same port.
+            victim.wait();
+            ring.process(place, &[])
+        };
+        let (got, member) = tokio::join!(asked, restarted);
+        println!(
+            "{name} was killed among 8 answers, which took {:?}",
+            begun.elapsed()
+        );
+        assert_eq!(got, want, "{name}");
+        ring.members.insert(place, member);
+        // The head that is there now has seen it, unless it is the one that died.
+        let joins = ring.members[0].output().matches(AGAIN).count();
+        assert!(place == 0 || joins > joins_before, "{name}: {joins} joins");
+    }
+}
+
+/// As the planner has it for a node's GPU: a member of its own, beside the one on the CPUs.
+#[tokio::test]
+async fn a_member_may_have_its_layers_on_a_device() {
+    let want = expected(0..4).await;
+    let mut ring = Ring::start_with(
+        |plan| {
+            let stage = &mut plan["ranks"][1];
+            stage["device"] = json!("VIRTUAL-0");
+            stage["gpuUuids"] = json!(["VIRTUAL-0"]);
+            stage["gpuMemoryBytes"] = json!(256_u64 << 20);
+            stage["virtualDevice"] = json!("virtual:memory=256Mi");
+        },
+        &[],
+    );
+    assert_eq!(answers(&ring.gateway, 0..4).await, want);
+    ring.members[1].signal(Signal::KILL);
+    ring.members[1].wait();
+    ring.members[1] = ring.process(1, &[]);
+    assert_eq!(answers(&ring.gateway, 0..4).await, want);
+}
+
+#[tokio::test]
+async fn a_member_that_dies_while_nothing_is_asked_is_back_before_the_next_question() {
+    let want = expected(0..2).await;
+    let mut ring = Ring::start();
+    ring.members[2].signal(Signal::KILL);
+    ring.members[2].wait();
+    let head = &ring.members[0];
+    wait_until("the head misses it", || {
+        head.output().contains("not complete")
+    });
+    assert!(head.output().contains("stage-1"), "{}", head.output());
+    ring.members[2] = ring.process(2, &[]);
+    let head = &ring.members[0];
+    wait_until("the ring is complete", || head.output().contains(AGAIN));
+    assert_eq!(answers(&ring.gateway, 0..2).await, want);
+}
+
+#[tokio::test]
+async fn members_join_rings_of_later_plans_as_long_as_their_own_layers_stay() {
+    let want = expected(0..1).await;
+    let mut ring = Ring::start();
+    let restart = |ring: &mut Ring, place: usize| {
+        ring.members[place].signal(Signal::KILL);
+        ring.members[place].wait();
+        ring.members[place] = ring.process(place, &[]);
+    };
+    // The stages keep the plan before.
+    ring.plan["generation"] = json!(77);
+    restart(&mut ring, 0);
+    assert_eq!(answers(&ring.gateway, 0..1).await, want);
+
+    ring.plan["ranks"][1]["ring"]["windows"] = json!([{"firstLayer": 1, "layers": 2}]);
+    restart(&mut ring, 1);
+    let head = &ring.members[0];
+    wait_until("the head says what differs", || {
+        let output = head.output();
+        output.contains("stage-0")
+            && output.contains("its task: layers 1-2, and the head wants layers 1-1")
+    });
+}
+
+#[tokio::test]
+async fn stages_that_are_told_to_end_wait_for_their_head() {
+    let want = expected(0..4).await;
+    let mut ring = Ring::start();
+    // Whoever is told to end takes no new request.
+    let begun = Cell::new(0);
+    let stop_all = |_| {
+        begun.set(begun.get() + 1);
+        if begun.get() == 4 {
+            for member in &ring.members {
+                member.signal(Signal::TERM);
+            }
+        }
+    };
+    assert_eq!(
+        answers_that_begin(&ring.gateway, 0..4, stop_all).await,
+        want
+    );
+    assert_eq!(begun.get(), 4);
+    let drained = Instant::now();
+    for member in &mut ring.members {
+        assert!(member.wait().success(), "{}", member.name);
+    }
+    // Nobody waits for the end of the grace period.
+    assert!(drained.elapsed() < GRACE / 2, "{:?}", drained.elapsed());
+}
+
+#[tokio::test]
+async fn a_stage_that_is_told_to_end_alone_makes_room_for_its_successor() {
+    let want = expected(0..8).await;
+    let mut ring = Ring::start();
+    let mut leaver = ring.members.remove(2);
+    let (begins, mut all_begun) = tokio::sync::mpsc::unbounded_channel();
+    let asked = answers_that_begin(&ring.gateway, 0..8, |number| {
+        // After the last one nobody listens.
+        let _ = begins.send(number);
+    });
+    let replaced = async {
+        for _ in 0..8 {
+            all_begun.recv().await;
+        }
+        leaver.signal(Signal::TERM);
+        let told = Instant::now();
+        let ended = tokio::task::spawn_blocking(move || leaver.wait()).await;
+        assert!(ended.expect("a wait").success());
+        (told.elapsed(), ring.process(2, &[]))
+    };
+    let (got, (took, member)) = tokio::join!(asked, replaced);
+    ring.members.push(member);
+    assert!(took < GRACE / 2, "it took {took:?}");
+    assert_eq!(got, want);
+}
+
+#[tokio::test]
+async fn hearth_up_runs_a_ring_on_one_machine_that_stands_for_three() {
+    let want = expected(0..4).await;
+    let nodes = [
+        "attic:memory=420Mi",
+        "cellar:memory=350Mi",
+        "office:memory=300Mi",
+    ];
+    let up = Up::start(&UpOptions {
+        file: Some(root().join("manifests/examples/demo-ring.yaml")),
+        arguments: nodes
+            .iter()
+            .flat_map(|node| ["--node".to_owned(), (*node).to_owned()])
+            .collect(),
+        ..UpOptions::default()
+    });
+    for rank in ["gateway-0", "decode-0", "stage-0", "stage-1"] {
+        assert!(up.pid(rank) > 0);
+    }
+    assert_eq!(streams(&up.v1(), 0..4, |_| {}).await, want);
+    for rank in ["stage-1", "decode-0"] {
+        let begun = Cell::new(0);
+        let kill = |_| {
+            begun.set(begun.get() + 1);
+            if begun.get() == 2 {
+                up.signal(rank, Signal::KILL);
+            }
+        };
+        assert_eq!(streams(&up.v1(), 0..4, kill).await, want, "{rank}");
+    }
+}

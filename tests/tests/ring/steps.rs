@@ -1,0 +1,196 @@
+//! Each member is killed at each step of a short answer: in each part of its prompt, and at each of its tokens.
+
+use std::cell::{Cell, RefCell};
+use std::time::{Duration, Instant};
+
+use hearth_tests::{Answer, RING_MEMBERS, Ranks, chat_body, chat_stream, has_ended};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::harness::{AGAIN, Ring, gateway, wait_until};
+
+/// Tokens of the answer.
+const TOKENS: u32 = 8;
+/// Rows of a chunk of the prompt, which is of a few chunks.
+const CHUNK_TOKENS: u32 = 16;
+/// Parts of the prompt's time in each of which a member is killed.
+const PROMPT_PARTS: u32 = 4;
+
+/// When a member is killed.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// So long after the question.
+    Prompt(Duration),
+    /// With this token of the answer.
+    Token(usize),
+}
+
+/// What one answer was, and when its pieces came.
+struct Timed {
+    answer: Answer,
+    asked: Instant,
+    pieces: Vec<Instant>,
+}
+
+impl Timed {
+    /// The longest time without a piece.
+    fn pause(&self) -> Duration {
+        let moments = std::iter::once(&self.asked).chain(&self.pieces);
+        let pairs = moments.clone().zip(moments.skip(1));
+        pairs.map(|(a, b)| *b - *a).max().unwrap_or_default()
+    }
+}
+
+/// Questions that begin differently: none is a prefix of what was computed before.
+fn body(number: usize) -> Value {
+    let filler = "The lab has an old server and a laptop. ".repeat(12);
+    let question = format!("{number}. {filler}What is Hearth?");
+    let mut body = chat_body("hearth-demo", &question, TOKENS);
+    body["logit_bias"] = json!({"1": -100});
+    body
+}
+
+async fn ask(v1: &str, number: usize, mut each: impl FnMut(usize)) -> Timed {
+    let asked = Instant::now();
+    let mut pieces = Vec::new();
+    let body = body(number);
+    let answer = chat_stream(v1, &body, |piece, _| {
+        pieces.push(Instant::now());
+        each(piece);
+    });
+    let answer = answer.await.unwrap_or_else(|error| panic!("{error:#}"));
+    Timed {
+        answer,
+        asked,
+        pieces,
+    }
+}
+
+/// What one process answers to so many questions, without a ring.
+async fn wanted(questions: usize) -> Vec<Answer> {
+    let ranks = Ranks::of_demo();
+    let mut decode = ranks.start("decode", "decode-0", &[]);
+    decode.wait_until_ready();
+    let gateway = gateway(&ranks);
+    ranks.route_to(&[&decode]);
+    let v1 = format!("{}/v1", gateway.base());
+    let mut answers = Vec::new();
+    for number in 0..questions {
+        answers.push(ask(&v1, number, |_| {}).await.answer);
+    }
+    answers
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_member_killed_at_each_step_costs_seconds_and_no_token() {
+    let steps_of_answer = PROMPT_PARTS as usize + TOKENS as usize - 1;
+    let want = wanted(2 + RING_MEMBERS.len() * steps_of_answer).await;
+    let chunked = |plan: &mut Value| {
+        for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
+            rank["chunkTokens"] = json!(CHUNK_TOKENS);
+        }
+    };
+    let mut ring = Ring::start_with(chunked, &[]);
+    let v1 = format!("{}/v1", ring.gateway.base());
+    // The first question finds a cold machine.
+    let mut prompt = Duration::ZERO;
+    for (number, want) in want.iter().enumerate().take(2) {
+        let first = ask(&v1, number, |_| {}).await;
+        assert_eq!(first.answer, *want);
+        prompt = first.pieces[0] - first.asked;
+    }
+    println!("undisturbed, the first token comes after {prompt:.2?}");
+    let prompts =
+        (0..PROMPT_PARTS).map(|part| Step::Prompt(prompt * (2 * part + 1) / (2 * PROMPT_PARTS)));
+    let steps: Vec<Step> = prompts
+        .chain((1..TOKENS as usize).map(Step::Token))
+        .collect();
+    assert_eq!(steps.len(), steps_of_answer);
+    let (mut longest, mut number) = (Duration::ZERO, 1);
+    for (place, (_, name, _)) in RING_MEMBERS.iter().enumerate() {
+        for step in &steps {
+            number += 1;
+            let (timed, tokens, restart) = killed(&mut ring, (&v1, number), place, *step).await;
+            assert_eq!(timed.answer, want[number], "{name}, {step:?}");
+            let pause = timed.pause();
+            let more = pause.saturating_sub(restart);
+            longest = longest.max(more);
+            println!(
+                "{name} killed after {tokens} tokens: none for {pause:.2?}, {more:.2?} beyond its start"
+            );
+        }
+    }
+    let kills = number - 1;
+    println!("{kills} kills, the longest time beyond a start: {longest:.2?}");
+}
+
+/// Kills a member at a step of an answer, and starts it again: also returns after how many pieces that was, and how long its successor
+/// took to be there.
+async fn killed(
+    ring: &mut Ring,
+    (v1, number): (&str, usize),
+    place: usize,
+    step: Step,
+) -> (Timed, usize, Duration) {
+    let joins = |ring: &Ring| ring.members[0].output().matches(AGAIN).count();
+    let joins_before = joins(ring);
+    let victim = ring.members.remove(place);
+    let killed_at: Cell<Option<Instant>> = Cell::new(None);
+    let (pieces, pieces_before) = (Cell::new(0), Cell::new(0));
+    let kill = || {
+        pieces_before.set(pieces.get());
+        victim.signal(Signal::KILL);
+        killed_at.set(Some(Instant::now()));
+    };
+    let successor = RefCell::new(None);
+    let asked = async {
+        let timed = ask(v1, number, |piece| {
+            pieces.set(piece);
+            if matches!(step, Step::Token(at) if at == piece) {
+                kill();
+            }
+        });
+        let timed = timed.await;
+        // An answer may have fewer pieces than tokens, or be over sooner than thought.
+        if killed_at.get().is_none() {
+            kill();
+        }
+        timed
+    };
+    let restarted = async {
+        if let Step::Prompt(after) = step {
+            tokio::time::sleep(after).await;
+            if killed_at.get().is_none() {
+                kill();
+            }
+        }
+        let killed = loop {
+            if let Some(at) = killed_at.get() {
+                break at;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        };
+        // Its port is free once the process is gone.
+        let deadline = killed + Duration::from_secs(60);
+        while !has_ended(victim.pid()) {
+            assert!(Instant::now() < deadline, "{} does not end", victim.name);
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let member = ring.process(place, &[]);
+        while !member.output().contains("\"event\":\"ready\"") {
+            assert!(Instant::now() < deadline, "{}", member.output());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        successor.replace(Some(member));
+        killed.elapsed()
+    };
+    let (timed, restart) = tokio::join!(asked, restarted);
+    drop(victim);
+    let member = successor.into_inner().expect("it has started");
+    ring.members.insert(place, member);
+    // The next one is not killed before the ring is complete; a new head serves once it is.
+    wait_until("the ring is complete", || {
+        place == 0 || joins(ring) > joins_before
+    });
+    (timed, pieces_before.get(), restart)
+}

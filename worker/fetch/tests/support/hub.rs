@@ -1,0 +1,286 @@
+//! A hub with one repository: it lists the files of each commit, hands out small ones itself, and redirects to another
+//! server for large ones, as the public hub does.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::response::Response;
+use http::{HeaderMap, StatusCode, Uri, header};
+use serde_json::json;
+
+use super::{Fault, Seen, Shared, respond, sha256};
+
+/// Smallest file that git only names, in bytes.
+const LARGE_BYTES: usize = 10_000;
+
+/// One request to the hub or to the server of its large files.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// Whether it was to the server of large files.
+    pub is_large: bool,
+    pub path: String,
+    pub headers: Seen,
+}
+
+/// A hub with a repository.
+#[derive(Clone)]
+pub struct HubServer {
+    address: SocketAddr,
+    state: Arc<Hub>,
+}
+
+struct Hub {
+    repo: String,
+    /// Address of the server of large files.
+    large: SocketAddr,
+    inner: Mutex<Inner>,
+    /// Counters and pace of all bodies.
+    shared: Arc<Mutex<Shared>>,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// Files by commit.
+    commits: BTreeMap<String, BTreeMap<String, Bytes>>,
+    /// The commit that `main` is.
+    main: String,
+    /// Answers of the next requests for a list, and for files wherever they are.
+    list_faults: VecDeque<Fault>,
+    file_faults: VecDeque<Fault>,
+    asked: Vec<Asked>,
+    /// The only `Authorization` that it accepts.
+    opened_by: Option<String>,
+    /// Replaces the list.
+    list: Option<String>,
+    /// Lets files be asked for by their own name, without a checksum in the address.
+    etag: Option<String>,
+}
+
+impl HubServer {
+    /// Starts a hub with this repository (`owner/name`), of which `files` are the first commit.
+    pub async fn start(repo: &str, files: &[(&str, &[u8])]) -> Self {
+        Self::start_at("127.0.0.1", repo, files).await
+    }
+
+    /// Starts at this address, on any free ports.
+    pub async fn start_at(address: &str, repo: &str, files: &[(&str, &[u8])]) -> Self {
+        let listen = async || tokio::net::TcpListener::bind((address, 0)).await.unwrap();
+        let (own, large) = (listen().await, listen().await);
+        let state = Arc::new(Hub {
+            repo: repo.to_owned(),
+            large: large.local_addr().unwrap(),
+            inner: Mutex::default(),
+            shared: Arc::new(Mutex::new(Shared::of(Bytes::new()))),
+        });
+        let hub = Self {
+            address: own.local_addr().unwrap(),
+            state: Arc::clone(&state),
+        };
+        hub.push(files);
+        let small = Router::new()
+            .fallback(answer)
+            .with_state(Arc::clone(&state));
+        let blobs = Router::new().fallback(answer_large).with_state(state);
+        tokio::spawn(async move { axum::serve(own, small).await });
+        tokio::spawn(async move { axum::serve(large, blobs).await });
+        hub
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Makes these files the newest commit of `main`; returns its name.
+    pub fn push(&self, files: &[(&str, &[u8])]) -> String {
+        let files: BTreeMap<String, Bytes> = files
+            .iter()
+            .map(|(name, bytes)| ((*name).to_owned(), Bytes::copy_from_slice(bytes)))
+            .collect();
+        let names: Vec<String> = files
+            .iter()
+            .map(|(name, bytes)| format!("{name} {}", sha256(bytes)))
+            .collect();
+        let commit = sha256(names.join("\n").as_bytes())[..40].to_owned();
+        let mut inner = self.state.inner.lock().unwrap();
+        inner.commits.insert(commit.clone(), files);
+        inner.main.clone_from(&commit);
+        commit
+    }
+
+    /// Replaces the bytes of a file of the newest commit, whose list stays what it was.
+    pub fn swap(&self, name: &str, bytes: &[u8]) {
+        let mut inner = self.state.inner.lock().unwrap();
+        if inner.list.is_none() {
+            let list = listing(&self.state.repo, &inner, &inner.main).to_string();
+            inner.list = Some(list);
+        }
+        let main = inner.main.clone();
+        let files = inner.commits.get_mut(&main).unwrap();
+        files.insert(name.to_owned(), Bytes::copy_from_slice(bytes));
+        inner.etag = Some("\"swapped\"".to_owned());
+    }
+
+    /// Answers with this list from now on.
+    pub fn list(&self, text: &str) {
+        self.state.inner.lock().unwrap().list = Some(text.to_owned());
+    }
+
+    /// The list of the newest commit.
+    pub fn listing(&self) -> serde_json::Value {
+        let inner = self.state.inner.lock().unwrap();
+        listing(&self.state.repo, &inner, &inner.main)
+    }
+
+    pub fn list_faults(&self, faults: impl IntoIterator<Item = Fault>) {
+        self.state.inner.lock().unwrap().list_faults.extend(faults);
+    }
+
+    pub fn file_faults(&self, faults: impl IntoIterator<Item = Fault>) {
+        self.state.inner.lock().unwrap().file_faults.extend(faults);
+    }
+
+    /// Answers only requests with this `Authorization` from now on. The server of large files needs none.
+    pub fn open_by(&self, authorization: &str) {
+        self.state.inner.lock().unwrap().opened_by = Some(authorization.to_owned());
+    }
+
+    /// Pauses for this long after each piece.
+    pub fn pace(&self, pace: Duration) {
+        self.state.shared.lock().unwrap().pace = pace;
+    }
+
+    pub fn asked(&self) -> Vec<Asked> {
+        self.state.inner.lock().unwrap().asked.clone()
+    }
+
+    /// Bytes of files handed to connections.
+    pub fn sent_bytes(&self) -> usize {
+        self.state.shared.lock().unwrap().sent_bytes
+    }
+}
+
+fn listing(repo: &str, inner: &Inner, commit: &str) -> serde_json::Value {
+    let siblings: Vec<_> = inner.commits[commit]
+        .iter()
+        .map(|(name, bytes)| {
+            let mut sibling = json!({
+                "rfilename": name, "size": bytes.len(), "blobId": git_blob(bytes),
+            });
+            if bytes.len() >= LARGE_BYTES {
+                sibling["lfs"] =
+                    json!({"sha256": sha256(bytes), "size": bytes.len(), "pointerSize": 134});
+            }
+            sibling
+        })
+        .collect();
+    json!({"id": repo, "private": false, "sha": commit, "siblings": siblings})
+}
+
+fn refusal(status: StatusCode, code: &'static str) -> Response {
+    let response = Response::builder().status(status);
+    let response = response.header("x-error-code", code);
+    response.body(Body::empty()).unwrap()
+}
+
+async fn answer(State(hub): State<Arc<Hub>>, uri: Uri, headers: HeaderMap) -> Response {
+    let seen = Seen::of(&headers);
+    let path = uri.path().to_owned();
+    let is_list = path.starts_with("/api/");
+    let (fault, is_open) = {
+        let mut inner = hub.inner.lock().unwrap();
+        inner.asked.push(Asked {
+            is_large: false,
+            path: path.clone(),
+            headers: seen.clone(),
+        });
+        let fault = match is_list {
+            true => inner.list_faults.pop_front(),
+            false => None,
+        };
+        let is_open = inner.opened_by.is_none() || inner.opened_by == seen.authorization;
+        (fault, is_open)
+    };
+    if !is_open {
+        return refusal(StatusCode::UNAUTHORIZED, "GatedRepo");
+    }
+    if is_list {
+        let body = {
+            let inner = hub.inner.lock().unwrap();
+            let before = format!("/api/models/{}/revision/", hub.repo);
+            let Some(revision) = path.strip_prefix(&before) else {
+                return refusal(StatusCode::NOT_FOUND, "RepoNotFound");
+            };
+            let commit = match revision {
+                "main" => &inner.main,
+                other => other,
+            };
+            if !inner.commits.contains_key(commit) {
+                return refusal(StatusCode::NOT_FOUND, "RevisionNotFound");
+            }
+            assert_eq!(uri.query(), Some("blobs=true"));
+            let list = listing(&hub.repo, &inner, commit).to_string();
+            inner.list.clone().unwrap_or(list)
+        };
+        return respond(&hub.shared, seen, body.into(), None, fault, Duration::ZERO);
+    }
+    let Some((commit, name)) = path
+        .strip_prefix(&format!("/{}/resolve/", hub.repo))
+        .and_then(|rest| rest.split_once('/'))
+    else {
+        return refusal(StatusCode::NOT_FOUND, "RepoNotFound");
+    };
+    let large = {
+        let inner = hub.inner.lock().unwrap();
+        let files = inner.commits.get(commit);
+        let Some(bytes) = files.and_then(|files| files.get(name)) else {
+            return refusal(StatusCode::NOT_FOUND, "EntryNotFound");
+        };
+        bytes.len() >= LARGE_BYTES
+    };
+    if large {
+        let to = format!("http://{}/{commit}/{name}?signature=secret", hub.large);
+        let response = Response::builder().status(StatusCode::FOUND);
+        let response = response.header(header::LOCATION, to);
+        return response.body(Body::empty()).unwrap();
+    }
+    file(&hub, seen, commit, name)
+}
+
+async fn answer_large(State(hub): State<Arc<Hub>>, uri: Uri, headers: HeaderMap) -> Response {
+    let seen = Seen::of(&headers);
+    let path = uri.path().to_owned();
+    hub.inner.lock().unwrap().asked.push(Asked {
+        is_large: true,
+        path: path.clone(),
+        headers: seen.clone(),
+    });
+    let (commit, name) = path[1..].split_once('/').unwrap();
+    file(&hub, seen, commit, name)
+}
+
+fn file(hub: &Hub, seen: Seen, commit: &str, name: &str) -> Response {
+    let (bytes, etag, fault) = {
+        let mut inner = hub.inner.lock().unwrap();
+        let bytes = inner.commits[commit][name].clone();
+        let etag = inner.etag.clone();
+        let etag = etag.unwrap_or_else(|| format!("\"{}\"", &sha256(&bytes)[..8]));
+        (bytes, etag, inner.file_faults.pop_front())
+    };
+    let pace = hub.shared.lock().unwrap().pace;
+    respond(&hub.shared, seen, bytes, Some(etag), fault, pace)
+}
+
+/// Git's name of a file.
+pub fn git_blob(bytes: &[u8]) -> String {
+    use sha1::Digest;
+    let mut digest = sha1::Sha1::new();
+    digest.update(format!("blob {}\0", bytes.len()));
+    digest.update(bytes);
+    let digest = digest.finalize();
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,129 @@
+//! `hearth-worker models`: what a cache of models holds, removal from it, and pins.
+
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::Context;
+use clap::Args;
+use hearth_crds::format_bytes;
+use hearth_fetch::{Cache, Key, Stored};
+use serde::Serialize;
+
+use crate::logging;
+
+/// Arguments of `models`.
+#[derive(Args)]
+pub(crate) struct ModelsArgs {
+    /// Directory of the cache
+    #[arg(long = "in", value_name = "DIR")]
+    directory: PathBuf,
+    /// Remove this model, by the name of its directory in models/
+    #[arg(long, value_name = "KEY")]
+    remove: Option<String>,
+    /// Keep this model until it is unpinned, even if its room is needed
+    #[arg(long, value_name = "KEY", conflicts_with = "remove")]
+    pin: Option<String>,
+    /// Take back --pin
+    #[arg(long, value_name = "KEY", conflicts_with_all = ["remove", "pin"])]
+    unpin: Option<String>,
+    /// Record that this model was in use until now
+    #[arg(long, value_name = "KEY", conflicts_with_all = ["remove", "pin", "unpin"])]
+    used: Option<String>,
+    /// Print what there is as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// A stored model as JSON.
+#[derive(Serialize)]
+struct Line {
+    /// Name of its directory in models/.
+    key: String,
+    /// URL without secrets, or repository and revision; null if an earlier version fetched it.
+    source: Option<String>,
+    /// Commit of a repository.
+    commit: Option<String>,
+    /// SHA-256 of an archive.
+    sha256: Option<String>,
+    /// Size of its files.
+    bytes: u64,
+    /// When it was last asked for or in use, in seconds since 1970; null if that is not known.
+    used_at_s: Option<u64>,
+    /// When its files were verified, in seconds since 1970; null if an earlier version fetched it.
+    verified_at_s: Option<u64>,
+    /// Whether a worker has it mapped.
+    in_use: bool,
+    /// Whether it stays until it is unpinned.
+    pinned: bool,
+    directory: PathBuf,
+}
+
+impl Line {
+    fn of(stored: Stored) -> Self {
+        let Stored {
+            key,
+            about,
+            bytes,
+            used,
+            is_in_use,
+            is_pinned,
+            directory,
+        } = stored;
+        let seconds = |time: SystemTime| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs());
+        let verified_at_s = about.as_ref().and_then(|about| about.verified_at_s);
+        let (source, commit, sha256) = match about {
+            Some(about) => (Some(about.source), about.commit, about.sha256),
+            None => (None, None, None),
+        };
+        Self {
+            key: key.to_string(),
+            source,
+            commit,
+            sha256,
+            bytes,
+            used_at_s: used.and_then(seconds),
+            verified_at_s,
+            in_use: is_in_use,
+            pinned: is_pinned,
+            directory,
+        }
+    }
+}
+
+/// Changes what one model's argument says, and prints those that are there.
+pub(crate) fn run(args: &ModelsArgs) -> anyhow::Result<()> {
+    let cache = Cache::new(&args.directory);
+    let key = |flag: &str, name: &str| {
+        let key = Key::parse(name).filter(|key| cache.model(key).is_some());
+        key.with_context(|| {
+            format!(
+                "{flag} is {name:?}, and {} has no such model\n  name a directory of its models/",
+                args.directory.display()
+            )
+        })
+    };
+    if let Some(name) = &args.remove {
+        cache.forget(&key("--remove", name)?)?;
+    }
+    if let Some(name) = &args.pin {
+        cache.pin(&key("--pin", name)?)?;
+    }
+    if let Some(name) = &args.unpin {
+        cache.unpin(&key("--unpin", name)?)?;
+    }
+    if let Some(name) = &args.used {
+        cache.note_use(&key("--used", name)?, SystemTime::now());
+    }
+    let lines: Vec<Line> = cache.stored()?.into_iter().map(Line::of).collect();
+    if args.json {
+        return logging::print_data(&format!("{}\n", serde_json::to_string(&lines)?));
+    }
+    let text: String = lines
+        .iter()
+        .map(|line| {
+            let source = line.source.as_deref().unwrap_or("unknown");
+            format!("{} {} {source}\n", line.key, format_bytes(line.bytes))
+        })
+        .collect();
+    logging::print_data(&text)
+}

@@ -1,6 +1,7 @@
 //! Ready as clients experience it while the operator dies after each of its writes.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -209,6 +210,11 @@ impl Reaper<'_> {
         let arguments = ["delete", "pods", selector, "--grace-period=0", "--force"];
         self.in_its_namespace(&arguments);
         stopped.iter().for_each(|&pid| send(pid, Signal::KILL));
+        // Otherwise it would be taken for the next one, which would then end by itself and give its Lease back.
+        wait_until("the operator's processes are gone", PATIENCE, || {
+            let is_gone = |&pid: &u32| !Path::new(&format!("/proc/{pid}")).exists();
+            stopped.iter().all(is_gone).then_some(())
+        });
         has_led
     }
 

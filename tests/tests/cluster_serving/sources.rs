@@ -216,7 +216,8 @@ fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
     cluster.kubectl(&["delete", "secret", "hub"]);
 }
 
-/// A deployment on the node that has no copy gets one without the hub, which is only asked for its list.
+/// A deployment on the node that has no copy gets one without the hub, which is only asked for its list, as soon as the node's
+/// disk has room for it.
 fn a_second_node_takes_it_from_the_first(cluster: &Cluster, hub: &HubServer, source: &Value) {
     let large = || {
         let asked = hub.asked().into_iter();
@@ -233,11 +234,21 @@ fn a_second_node_takes_it_from_the_first(cluster: &Cluster, hub: &HubServer, sou
     let nodes = super::release::names(&cluster.list("nodes", "", ""));
     let second = nodes.iter().find(|node| *node != first).expect("a node");
     let (before, lists_before) = (large(), lists());
+    let disk = SmallDisk::new(cluster, second);
     let beside = json!({
         "model": {"source": source, "servedName": "hearth-demo"},
         "placement": {"nodeSelector": {"kubernetes.io/hostname": second}},
     });
     cluster.apply(&deployment("beside", beside).to_string());
+    wait_until("the full disk is told", PATIENCE, || {
+        let (_, message) = super::release::said(&infd(cluster, "beside"), "ModelReady");
+        let words = [&**second, "has no room for", "free space on that disk"];
+        words
+            .iter()
+            .all(|part| message.contains(part))
+            .then_some(())
+    });
+    disk.grow();
     wait_until_settled(cluster, "beside");
     let decode = &pods(cluster, "beside", "decode")[0];
     assert_eq!(decode["spec"]["nodeName"], **second);
@@ -246,18 +257,70 @@ fn a_second_node_takes_it_from_the_first(cluster: &Cluster, hub: &HubServer, sou
         lists() > lists_before,
         "the hub was not asked who may have it"
     );
-    let told = |node: &str, words: &str| {
-        let selector = "app.kubernetes.io/component=agent";
-        let agents = cluster.list("pods", super::release::SYSTEM, selector);
-        let is_here = |pod: &&Value| pod["spec"]["nodeName"] == node;
-        let agent = agents.iter().find(is_here).expect("an agent");
-        let name = agent["metadata"]["name"].as_str().expect("a name");
-        let logs = cluster.pod_logs(super::release::SYSTEM, name);
-        assert!(logs.contains(words), "{node}: {logs}");
-    };
     let taker = format!("the agent of node {second} has read what it wanted");
-    told(first, &taker);
+    let agent = agent_of(cluster, first).expect("an agent");
+    let logs = cluster.pod_logs(super::release::SYSTEM, &agent);
+    assert!(logs.contains(&taker), "{first}: {logs}");
     cluster.kubectl(&["delete", "infd", "beside"]);
+    wait_until("its Pods are gone", PATIENCE, || {
+        pods(cluster, "beside", "").is_empty().then_some(())
+    });
+    disk.remove();
+}
+
+/// Name of a node's agent that is ready.
+fn agent_of(cluster: &Cluster, node: &str) -> Option<String> {
+    let selector = "app.kubernetes.io/component=agent";
+    let agents = cluster.list("pods", super::release::SYSTEM, selector);
+    let is_here = |pod: &&Value| {
+        pod["spec"]["nodeName"] == node
+            && pod["metadata"]["deletionTimestamp"].is_null()
+            && condition(pod, "Ready") == Some("True")
+    };
+    let agent = agents.iter().find(is_here)?;
+    agent["metadata"]["name"].as_str().map(str::to_owned)
+}
+
+/// A disk of its own for the models of a node, without room for any.
+struct SmallDisk<'a> {
+    cluster: &'a Cluster,
+    node: &'a str,
+}
+
+impl<'a> SmallDisk<'a> {
+    const PLACE: &'static str = "/var/lib/hearth/models";
+
+    fn new(cluster: &'a Cluster, node: &'a str) -> Self {
+        let disk = Self { cluster, node };
+        disk.run(&["mount", "-t", "tmpfs", "-o", "size=4m", "models", Self::PLACE]);
+        disk.replace_agent();
+        disk
+    }
+
+    /// Has room for the demo, beside what always stays free.
+    fn grow(&self) {
+        self.run(&["mount", "-o", "remount,size=1g", Self::PLACE]);
+    }
+
+    fn remove(self) {
+        self.run(&["umount", "--lazy", Self::PLACE]);
+        self.replace_agent();
+    }
+
+    fn run(&self, command: &[&str]) {
+        let done = self.cluster.node_named(self.node).exec(command);
+        assert!(done.status.success(), "{command:?}: {done:?}");
+    }
+
+    /// Only Pods that start later see what was mounted.
+    fn replace_agent(&self) {
+        let before = agent_of(self.cluster, self.node).expect("an agent");
+        self.cluster
+            .kubectl(&["delete", "pod", &before, "--namespace", super::release::SYSTEM]);
+        wait_until("the node has another agent", PATIENCE, || {
+            agent_of(self.cluster, self.node).filter(|name| *name != before)
+        });
+    }
 }
 
 /// Returns the models in the agents' directories.

@@ -29,6 +29,7 @@ fn virtual_devices_stream_experts_through_kills_a_rollout_and_a_loss() {
     let values: Vec<&str> = devices.iter().map(String::as_str).collect();
     release::install_with(&cluster, &images, 1, &values);
     are_measured(&cluster);
+    read_prompts_together_also_when_one_dies(&cluster);
     hold_a_plan_with_a_ring_and_halves(&cluster);
     lose_no_token_when_a_worker_is_killed(&cluster);
     lose_no_token_in_a_rollout(&cluster);
@@ -45,6 +46,53 @@ fn are_measured(cluster: &Cluster) {
             assert!(gpu[rate].as_f64() > Some(0.0), "{rate} of {profile:#}");
         }
     }
+}
+
+/// The devices of two nodes read each prompt together (DSLP). A follower that is killed twice is away until its kubelet has waited.
+fn read_prompts_together_also_when_one_dies(cluster: &Cluster) {
+    let spec = json!({
+        "model": {"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512},
+        "prefill": {"mode": "DistributedStreamLoading", "chunkedBelowTokens": 0},
+        "decode": {"maxBatch": 4},
+    });
+    cluster.apply(&deployment("together", spec).to_string());
+    let plan = plan_of(cluster, &wait_until_settled(cluster, "together"));
+    let ranks = plan["ranks"].as_array().expect("ranks");
+    let peers: Vec<_> = ranks.iter().filter(|it| it["peers"].is_object()).collect();
+    assert_eq!(peers.len(), 2, "{plan:#}");
+    assert_ne!(peers[0]["node"], peers[1]["node"], "{plan:#}");
+    let members = || -> Option<Vec<Value>> {
+        let found = infd(cluster, "together");
+        found["status"]["groups"][0]["members"].as_array().cloned()
+    };
+    let all_are_ready = || {
+        let members = members()?;
+        let is_whole = members.len() == 2 && members.iter().all(|it| it["state"] == "Ready");
+        is_whole.then_some(())
+    };
+    wait_until("both members are ready", PATIENCE, all_are_ready);
+    let streams = Streams::start(&cluster.reach("default", "together", 80).v1());
+    streams.wait_for(streams::STREAMS / 2);
+    let follower = names(&pods(cluster, "together", "stage")).remove(0);
+    for _ in 0..2 {
+        wait_until("a follower to kill", PATIENCE, || {
+            (cluster.kill_pod_processes("default", &follower) > 0).then_some(())
+        });
+        streams.wait_for(streams::STREAMS / 2);
+    }
+    wait_until("the status says who is missing", PATIENCE, || {
+        let missing = members()?.into_iter().find(|it| it["state"] != "Ready")?;
+        assert_eq!(missing["pod"], follower.as_str(), "{missing:#}");
+        Some(())
+    });
+    streams.wait_for(streams::STREAMS / 2);
+    wait_until("it has been taken back", 2 * PATIENCE, all_are_ready);
+    streams.wait_for(streams::STREAMS);
+    println!("{} answers around a peer that dies", streams.finish());
+    cluster.kubectl(&["delete", "infd", "together"]);
+    wait_until("its Pods are gone", PATIENCE, || {
+        pods(cluster, "together", "").is_empty().then_some(())
+    });
 }
 
 fn hold_a_plan_with_a_ring_and_halves(cluster: &Cluster) {

@@ -4,12 +4,15 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use hearth_tests::{Cgroup, RING_MEMBERS, Rank, has_ended, skipped, write_fault};
+use rustix::process::Signal;
 use serde_json::json;
 
-use crate::harness::{AGAIN, Ring, answers, answers_that_begin, expected, wait_until};
+use crate::harness::{AGAIN, PATIENCE, Ring, answers, answers_that_begin, expected, wait_until};
 
 /// Least seconds that a member has for a part of a pass as it has computed before; by default it is more.
 const PART_PATIENCE_S: &str = "15";
+/// Longest silence of a member before it is missed: the four seconds that docs/rings.md promises, and as many for a busy machine.
+const LONGEST_SILENCE: Duration = Duration::from_secs(8);
 
 /// Waits until a member has said something.
 fn wait_for(rank: &Rank, words: &str) {
@@ -93,6 +96,42 @@ async fn a_member_whose_computation_hangs_is_said_to_be_slow_and_then_lost() {
     assert!(ring.members[0].output().contains(AGAIN));
 }
 
+/// As where its machine hangs or its cable is out: nothing ends its connections.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_member_that_falls_silent_is_missed_within_seconds_and_taken_back() {
+    let want = expected(0..4).await;
+    let ring = Ring::start();
+    assert_eq!(answers(&ring.gateway, 0..4).await, want);
+    let begun = Cell::new(0);
+    let stopped = Cell::new(None);
+    let stop = |_| {
+        begun.set(begun.get() + 1);
+        if begun.get() == 4 {
+            ring.members[1].signal(Signal::STOP);
+            stopped.set(Some(Instant::now()));
+        }
+    };
+    let asked = answers_that_begin(&ring.gateway, 0..4, stop);
+    let missed = async {
+        let head = &ring.members[0];
+        let deadline = Instant::now() + PATIENCE;
+        while !head.output().contains("stage-0 on ") || !head.output().contains("is lost") {
+            assert!(Instant::now() < deadline, "{}", head.output());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let silent: Instant = stopped.get().expect("a stopped member");
+        let took = silent.elapsed();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        ring.members[1].signal(Signal::CONT);
+        took
+    };
+    let (got, took) = tokio::join!(asked, missed);
+    assert_eq!(got, want);
+    println!("it was missed after {took:.2?}");
+    assert!(took < LONGEST_SILENCE, "{took:?}");
+    wait_for(&ring.members[0], AGAIN);
+}
+
 /// It has a 250th of a CPU: its process answers, its computation goes on, and only its times tell that it is slow.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_member_that_is_merely_slow_is_named_and_the_answers_end() {
@@ -159,7 +198,7 @@ async fn a_member_that_comes_back_with_other_numerics_is_waited_out() {
             log.contains(" computes with ") && log.contains(" is needed"),
             "{log}"
         );
-        ring.members[1].signal(rustix::process::Signal::KILL);
+        ring.members[1].signal(Signal::KILL);
         while !has_ended(ring.members[1].pid()) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }

@@ -33,7 +33,7 @@ pub use processes::{cpu_time, has_ended};
 pub use programs::{hearth, python, root, run, skipped, worker, write_fault};
 pub use queries::{DASHBOARD, RULES, queried_metrics};
 pub use ranks::{Rank, Ranks};
-pub use ring::RING_MEMBERS;
+pub use ring::{RING_MEMBERS, RingMember};
 pub use tensors::{Tensor, Tensors, edit_header};
 pub use up::{Up, UpOptions};
 pub use vm::Vm;

@@ -292,7 +292,15 @@ impl<'a> SmallDisk<'a> {
 
     fn new(cluster: &'a Cluster, node: &'a str) -> Self {
         let disk = Self { cluster, node };
-        disk.run(&["mount", "-t", "tmpfs", "-o", "size=4m", "models", Self::PLACE]);
+        disk.run(&[
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            "size=4m",
+            "models",
+            Self::PLACE,
+        ]);
         disk.replace_agent();
         disk
     }
@@ -315,8 +323,13 @@ impl<'a> SmallDisk<'a> {
     /// Only Pods that start later see what was mounted.
     fn replace_agent(&self) {
         let before = agent_of(self.cluster, self.node).expect("an agent");
-        self.cluster
-            .kubectl(&["delete", "pod", &before, "--namespace", super::release::SYSTEM]);
+        self.cluster.kubectl(&[
+            "delete",
+            "pod",
+            &before,
+            "--namespace",
+            super::release::SYSTEM,
+        ]);
         wait_until("the node has another agent", PATIENCE, || {
             agent_of(self.cluster, self.node).filter(|name| *name != before)
         });

@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use futures::future::join_all;
-use hearth_tests::{Answer, RING_MEMBERS, Rank, Ranks, chat_body, chat_stream, free_port};
+use hearth_tests::{
+    Answer, RING_MEMBERS, Rank, Ranks, RingMember, chat_body, chat_stream, free_port,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -18,8 +20,10 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Ring {
     pub(crate) ranks: Ranks,
     pub(crate) plan: Value,
-    pub(crate) endpoints: [String; 3],
+    pub(crate) endpoints: Vec<String>,
     pub(crate) members: Vec<Rank>,
+    /// What the plan says of each member.
+    planned: &'static [RingMember],
     /// Of every member.
     arguments: Vec<String>,
     pub(crate) gateway: Rank,
@@ -32,27 +36,45 @@ impl Ring {
 
     /// A ring whose plan is changed by `edit` before any member starts, each with these arguments.
     pub(crate) fn start_with(edit: impl FnOnce(&mut Value), arguments: &[&str]) -> Self {
-        let mut ring = Self::planned(edit, arguments);
-        for place in 0..RING_MEMBERS.len() {
-            let member = ring.process(place, &[]);
-            ring.members.push(member);
+        Self::planned(edit, arguments).started()
+    }
+
+    /// A ring of other members than [`RING_MEMBERS`].
+    pub(crate) fn start_of(planned: &'static [RingMember]) -> Self {
+        Self::of(planned, |_| {}, &[]).started()
+    }
+
+    fn started(mut self) -> Self {
+        for place in 0..self.planned.len() {
+            let member = self.process(place, &[]);
+            self.members.push(member);
         }
-        for member in &mut ring.members {
+        for member in &mut self.members {
             member.wait_until_ready();
         }
-        ring.ranks.route_to(&[&ring.members[0]]);
-        ring
+        self.ranks.route_to(&[&self.members[0]]);
+        self
     }
 
     /// A ring of which no member has started.
     pub(crate) fn planned(edit: impl FnOnce(&mut Value), arguments: &[&str]) -> Self {
+        Self::of(&RING_MEMBERS, edit, arguments)
+    }
+
+    fn of(
+        planned: &'static [RingMember],
+        edit: impl FnOnce(&mut Value),
+        arguments: &[&str],
+    ) -> Self {
         let ranks = Ranks::of_demo();
-        let endpoints = RING_MEMBERS.map(|_| format!("127.0.0.1:{}", free_port()));
-        let mut plan = ranks.ring_plan(&endpoints);
+        let addresses = planned.iter().map(|_| format!("127.0.0.1:{}", free_port()));
+        let endpoints: Vec<String> = addresses.collect();
+        let mut plan = ranks.ring_plan_of(planned, &endpoints);
         edit(&mut plan);
         let gateway = gateway(&ranks);
         Self {
             members: Vec::new(),
+            planned,
             ranks,
             plan,
             endpoints,
@@ -63,7 +85,7 @@ impl Ring {
 
     /// The process of a member, with some more arguments.
     pub(crate) fn process(&self, place: usize, more: &[&str]) -> Rank {
-        let (role, name, _) = RING_MEMBERS[place];
+        let (role, name, _) = self.planned[place];
         let place = (role, name, &*self.endpoints[place]);
         let more = more.iter().map(|text| (*text).to_owned());
         let arguments: Vec<String> = self.arguments.iter().cloned().chain(more).collect();

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use harness::{AGAIN, Ring, answers, answers_that_begin, expected, streams, wait_until};
-use hearth_tests::{RING_MEMBERS, Up, UpOptions, root};
+use hearth_tests::{RING_MEMBERS, RingMember, Up, UpOptions, root};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -51,6 +51,35 @@ async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
         // The head that is there now has seen it, unless it is the one that died.
         let joins = ring.members[0].output().matches(AGAIN).count();
         assert!(place == 0 || joins > joins_before, "{name}: {joins} joins");
+    }
+}
+
+#[tokio::test]
+async fn rings_of_two_and_of_four_answer_as_one_process() {
+    let want = expected(0..8).await;
+    let rings: [&'static [RingMember]; 3] = [
+        &[
+            ("decode", "decode-0", &[[0, 3]]),
+            ("stage", "stage-0", &[[3, 1]]),
+        ],
+        &[
+            ("decode", "decode-0", &[[0, 1], [2, 1]]),
+            ("stage", "stage-0", &[[1, 1], [3, 1]]),
+        ],
+        &[
+            ("decode", "decode-0", &[[0, 1]]),
+            ("stage", "stage-0", &[[1, 1]]),
+            ("stage", "stage-1", &[[2, 1]]),
+            ("stage", "stage-2", &[[3, 1]]),
+        ],
+    ];
+    for members in rings {
+        let mut ring = Ring::start_of(members);
+        assert_eq!(answers(&ring.gateway, 0..8).await, want, "{members:?}");
+        let last = members.len() - 1;
+        ring.kill(last);
+        ring.members[last] = ring.process(last, &[]);
+        assert_eq!(answers(&ring.gateway, 0..8).await, want, "{members:?}");
     }
 }
 

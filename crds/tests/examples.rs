@@ -34,6 +34,7 @@ fn every_example_is_accepted_where_it_is_for() {
         names,
         [
             "deepseek-v3-one-gpu.yaml",
+            "deepseek-v3-two-gpus.yaml",
             "demo-ring.yaml",
             "demo.yaml",
             "http.yaml",

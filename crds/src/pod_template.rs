@@ -59,9 +59,9 @@ pub struct PodTemplateSpec {
     #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
     pub env: Vec<EnvVariable>,
-    /// No effect yet: certificate authorities in ConfigMaps or Secrets, mounted read-only in every Pod of the deployment
-    /// and passed to TLS libraries in SSL_CERT_DIR. Today these processes call no server outside the deployment, and
-    /// calls inside it use an authority of their own. Models behind URLs are fetched by the agents.
+    /// Certificate authorities in ConfigMaps or Secrets, mounted read-only in every Pod of the deployment and passed to
+    /// TLS libraries in SSL_CERT_DIR: for a collector of traces with https, the only server outside the deployment that these
+    /// processes call. Calls inside it use an authority of their own. Models behind URLs are fetched by the agents.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 8)))]
     pub ca_bundles: Vec<CaBundle>,

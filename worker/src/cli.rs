@@ -73,7 +73,7 @@ impl Cli {
     /// Runs the chosen command.
     pub(crate) fn run(self, environment: &Environment) -> anyhow::Result<()> {
         match self.command {
-            Command::Gateway(args) => roles::gateway(&args),
+            Command::Gateway(args) => roles::gateway(&args, environment),
             Command::Prefill(args) => roles::prefill(&args, environment),
             Command::Decode(args) => roles::decode(&args, environment),
             Command::Stage(args) => roles::stage(&args, environment),

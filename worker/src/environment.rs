@@ -19,6 +19,68 @@ pub(crate) struct Environment {
     pub(crate) model_password: Option<String>,
     /// `HF_ENDPOINT`: address of the hub, if it is a mirror.
     pub(crate) hub_endpoint: Option<String>,
+    /// Where traces go, and which.
+    pub(crate) otlp: OtlpVariables,
+}
+
+/// A variable with its value, which is not empty.
+pub(crate) struct Variable {
+    name: &'static str,
+    pub(crate) value: String,
+}
+
+impl Variable {
+    /// Says why the value cannot be used, and what to do.
+    pub(crate) fn refused(&self, why: &str, remedy: &str) -> String {
+        format!("{} is {:?}: {why}\n  {remedy}", self.name, self.value)
+    }
+}
+
+/// Those of OpenTelemetry's variables that are read here; its library reads the others: headers, compression, batches, limits and
+/// attributes of the process.
+pub(crate) struct OtlpVariables {
+    /// `OTEL_SDK_DISABLED`, or `OTEL_TRACES_EXPORTER` without `otlp`: no traces, whatever the rest says.
+    pub(crate) is_off: bool,
+    /// `OTEL_EXPORTER_OTLP_ENDPOINT`: the collector, for all that it takes.
+    pub(crate) endpoint: Option<Variable>,
+    /// `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`: where traces go in its place, as it is.
+    pub(crate) traces_endpoint: Option<Variable>,
+    /// `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`, or `OTEL_EXPORTER_OTLP_PROTOCOL`.
+    pub(crate) protocol: Option<Variable>,
+    /// `OTEL_EXPORTER_OTLP_TRACES_TIMEOUT`, or `OTEL_EXPORTER_OTLP_TIMEOUT`, in milliseconds.
+    pub(crate) timeout: Option<Variable>,
+    /// `OTEL_TRACES_SAMPLER`.
+    pub(crate) sampler: Option<Variable>,
+    /// `OTEL_TRACES_SAMPLER_ARG`.
+    pub(crate) sampler_argument: Option<Variable>,
+    /// `OTEL_SERVICE_NAME`.
+    pub(crate) service_name: Option<String>,
+}
+
+impl OtlpVariables {
+    fn read(filled: impl Fn(&str) -> Option<String>) -> Self {
+        let variable = |name: &'static str| {
+            Some(Variable {
+                name,
+                value: filled(name)?,
+            })
+        };
+        let is_disabled = filled("OTEL_SDK_DISABLED");
+        let exporter = filled("OTEL_TRACES_EXPORTER");
+        Self {
+            is_off: is_disabled.is_some_and(|value| value.eq_ignore_ascii_case("true"))
+                || exporter.is_some_and(|names| names.split(',').all(|name| name.trim() != "otlp")),
+            endpoint: variable("OTEL_EXPORTER_OTLP_ENDPOINT"),
+            traces_endpoint: variable("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
+            protocol: variable("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+                .or_else(|| variable("OTEL_EXPORTER_OTLP_PROTOCOL")),
+            timeout: variable("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
+                .or_else(|| variable("OTEL_EXPORTER_OTLP_TIMEOUT")),
+            sampler: variable("OTEL_TRACES_SAMPLER"),
+            sampler_argument: variable("OTEL_TRACES_SAMPLER_ARG"),
+            service_name: filled("OTEL_SERVICE_NAME"),
+        }
+    }
 }
 
 impl Environment {
@@ -37,6 +99,7 @@ impl Environment {
             model_username: filled("HEARTH_MODEL_USERNAME"),
             model_password: filled("HEARTH_MODEL_PASSWORD"),
             hub_endpoint: filled("HF_ENDPOINT"),
+            otlp: OtlpVariables::read(filled),
         }
     }
 

@@ -11,6 +11,7 @@ mod environment;
 mod load;
 mod logging;
 mod lost;
+mod otlp;
 mod roles;
 mod signals;
 mod tools;

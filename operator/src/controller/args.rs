@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use clap::Args;
 use hearth_controller_core::host_paths::HostPath;
-use hearth_controller_core::observed::{LedgerSettings, NodeSettings, Requests, Settings};
+use hearth_controller_core::observed::{LedgerSettings, NodeSettings, Requests, Settings, Tracing};
 use hearth_controller_core::quantity::millis;
 use hearth_crds::{DurationText, HUB_ENDPOINT, MemoryQuantity};
 use ipnet::IpNet;
+use reqwest::Url;
 
 use crate::services::agents::ranges;
 use crate::telemetry::LogFormat;
@@ -122,6 +123,24 @@ pub(crate) struct OperatorArgs {
     /// Create NetworkPolicies
     #[arg(long, value_name = "BOOL", env = "HEARTH_NETWORK_POLICIES", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) network_policies: bool,
+    /// Collector that gateways and workers send their spans to by OTLP over HTTP, such as
+    /// http://collector.monitoring.svc:4318 [default: none, no traces]
+    #[arg(
+        long,
+        value_name = "URL",
+        env = "HEARTH_OTLP_ENDPOINT",
+        value_parser = otlp_endpoint
+    )]
+    pub(crate) otlp_endpoint: Option<Url>,
+    /// Share of the traces that are recorded, from 0 to 1; a client that begins one decides itself
+    #[arg(
+        long,
+        value_name = "RATIO",
+        env = "HEARTH_TRACE_SAMPLE_RATIO",
+        default_value_t = 1.0,
+        value_parser = ratio
+    )]
+    pub(crate) trace_sample_ratio: f64,
     /// Lifetime of a deployment's certificates, renewed after two thirds of it
     #[arg(
         long,
@@ -251,6 +270,22 @@ fn hub_endpoint(text: &str) -> Result<String, String> {
     }
 }
 
+/// Workers would refuse another as they start.
+fn otlp_endpoint(text: &str) -> Result<Url, String> {
+    let url = Url::parse(text).ok();
+    let url = url.filter(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
+    url.ok_or_else(|| {
+        "it is not the URL of a collector\n  write one as http://collector.monitoring.svc:4318"
+            .to_owned()
+    })
+}
+
+fn ratio(text: &str) -> Result<f64, String> {
+    let ratio = text.parse().ok();
+    let ratio = ratio.filter(|ratio| (0.0..=1.0).contains(ratio));
+    ratio.ok_or_else(|| "write a share from 0 to 1, such as 0.1".to_owned())
+}
+
 /// No busy loop.
 fn resync(text: &str) -> Result<DurationText, String> {
     at_least(text, "500ms")
@@ -313,6 +348,7 @@ impl OperatorArgs {
             cluster_ranges: self.cluster_ranges(),
             hub_endpoint: self.hub_endpoint.clone(),
             network_policies: self.network_policies,
+            tracing: self.tracing(),
             keeps_authority: self.keep_authority,
             certificate_lifetime: self.certificate_lifetime.get(),
             nodes: NodeSettings {
@@ -327,6 +363,16 @@ impl OperatorArgs {
                     .collect(),
             },
         }
+    }
+
+    fn tracing(&self) -> Option<Tracing> {
+        let url = self.otlp_endpoint.as_ref()?;
+        Some(Tracing {
+            endpoint: url.as_str().trim_end_matches('/').to_owned(),
+            host: url.host_str()?.to_owned(),
+            port: url.port_or_known_default()?,
+            sample_ratio: self.trace_sample_ratio,
+        })
     }
 
     fn cluster_ranges(&self) -> Vec<IpNet> {

@@ -192,9 +192,14 @@ pub struct PrefillInput {
     pub alone: bool,
 }
 
-/// Events of a prefill: `Kv` for each layer of each chunk, then `Done` or `Failed`.
+/// Events of a prefill: `Started`, `Kv` for each layer of each chunk, then `Done` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PrefillEvent {
+    /// The request left the queue.
+    Started {
+        /// Tokens whose KV was already cached here.
+        cached_tokens: usize,
+    },
     /// KV of a run of tokens in one layer, sent as soon as that layer is computed.
     Kv {
         /// Layer.

@@ -107,6 +107,12 @@ pub(crate) struct Export {
 }
 
 impl Export {
+    /// Takes note that it has left the queue.
+    pub(crate) fn started(&mut self, cached_tokens: usize) {
+        self.cached_tokens = cached_tokens;
+        self.receiver.send(PrefillEvent::Started { cached_tokens });
+    }
+
     pub(crate) fn kv(
         &mut self,
         layer: usize,

@@ -434,9 +434,7 @@ impl<F: Forward> StepLoop<F> {
             }
             let cached_tokens = *cached_tokens;
             match self.requests.get_mut(sequence) {
-                Some(EngineRequest::Export(export)) if !again => {
-                    export.cached_tokens = cached_tokens
-                }
+                Some(EngineRequest::Export(export)) if !again => export.started(cached_tokens),
                 Some(EngineRequest::Answer(answer)) => {
                     answer.import = import
                         .as_ref()

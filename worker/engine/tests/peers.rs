@@ -142,6 +142,7 @@ fn read(engine: &Engine, tokens: &[u32], alone: bool) -> (Vec<f32>, Vec<bytes::B
     let mut kv = Vec::new();
     loop {
         match events.recv_timeout(PATIENCE).unwrap() {
+            PrefillEvent::Started { .. } => {}
             PrefillEvent::Kv { layer, data, .. } => {
                 kv.resize(kv.len().max(layer + 1), bytes::Bytes::new());
                 kv[layer] = data;

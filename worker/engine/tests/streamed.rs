@@ -133,6 +133,7 @@ fn exported(
             .recv_timeout(std::time::Duration::from_secs(60))
             .unwrap()
         {
+            PrefillEvent::Started { .. } => {}
             PrefillEvent::Kv { layer, data, .. } => {
                 layers.resize(layers.len().max(layer + 1), Vec::new());
                 layers[layer].extend_from_slice(&data);
@@ -252,6 +253,7 @@ fn exported_until_lost(dir: &Path, lost_at: usize) -> Vec<(usize, usize)> {
             .recv_timeout(std::time::Duration::from_secs(60))
             .unwrap()
         {
+            PrefillEvent::Started { .. } => {}
             PrefillEvent::Kv {
                 layer, first_token, ..
             } => sent.push((layer, first_token)),
@@ -296,7 +298,7 @@ fn a_device_that_is_lost_while_the_ring_is_filled_ends_the_prompt_with_the_cause
             let (events, _handle) = export(&engine, prompt(LONGEST, 3));
             let error = loop {
                 match events.recv_timeout(std::time::Duration::from_secs(60)) {
-                    Ok(PrefillEvent::Kv { .. }) => {}
+                    Ok(PrefillEvent::Started { .. } | PrefillEvent::Kv { .. }) => {}
                     Ok(PrefillEvent::Failed(error)) => break error.to_string(),
                     Ok(PrefillEvent::Done { .. }) => panic!("{what}: nobody noticed"),
                     Err(error) => panic!("{what}: {error}"),

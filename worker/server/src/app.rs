@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use hearth_transport::spans::Tracer;
 use tokio_util::sync::CancellationToken;
 
 use crate::backlog::Backlog;
@@ -19,6 +20,7 @@ pub(crate) struct App {
     pub(crate) model: Arc<ServedModel>,
     pub(crate) pool: Arc<WorkerPool>,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) tracer: Tracer,
     pub(crate) backlog: Arc<Backlog>,
     pub(crate) keys: Option<ApiKeys>,
     pub(crate) cors_origins: Vec<CorsOrigin>,

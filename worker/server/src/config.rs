@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use hearth_transport::spans::Tracer;
 use hearth_transport::{Endpoint, Tls};
 
 use crate::cors::CorsOrigin;
@@ -42,6 +43,8 @@ pub struct GatewayConfig {
     pub cors_origins: Vec<CorsOrigin>,
     /// Predictions of the plan, for `/metrics`.
     pub predicted: Predicted,
+    /// Takes the spans of requests.
+    pub tracer: Tracer,
 }
 
 /// Certificate and key of the HTTPS endpoint, as PEM files.
@@ -186,6 +189,7 @@ impl GatewayConfig {
             https: None,
             cors_origins: Vec::new(),
             predicted: Predicted::default(),
+            tracer: Tracer::default(),
         }
     }
 }

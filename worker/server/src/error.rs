@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
+use hearth_transport::spans::Span;
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 
@@ -66,6 +67,17 @@ struct Body<'a> {
 }
 
 impl ApiError {
+    /// Notes it in the span of the request that it is the answer to; only a fault of ours is one of the span, too.
+    pub(crate) fn note_in(&self, span: &Span) {
+        let code = self.code.clone();
+        let code = code.unwrap_or(Cow::Borrowed(self.kind.as_str()));
+        if self.status.is_server_error() {
+            span.fail(code, &self.message);
+        } else {
+            span.end_without_result(code);
+        }
+    }
+
     /// An error of any status.
     pub fn new(status: StatusCode, kind: ErrorType, message: impl Into<String>) -> Self {
         Self {

@@ -16,10 +16,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
+use hearth_transport::spans::{KeyValue, Span};
 use hearth_transport::v1::{
     FinishReason, GenerateEvent, GenerateRequest, Grammar, Sampling, Token, generate_event,
 };
-use hearth_transport::{CallContext, RpcError, RpcErrorKind, TraceParent, Worker, tonic};
+use hearth_transport::{CallContext, RpcError, RpcErrorKind, Worker, tonic};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::router::{AcquireError, Lease, Pin, PrefillLease, Route, Want, WorkerId, WorkerPool};
@@ -50,8 +51,8 @@ pub struct Job {
     pub grammar: Option<Arc<Grammar>>,
     /// Number of alternatives to report; `None` for no log-probabilities.
     pub logprobs: Option<u32>,
-    /// The client's trace.
-    pub trace: Option<TraceParent>,
+    /// Span of the request; those of the job are parts of it.
+    pub span: Arc<Span>,
     /// Time until which to wait for a first worker. `None` if the request was already admitted: it waits until the
     /// overall deadline, however long the queue is, as long as there are workers.
     pub queue_deadline: Option<Instant>,
@@ -107,6 +108,19 @@ pub enum JobError {
     },
 }
 
+impl JobError {
+    /// Word for it in spans.
+    const fn label(&self) -> &'static str {
+        match self {
+            Self::Acquire(_) => "no_worker",
+            Self::Rejected(_) => "rejected",
+            Self::Deadline { .. } => "deadline",
+            Self::Lost { .. } => "worker_lost",
+            Self::Failed { .. } => "workers_failed",
+        }
+    }
+}
+
 /// Receiver of reports about broken streams, for the metrics.
 pub trait FailoverObserver: Send + Sync {
     /// Reports that a stream is moved; `kind` is [`RpcErrorKind::label`], `tokens` the number that it keeps.
@@ -149,7 +163,10 @@ pub fn run(
                             return;
                         }
                     }
-                    Err(failure) => break failure,
+                    Err(failure) => {
+                        failure.note_in(&attempt.span);
+                        break failure;
+                    }
                 }
             };
             // The slot on the worker is free while the next worker is sought.
@@ -176,6 +193,15 @@ enum Failure {
     /// Another attempt may well succeed.
     Retry(RpcError),
     Fatal(JobError),
+}
+
+impl Failure {
+    fn note_in(&self, span: &Span) {
+        match self {
+            Self::Retry(error) => span.fail(error.kind().label(), error),
+            Self::Fatal(error) => span.fail(error.label(), ""),
+        }
+    }
 }
 
 /// State that is kept across attempts.
@@ -229,8 +255,15 @@ impl Progress {
         // A full worker is not a failure of the request.
         self.fruitless += u32::from(!is_busy);
         observer.moved(error.kind().label(), self.tokens.len());
+        job.span.event("moves to another worker", || {
+            [
+                KeyValue::new("error.type", error.kind().label()),
+                KeyValue::new("hearth.tokens_kept", self.tokens.len() as i64),
+            ]
+        });
         tracing::warn!(
             request = %job.request_id,
+            trace = job.span.trace_id().map(tracing::field::display),
             tokens = self.tokens.len(),
             attempt = self.attempts,
             %error,
@@ -258,6 +291,7 @@ impl Progress {
         if let Some(before) = self.pin.replace(pin.clone()) {
             tracing::warn!(
                 request = %job.request_id,
+                trace = job.span.trace_id().map(tracing::field::display),
                 tokens = self.tokens.len(),
                 ?before,
                 after = ?pin,
@@ -317,6 +351,8 @@ impl Progress {
 
 /// One stream from one worker.
 struct Attempt {
+    /// Span of the call.
+    span: Span,
     lease: Lease,
     prefill: Option<PrefillLease>,
     stream: tonic::Streaming<GenerateEvent>,
@@ -341,6 +377,7 @@ impl Attempt {
             is_admitted: job.queue_deadline.is_none(),
         };
         let began = Instant::now();
+        let waiting = job.span.part("wait for a worker");
         let Route {
             decode: mut lease,
             prefill,
@@ -349,9 +386,11 @@ impl Attempt {
             Ok(route) => route,
             Err(error) => {
                 let error = progress.without_worker(job, error, began.elapsed());
+                waiting.fail(error.label(), "");
                 return Err(Failure::Fatal(error));
             }
         };
+        drop(waiting);
         progress.took_others = pin.is_some_and(|pin| pin != lease.pin);
         progress.prefill = prefill.as_ref().map(PrefillLease::id);
         progress.avoid = Some(lease.id());
@@ -359,22 +398,23 @@ impl Attempt {
         let reader = prefill
             .as_ref()
             .map(|prefill| prefill.endpoint().to_string());
-        let request = job.request(progress, &lease.pin, (reader, reads_alone));
+        let span = job.call(&lease, progress.attempts);
+        let request = job.request(progress, (&lease.pin, &span), (reader, reads_alone));
         let mut client = lease.worker.decode();
         let answer = tokio::select! {
             biased;
-            answer = timeout_at(job.deadline, client.generate(request)) => answer,
-            () = lease.lost() => return Err(hung(&lease.worker, "it stopped answering")),
+            answer = timeout_at(job.deadline, client.generate(request)) => answer.map_err(|_| Failure::Fatal(progress.out_of_time())),
+            () = lease.lost() => Err(hung(&lease.worker, "it stopped answering")),
         };
-        match answer {
-            Ok(Ok(response)) => Ok(Self {
-                stream: response.into_inner(),
-                lease,
-                prefill,
-            }),
-            Ok(Err(status)) => Err(sort(lease.worker.error(&status))),
-            Err(_) => Err(Failure::Fatal(progress.out_of_time())),
-        }
+        let answer = answer
+            .and_then(|answer| answer.map_err(|status| sort(lease.worker.error(&status))))
+            .inspect_err(|failure| failure.note_in(&span))?;
+        Ok(Self {
+            span,
+            stream: answer.into_inner(),
+            lease,
+            prefill,
+        })
     }
 
     /// Returns the next event that the client has not received.
@@ -428,6 +468,9 @@ impl Attempt {
                     self.lease.decoded();
                     progress.prefill = None;
                     progress.pin_to(&self.lease.pin, job, observer);
+                    if progress.tokens.is_empty() {
+                        self.span.event("first token", || []);
+                    }
                     progress.tokens.push(token.id);
                     progress.fruitless = 0;
                     progress.pause = Duration::ZERO;
@@ -470,10 +513,21 @@ async fn lost(prefill: Option<&mut PrefillLease>) {
 }
 
 impl Job {
+    /// Starts the span of a call.
+    fn call(&self, lease: &Lease, attempt: u32) -> Span {
+        let span = self.span.call("hearth.v1.Decode/Generate");
+        if span.is_recording() {
+            span.set("rpc.system", "grpc");
+            span.set("server.address", lease.worker.endpoint().to_string());
+            span.set("hearth.attempt", i64::from(attempt));
+        }
+        span
+    }
+
     fn request(
         &self,
         progress: &Progress,
-        pin: &Pin,
+        (pin, span): (&Pin, &Span),
         (prefill, reads_alone): (Option<String>, bool),
     ) -> tonic::Request<GenerateRequest> {
         let request_id = format!("{}.{}", self.request_id, progress.attempts);
@@ -498,9 +552,7 @@ impl Job {
         };
         let context = CallContext {
             request_id: Some(request_id),
-            trace: self
-                .trace
-                .map(|trace| trace.child(rand::random_range(1..=u64::MAX))),
+            trace: span.context(),
         };
         let mut request = context.request(message);
         // Workers end requests that are no longer waited for; our own deadline comes first.

@@ -100,6 +100,7 @@ impl Gateway {
             limits,
             predicted,
             cors_origins,
+            tracer,
             ..
         } = config;
         let decode = decode
@@ -116,6 +117,7 @@ impl Gateway {
             model,
             pool,
             metrics,
+            tracer,
             backlog,
             keys,
             cors_origins,

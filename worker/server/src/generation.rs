@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures::stream::SelectAll;
 use futures::{Stream, StreamExt};
-use hearth_transport::TraceParent;
+use hearth_transport::spans::Span;
 use hearth_transport::v1::{Grammar, Sampling, grammar};
 use http::StatusCode;
 use sha2::{Digest, Sha256};
@@ -45,7 +45,8 @@ pub(crate) struct Submission {
     pub(crate) grammar: Option<Arc<Grammar>>,
     pub(crate) logprobs: Option<u32>,
     pub(crate) choice: Arc<ChoiceOptions>,
-    pub(crate) trace: Option<TraceParent>,
+    /// Span of the request.
+    pub(crate) span: Arc<Span>,
     /// Time when the request had arrived in full.
     pub(crate) arrived: Instant,
     /// Its share of the memory for large requests.
@@ -256,7 +257,7 @@ fn job_of(app: &App, submission: &Submission, index: u32) -> Job {
         stop_tokens: submission.choice.stop_tokens.clone(),
         grammar: submission.grammar.clone(),
         logprobs: submission.logprobs,
-        trace: submission.trace,
+        span: submission.span.clone(),
         // The queue admits a request with its first choice, and does not refuse it midway.
         queue_deadline: (index == 0)
             .then(|| Instant::now() + hold.unwrap_or(app.routing.queue_timeout)),
@@ -293,6 +294,7 @@ struct RequestTally {
     arrived: Instant,
     seed: u64,
     usage: Usage,
+    span: Arc<Span>,
     is_over: bool,
 }
 
@@ -303,8 +305,12 @@ impl RequestTally {
             .iter()
             .map(|(prompt, _)| prompt.len())
             .sum();
+        let span = submission.span.clone();
+        span.set("gen_ai.operation.name", submission.operation.as_str());
+        span.set("gen_ai.usage.input_tokens", prompt_tokens as i64);
         Self {
             metrics: metrics.clone(),
+            span,
             operation: submission.operation,
             arrived: submission.arrived,
             seed: submission.sampling.seed,
@@ -352,6 +358,7 @@ impl RequestTally {
     }
 
     fn failed(&mut self, error: &ApiError) {
+        error.note_in(&self.span);
         self.over(Some(error.code.as_deref().unwrap_or(error.kind.as_str())));
     }
 
@@ -363,6 +370,8 @@ impl RequestTally {
 
     fn over(&mut self, error: Option<&str>) {
         if !std::mem::replace(&mut self.is_over, true) {
+            let tokens = i64::from(self.usage.completion_tokens);
+            self.span.set("gen_ai.usage.output_tokens", tokens);
             self.metrics
                 .request_finished(self.operation, self.arrived.elapsed(), error);
         }
@@ -371,6 +380,9 @@ impl RequestTally {
 
 impl Drop for RequestTally {
     fn drop(&mut self) {
+        if !self.is_over {
+            self.span.end_without_result("cancelled");
+        }
         self.over(Some("cancelled"));
     }
 }

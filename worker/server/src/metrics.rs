@@ -61,7 +61,7 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Chat => "chat",
             Self::TextCompletion => "text_completion",

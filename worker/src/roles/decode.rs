@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures::Stream;
 use hearth_engine::{Engine, EngineError, GenerateEvent, RequestId};
+use hearth_transport::spans::{Span, Tracer};
 use hearth_transport::{CallContext, Clients, Endpoint, Worker as Peer, deadline, v1};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
@@ -13,6 +14,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status};
 
 use super::rank::Worker;
+use super::spans::{AnswerSpans, ImportSpans, request_log};
 use crate::convert;
 
 /// Time limit for a prefill worker to report its progress.
@@ -24,16 +26,22 @@ const IDLE_LOOKS: u32 = 30;
 pub(super) struct DecodeService {
     worker: Arc<Worker>,
     prefill: Clients,
+    tracer: Tracer,
     silence: Duration,
 }
 
 impl DecodeService {
     /// Creates the service. A prefill worker that sends nothing for `silence` is asked whether it makes progress: a
     /// prompt queued behind others stays silent for long, and so does a layer on a slow machine.
-    pub(super) fn new(worker: Arc<Worker>, prefill: Clients, silence: Duration) -> Self {
+    pub(super) fn new(
+        worker: Arc<Worker>,
+        (prefill, tracer): (Clients, Tracer),
+        silence: Duration,
+    ) -> Self {
         Self {
             worker,
             prefill,
+            tracer,
             silence,
         }
     }
@@ -90,6 +98,11 @@ impl v1::decode_server::Decode for DecodeService {
         let context = CallContext::of(request.metadata());
         let time_left = deadline::remaining(request.metadata());
         let request = request.into_inner();
+        let span = self
+            .tracer
+            .answer("hearth.v1.Decode/Generate", context.trace.as_ref());
+        let log = request_log(&request.request_id, &span);
+        let mut spans = AnswerSpans::begin(span, &request);
         self.worker.check_fingerprint(&request.model_fingerprint)?;
         let remote = self.remote(&request, context, time_left)?;
         let input = convert::generate_input(request)?;
@@ -97,7 +110,11 @@ impl v1::decode_server::Decode for DecodeService {
         let sink = Box::new(move |event| sender.send(event).is_ok());
         let engine = self.worker.engine.clone();
         // Compiling a grammar may take a second: keep the threads that answer health checks free.
-        let accepted = tokio::task::spawn_blocking(move || engine.generate(input, sink)).await;
+        let accepting = log.clone();
+        let accepted = tokio::task::spawn_blocking(move || {
+            accepting.in_scope(|| engine.generate(input, sink))
+        });
+        let accepted = accepted.await;
         let handle = accepted
             .map_err(|error| Status::internal(error.to_string()))?
             .map_err(|error| convert::status(&error))?;
@@ -106,23 +123,28 @@ impl v1::decode_server::Decode for DecodeService {
         let stream = async_stream::stream! {
             let mut import = None;
             while let Some(event) = receiver.recv().await {
+                if let Some(spans) = &mut spans {
+                    spans.note(&event);
+                }
                 if let GenerateEvent::NeedsKv { first_token } = event
                     && let Some(remote) = remote.clone()
                 {
-                    let task = tokio::spawn(remote.import(handle.id(), first_token));
-                    import = Some(AbortOnDropHandle::new(task));
+                    let call = spans.as_ref().map(|spans| spans.part().call("hearth.v1.Prefill/Prefill"));
+                    let task = remote.import((handle.id(), log.clone()), call, first_token);
+                    import = Some(AbortOnDropHandle::new(tokio::spawn(task)));
                     continue;
                 }
                 match convert::generate_event(event) {
                     Ok(Some(event)) => yield Ok(event),
                     Ok(None) => {}
                     Err(status) => {
+                        log.in_scope(|| tracing::info!(code = ?status.code(), message = status.message(), "the answer ends here"));
                         yield Err(status);
                         break;
                     }
                 }
             }
-            drop((import, handle));
+            drop((import, handle, spans));
         };
         Ok(Response::new(Box::pin(deadline::limited(
             stream, time_left, None,
@@ -146,18 +168,32 @@ struct RemotePrefill {
 impl RemotePrefill {
     /// Fetches the KV from `first_token` on into the engine. If the prefill worker is lost, the request ends
     /// with a retryable error: the gateway knows the other workers and sends it again.
-    async fn import(mut self, id: RequestId, first_token: usize) {
+    async fn import(
+        mut self,
+        (id, log): (RequestId, tracing::Span),
+        call: Option<Span>,
+        first_token: usize,
+    ) {
         self.request.first_token = first_token as u32;
         let engine = self.engine.clone();
         let endpoint = self.endpoint.clone();
-        if let Err(status) = self.fetch(id).await {
-            tracing::warn!(%endpoint, code = ?status.code(), message = status.message(), "prefill did not deliver");
+        let mut spans = call.map(|call| ImportSpans::begin(call, &endpoint));
+        if let Some(spans) = &spans {
+            self.context.trace = spans.call().context();
+        }
+        if let Err(status) = self.fetch(id, spans.as_mut()).await {
+            log.in_scope(|| {
+                tracing::warn!(%endpoint, code = ?status.code(), message = status.message(), "prefill did not deliver");
+            });
+            if let Some(spans) = &spans {
+                spans.call().fail("failed", status.message());
+            }
             let detail = format!("prefill worker {endpoint}: {}", status.message());
             engine.import_failed(id, EngineError::Prefill { detail });
         }
     }
 
-    async fn fetch(self, id: RequestId) -> Result<(), Status> {
+    async fn fetch(self, id: RequestId, mut spans: Option<&mut ImportSpans>) -> Result<(), Status> {
         let worker = self
             .clients
             .worker(&self.endpoint)
@@ -174,6 +210,9 @@ impl RemotePrefill {
         while let Some(event) = unless_hung(events.message(), self.silence, look).await? {
             match event.event {
                 Some(v1::prefill_event::Event::Kv(kv)) => {
+                    if let Some(spans) = &mut spans {
+                        spans.arrived(kv.data.len());
+                    }
                     self.engine
                         .import_kv(id, kv.layer as usize, kv.first_token as usize, kv.data);
                 }

@@ -14,6 +14,8 @@ use tokio::net::TcpListener;
 use super::process::ProcessArgs;
 use super::report::{send_report, stay_alive};
 use super::routes;
+use crate::environment::Environment;
+use crate::otlp::OtlpTraces;
 use crate::signals;
 
 /// Arguments of `gateway`.
@@ -48,14 +50,17 @@ pub(crate) struct GatewayArgs {
 }
 
 /// Serves until told to stop.
-pub(crate) fn run(args: &GatewayArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: &GatewayArgs, environment: &Environment) -> anyhow::Result<()> {
     let (plan, rank) = args.process.find(PlanRole::Gateway)?;
     let _binding = args.process.bind(&rank)?;
+    // Dropped after the runtime: requests that it ends are the last of their traces.
+    let traces = OtlpTraces::start(environment, &plan, &rank)?;
     let endpoint = rank
         .endpoint
         .as_deref()
         .with_context(|| format!("the plan gives {} no endpoint", rank.name))?;
-    let config = config(args, &plan)?;
+    let mut config = config(args, &plan)?;
+    config.tracer = traces.tracer();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(rank.threads.max(1) as usize)
         .enable_all()

@@ -16,6 +16,7 @@ mod rank;
 mod rank_options;
 mod report;
 mod routes;
+mod spans;
 mod stand_ins;
 mod supervise;
 mod trace;

@@ -18,6 +18,7 @@ use hearth_kernels::{Backend, CpuOptions, KvDType};
 use hearth_model::ExpertShare;
 use hearth_parallel::LOST_PATIENCE;
 use hearth_residency::Placing;
+use hearth_transport::spans::Tracer;
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{ClientOptions, Clients, Health, Listener, ServerOptions, server};
 use tokio::sync::oneshot;
@@ -40,6 +41,7 @@ use crate::device::{DeviceOptions, HostOptions, on_device};
 use crate::environment::Environment;
 use crate::load::{self, LoadOptions, LoadedOn};
 use crate::lost::DeviceLost;
+use crate::otlp::OtlpTraces;
 use crate::signals;
 
 /// Silence of a prefill worker after which it is asked whether it makes progress.
@@ -129,6 +131,15 @@ fn run(args: &RankArgs, role: PlanRole, environment: &Environment) -> anyhow::Re
     // While this process lives, nothing removes the model from its store.
     let _hold = Hold::take(Path::new(&plan.model.path));
     let binding = args.process.bind(&rank)?;
+    // Dropped after the runtime: requests that it ends are the last of their traces.
+    let traces = match role {
+        // Its head has the requests.
+        PlanRole::Stage => None,
+        PlanRole::Prefill | PlanRole::Decode | PlanRole::Gateway => {
+            Some(OtlpTraces::start(environment, &plan, &rank)?)
+        }
+    };
+    let tracer = traces.as_ref().map(OtlpTraces::tracer).unwrap_or_default();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_stack_size(STACK_BYTES)
@@ -136,13 +147,13 @@ fn run(args: &RankArgs, role: PlanRole, environment: &Environment) -> anyhow::Re
         .build()?;
     let host = host_options(args, &rank, &binding);
     let device = device_options(args, environment, &rank, host.clone())?;
-    runtime.block_on(serve(args, &plan, &rank, binding, (device, host)))
+    let place = (&plan, &rank, tracer);
+    runtime.block_on(serve(args, place, binding, (device, host)))
 }
 
 async fn serve(
     args: &RankArgs,
-    plan: &InferencePlanSpec,
-    rank: &PlanRank,
+    (plan, rank, tracer): (&InferencePlanSpec, &PlanRank, Tracer),
     binding: Arc<Binding>,
     device: (DeviceOptions, CpuOptions),
 ) -> anyhow::Result<()> {
@@ -188,7 +199,8 @@ async fn serve(
             return follower.serve(listener, &health, &options, limits).await;
         }
     };
-    let routes = routes(&worker, Routes::new(health.service()), clients);
+    let calls = (clients, tracer);
+    let routes = routes(&worker, Routes::new(health.service()), calls);
     ready().await;
 
     let grace = args.grace();
@@ -228,19 +240,20 @@ async fn unread(drained: oneshot::Receiver<Instant>) {
     tracing::warn!("callers have not read their answers to the end; the worker ends without them");
 }
 
-fn routes(worker: &Arc<Worker>, routes: Routes, clients: Clients) -> Routes {
+fn routes(worker: &Arc<Worker>, routes: Routes, (clients, tracer): (Clients, Tracer)) -> Routes {
     let mut routes = routes.add_service(server::control(ControlService::new(Arc::clone(worker))));
     if let Some(membership) = &worker.membership {
         routes = routes.add_service(server::group(membership.clone()));
     }
     match worker.role {
-        PlanRole::Prefill => {
-            routes.add_service(server::prefill(PrefillService::new(Arc::clone(worker))))
-        }
+        PlanRole::Prefill => routes.add_service(server::prefill(PrefillService::new(
+            Arc::clone(worker),
+            tracer,
+        ))),
         PlanRole::Decode | PlanRole::Gateway | PlanRole::Stage => {
             routes.add_service(server::decode(DecodeService::new(
                 Arc::clone(worker),
-                clients,
+                (clients, tracer),
                 PREFILL_SILENCE,
             )))
         }

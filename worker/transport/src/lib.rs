@@ -3,7 +3,8 @@
 //! - [`v1`]: messages and services, generated from `proto/hearth/v1`.
 //! - [`client`]: one persistent connection per worker; [`server`]: the other end; [`tls`]: mutual TLS for both.
 //! - [`RpcError`]: distinguishes a worker that is gone from an invalid request, which decides failover.
-//! - [`CallContext`]: request id and trace context, carried as metadata; [`deadline`]: limits on streams.
+//! - [`CallContext`]: request id and [`trace_context`], carried as metadata; [`spans`]: what a process adds to a trace;
+//!   [`deadline`]: limits on streams.
 //! - [`Health`]: answers to probes, also on a separate port.
 //! - [`origin`]: the origins of web pages that the endpoint may be opened to.
 //! - [`DeviceOffer`]: offers devices to a kubelet.
@@ -32,11 +33,13 @@ pub mod loopback;
 pub mod origin;
 mod secret;
 pub mod server;
+pub mod spans;
 pub mod stream;
 pub mod tls;
+pub mod trace_context;
 
 pub use client::{ClientOptions, Clients, Worker};
-pub use context::{CallContext, TraceParent};
+pub use context::CallContext;
 pub use device_plugin::{DeviceOffer, DeviceOfferError};
 pub use endpoint::{Endpoint, EndpointError};
 pub use error::{RpcError, RpcErrorKind, TransportError};

@@ -14,7 +14,8 @@ use hearth_crds::{
 use sha2::{Digest, Sha256};
 
 use super::lines::Lines;
-use super::template;
+use super::{collector, template};
+use crate::observed::Tracing;
 
 /// The plan as a Pod receives it: with its ranks alone, each with the endpoint beside it, and without the reasons. The head of a
 /// group also gets the other members, whose addresses it is told by routes.
@@ -57,6 +58,8 @@ pub(super) struct Essence<'a> {
     pub(super) model_key: Option<&'a str>,
     /// The spec that the plan was made for.
     pub(super) spec: &'a InferenceDeploymentSpec,
+    /// Where its spans go.
+    pub(super) tracing: Option<&'a Tracing>,
 }
 
 impl Essence<'_> {
@@ -98,6 +101,9 @@ impl Essence<'_> {
             lines.put_some("runtime-class", template.runtime_class_name.as_ref());
         }
         template::write(template, self.rank.role.is_worker(), lines);
+        if let Some(tracing) = self.tracing {
+            collector::write(tracing, template, lines);
+        }
         put_plan(lines, self.plan, self.rank.role);
         put_rank(lines, self.rank);
         if let Some(second) = self.second {

@@ -13,6 +13,7 @@
 
 mod canonical;
 mod claims;
+mod collector;
 #[cfg(test)]
 mod digest_tests;
 #[cfg(test)]

@@ -12,7 +12,7 @@ use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use kube_core::{ApiResource, DynamicObject, Resource, ResourceExt};
 use serde_json::{Value, json};
 
-use super::BuildContext;
+use super::{BuildContext, collector};
 use crate::names::{
     GATEWAY_PORT, LABEL_DEPLOYMENT, LABEL_ROLE, METRICS_PORT, ROLE_INSPECT, SECOND_WORKER_PORT,
     SERVICE_PORT, WORKER_PORT, scaler_name,
@@ -179,9 +179,9 @@ fn disruption_budget(context: &BuildContext<'_>, role: &str, least: usize) -> Dy
 }
 
 /// Anyone who can reach the Service may send requests, and Pods of the cluster may read metrics; the gateway itself
-/// talks to the workers of its deployment and to nothing else.
+/// talks to the workers of its deployment and, where there is one, to the collector of traces, and to nothing else.
 fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
-    let spec = json!({
+    let mut spec = json!({
         "podSelector": {"matchLabels": context.role_labels(PlanRole::Gateway.as_str())},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [
@@ -193,6 +193,7 @@ fn gateway_policy(context: &BuildContext<'_>) -> DynamicObject {
             "ports": [tcp(WORKER_PORT), tcp(SECOND_WORKER_PORT)],
         }],
     });
+    add_collector(context, &mut spec);
     let name = format!("{}-gateway", context.name());
     object::<NetworkPolicy>(context, &name, PlanRole::Gateway.as_str(), spec)
 }
@@ -205,7 +206,7 @@ fn workers_policy(context: &BuildContext<'_>, has_peers: bool) -> DynamicObject 
     let (decode, stage) = (PlanRole::Decode.as_str(), PlanRole::Stage.as_str());
     let mut callers = vec![gateway, decode, stage];
     callers.extend(has_peers.then_some(prefill));
-    let spec = json!({
+    let mut spec = json!({
         "podSelector": of_roles(context, &[prefill, decode, stage, ROLE_INSPECT]),
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [{
@@ -223,8 +224,17 @@ fn workers_policy(context: &BuildContext<'_>, has_peers: bool) -> DynamicObject 
             },
         ],
     });
+    add_collector(context, &mut spec);
     let name = format!("{}-workers", context.name());
     object::<NetworkPolicy>(context, &name, "workers", spec)
+}
+
+/// Lets Pods reach the collector of traces, if there is one.
+fn add_collector(context: &BuildContext<'_>, policy: &mut Value) {
+    let rules = context.settings.tracing.as_ref().map(collector::egress);
+    if let (Some(rules), Some(egress)) = (rules, policy["egress"].as_array_mut()) {
+        egress.extend(rules);
+    }
 }
 
 fn of_roles(context: &BuildContext<'_>, roles: &[&str]) -> Value {

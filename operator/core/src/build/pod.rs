@@ -17,7 +17,9 @@ use super::canonical::{Essence, short_digest, slice};
 use super::claims::{claimed, hold_gpus};
 use super::holding::{Held, amounts};
 use super::probes::{LINGER_S, watch_over};
-use super::{BuildContext, DesiredPod, model_path, source_digest, template, texts, words};
+use super::{
+    BuildContext, DesiredPod, collector, model_path, source_digest, template, texts, words,
+};
 use crate::decision::EXIT_S;
 use crate::names::{
     ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION, ANNOTATION_RANK_HASH,
@@ -80,6 +82,9 @@ pub fn rank_pod(
     let deployment = context.deployment;
     let added = &deployment.spec.pod_template;
     template::add(added, rank.role.is_worker(), &mut pod);
+    if let Some(tracing) = &context.settings.tracing {
+        collector::add(tracing, &mut pod);
+    }
     let essence = Essence {
         owner: deployment.metadata.uid.as_deref().unwrap_or_default(),
         image,
@@ -89,6 +94,7 @@ pub fn rank_pod(
         holds_weights: held.weight_bytes > 0,
         model_key: context.model_key,
         spec: &deployment.spec,
+        tracing: context.settings.tracing.as_ref(),
     };
     let hash = essence.digest();
     let form = short_digest(serde_json::to_string(&pod).unwrap_or_default());

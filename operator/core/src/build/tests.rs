@@ -50,6 +50,7 @@ fn the_objects_of_the_demo() {
     };
     let open = Settings {
         network_policies: false,
+        tracing: None,
         ..settings.clone()
     };
     assert_eq!(

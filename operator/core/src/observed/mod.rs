@@ -25,7 +25,7 @@ pub use placement::{Placement, Reach};
 pub use pod::{ContainerEnd, ContainerView, PodRole, PodView, SecondRank};
 pub use requests::{Holding, Others, Requests, Sight};
 pub use scaler::ScalerView;
-pub use settings::{LedgerSettings, NodeSettings, PASSING_TAINT, Settings};
+pub use settings::{LedgerSettings, NodeSettings, PASSING_TAINT, Settings, Tracing};
 pub use sharing::{Asker, Neighbour};
 pub use turn::Turn;
 

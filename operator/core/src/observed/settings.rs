@@ -36,12 +36,27 @@ pub struct Settings {
     pub hub_endpoint: String,
     /// Whether NetworkPolicies are made.
     pub network_policies: bool,
+    /// Where spans of gateways and workers go; `None`: nowhere.
+    pub tracing: Option<Tracing>,
     /// Whether the certificate authority outlives the operator's Deployment, as the CRDs do.
     pub keeps_authority: bool,
     /// Lifetime of a deployment's certificate.
     pub certificate_lifetime: Duration,
     /// Handling of nodes that are NotReady, have taints, or are shared by deployments.
     pub nodes: NodeSettings,
+}
+
+/// Traces of requests.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tracing {
+    /// The collector's URL, to which `/v1/traces` is added.
+    pub endpoint: String,
+    /// Its host: a name or an address.
+    pub host: String,
+    /// Its port.
+    pub port: u16,
+    /// Share of the traces that no client has begun, from 0 to 1.
+    pub sample_ratio: f64,
 }
 
 /// Accounting of Pods that are not ours.

@@ -26,6 +26,7 @@ pub(crate) fn settings() -> Settings {
         cluster_ranges: Vec::new(),
         hub_endpoint: "http://hub.lan".to_owned(),
         network_policies: true,
+        tracing: None,
         keeps_authority: false,
         certificate_lifetime: Duration::from_secs(90 * 24 * 3600),
         nodes: NodeSettings {

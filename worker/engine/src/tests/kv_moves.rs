@@ -19,6 +19,7 @@ fn exported(engine: &Engine, tokens: &[u32], first_token: usize) -> (Vec<Kv>, Ve
     let mut kv = Vec::new();
     loop {
         match events.recv_timeout(PATIENCE).unwrap() {
+            PrefillEvent::Started { .. } => {}
             PrefillEvent::Kv {
                 layer,
                 first_token,
@@ -82,6 +83,24 @@ fn an_export_covers_each_layer_once_and_in_order() {
 }
 
 #[test]
+fn a_prompt_says_once_that_it_has_left_the_queue() {
+    let engine = engine(64);
+    for cached_tokens in [0, 20] {
+        let (sender, events) = std::sync::mpsc::channel();
+        let input = PrefillInput {
+            tokens: (0..21).collect(),
+            ..PrefillInput::default()
+        };
+        let sink = move |event| sender.send(event).is_ok();
+        let _handle = engine.prefill(input, Box::new(sink)).unwrap();
+        let first = events.recv_timeout(PATIENCE).unwrap();
+        assert_eq!(first, PrefillEvent::Started { cached_tokens });
+        let mut others = events.iter();
+        assert!(!others.any(|event| matches!(event, PrefillEvent::Started { .. })));
+    }
+}
+
+#[test]
 fn kv_of_a_chunk_is_sent_while_later_chunks_wait() {
     let engine = engine(64);
     let tokens: Vec<u32> = (0..24).collect();
@@ -118,7 +137,7 @@ fn layers_beside_a_cancelled_prompt(whole_prompts: bool) -> usize {
     go.send(()).unwrap();
     loop {
         match stays.recv_timeout(PATIENCE).unwrap() {
-            PrefillEvent::Kv { .. } => {}
+            PrefillEvent::Started { .. } | PrefillEvent::Kv { .. } => {}
             PrefillEvent::Done { .. } => break,
             PrefillEvent::Failed(error) => panic!("{error}"),
         }
@@ -159,6 +178,7 @@ fn kv_of_a_layer_leaves_before_the_next_layer_computes() {
         alone: false,
     };
     let sink = move |event| match event {
+        PrefillEvent::Started { .. } => true,
         PrefillEvent::Kv { layer, .. } => left.send(layer).is_ok(),
         last => done.send(last).is_ok(),
     };

@@ -141,6 +141,7 @@ fn answer(engine: &Engine, input: GenerateInput) -> Outcome {
     start(engine, input).finish_from(first)
 }
 
+/// Starts a prefill; its events but for the first, that it has started.
 fn prefill(
     engine: &Engine,
     tokens: &[u32],
@@ -153,7 +154,10 @@ fn prefill(
         first_token,
         alone: false,
     };
-    let sink = Box::new(move |event| tx.send(event).is_ok());
+    let sink = Box::new(move |event| match event {
+        PrefillEvent::Started { .. } => true,
+        event => tx.send(event).is_ok(),
+    });
     let handle = engine.prefill(input, sink).unwrap();
     (events, handle)
 }

@@ -202,6 +202,7 @@ impl Life {
                 return decode.import_failed(id, EngineError::Prefill { detail });
             }
             match event {
+                PrefillEvent::Started { .. } => {}
                 PrefillEvent::Kv {
                     layer,
                     first_token,

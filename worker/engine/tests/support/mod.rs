@@ -119,6 +119,7 @@ pub(crate) fn disaggregated(decode: &Engine, helper: &Engine, input: GenerateInp
     let _prefill = helper.prefill(input, sink).unwrap();
     loop {
         match exported.recv_timeout(PATIENCE).unwrap() {
+            PrefillEvent::Started { .. } => {}
             PrefillEvent::Kv {
                 layer,
                 first_token,

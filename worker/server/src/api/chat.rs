@@ -28,6 +28,7 @@ pub(super) struct Chat;
 
 impl Endpoint for Chat {
     const ID: &'static str = "chatcmpl";
+    const SPAN: &'static str = "POST /v1/chat/completions";
     type Request = ChatRequest;
     type Writer = ChatWriter;
     type Answer = ChatCompletion;
@@ -133,7 +134,7 @@ fn prepare(app: &App, asked: &Asked<'_, ChatRequest>, id: String) -> Result<Subm
                 ToolChoice::Required | ToolChoice::Named(_)
             ),
         }),
-        trace: asked.trace,
+        span: asked.span.clone(),
         arrived: asked.arrived,
         room: None,
     })

@@ -23,6 +23,7 @@ pub(super) struct Completions;
 
 impl Endpoint for Completions {
     const ID: &'static str = "cmpl";
+    const SPAN: &'static str = "POST /v1/completions";
     type Request = CompletionRequest;
     type Writer = CompletionWriter;
     type Answer = Completion;
@@ -112,7 +113,7 @@ fn prepare(
             single_call: false,
             is_calls_alone: false,
         }),
-        trace: asked.trace,
+        span: asked.span.clone(),
         arrived: asked.arrived,
         room: None,
     };

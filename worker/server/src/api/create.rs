@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::extract::{Extension, Request, State};
 use axum::response::Response;
 use bytes::Bytes;
-use hearth_transport::TraceParent;
+use hearth_transport::spans::Span;
 use serde::Serialize;
 use tokio::time::Instant;
 
@@ -22,6 +22,8 @@ use crate::wire::response::Usage;
 pub(super) trait Endpoint: 'static {
     /// Prefix of its ids.
     const ID: &'static str;
+    /// Name of a request's span: method and route.
+    const SPAN: &'static str;
     /// A parsed request.
     type Request: Send + 'static;
     /// Writer of its chunks.
@@ -53,13 +55,37 @@ pub(super) trait Endpoint: 'static {
     ) -> impl Future<Output = Result<Self::Answer, ApiError>> + Send;
 }
 
-/// Answers a request.
+/// Answers a request. Its span ends with the last choice, or with the error that is the answer.
 pub(super) async fn create<E: Endpoint>(
     State(app): State<Arc<App>>,
     Extension(context): Extension<Context>,
     Extension(limiter): Extension<PrepareLimiter>,
     request: Request,
 ) -> Result<Response, ApiError> {
+    let span = Arc::new(app.tracer.answer(E::SPAN, context.trace.as_ref()));
+    if span.is_recording() {
+        let id = format!("{}-{}", E::ID, context.id);
+        span.set("hearth.request.id", id);
+    }
+    let outcome = answer::<E>(app, (context.id, span.clone()), limiter, request).await;
+    let status = match &outcome {
+        Ok(response) => response.status(),
+        Err(error) => error.status,
+    };
+    span.set("http.response.status_code", i64::from(status.as_u16()));
+    if let Err(error) = &outcome {
+        error.note_in(&span);
+    }
+    outcome
+}
+
+async fn answer<E: Endpoint>(
+    app: Arc<App>,
+    (id, span): (String, Arc<Span>),
+    limiter: PrepareLimiter,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let preparing = span.part("prepare");
     let (parts, body) = request.into_parts();
     let body = limiter.read(&parts.headers, body, &app.limits).await?;
     let arrived = Instant::now();
@@ -72,7 +98,7 @@ pub(super) async fn create<E: Endpoint>(
             models::check(&app, model)?;
             let stream = options.stream;
             let head = Head {
-                id: format!("{}-{}", E::ID, context.id),
+                id: format!("{}-{id}", E::ID),
                 created: unix_seconds(),
                 model: app.model.name.clone(),
                 fingerprint: String::new(),
@@ -84,7 +110,7 @@ pub(super) async fn create<E: Endpoint>(
             }
             let asked = Asked {
                 request: &request,
-                trace: context.trace,
+                span: span.clone(),
                 arrived,
                 work,
             };
@@ -98,7 +124,7 @@ pub(super) async fn create<E: Endpoint>(
     } = prepared?;
     let (bytes, patience) = (submission.held_bytes(), app.routing.queue_timeout);
     submission.room = limiter.keep(bytes, patience).await?;
-    drop(body_room);
+    drop((body_room, preparing));
     let choices = submission.prompts.len() as u32 * submission.n;
     let events = stream::begun(generation::run(app.clone(), submission)).await?;
     let (backlog, version) = (&app.backlog, parts.version);
@@ -113,8 +139,8 @@ pub(super) async fn create<E: Endpoint>(
 /// A request to be prepared.
 pub(super) struct Asked<'a, R> {
     pub(super) request: &'a R,
-    /// The client's trace.
-    pub(super) trace: Option<TraceParent>,
+    /// The request's span.
+    pub(super) span: Arc<Span>,
     /// Time when the request had arrived in full.
     pub(super) arrived: Instant,
     pub(super) work: &'a Work,

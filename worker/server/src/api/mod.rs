@@ -19,7 +19,8 @@ use axum::extract::{Extension, MatchedPath, Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use hearth_transport::TraceParent;
+use hearth_transport::spans::SpanContext;
+use hearth_transport::trace_context::{self, TRACEPARENT, TRACESTATE};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use uuid::Uuid;
 
@@ -74,8 +75,8 @@ pub(crate) fn metrics_router(app: Arc<App>) -> Router {
 pub(crate) struct Context {
     /// Unique part of the answer's id; also the `x-request-id` header of the response.
     pub(crate) id: String,
-    /// The client's trace.
-    pub(crate) trace: Option<TraceParent>,
+    /// The client's span, if it has a trace.
+    pub(crate) trace: Option<SpanContext>,
 }
 
 /// Gives the request its id, counts the response and logs it.
@@ -89,7 +90,7 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     let method = request.method().clone();
     request.extensions_mut().insert(Context {
         id: id.clone(),
-        trace,
+        trace: trace.clone(),
     });
     let mut response = next.run(request).await;
     let status = response.status().as_u16();
@@ -99,7 +100,7 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
         %method,
         route,
         status,
-        trace = trace.map(|trace| format!("{:032x}", trace.trace_id)),
+        trace = trace.map(|trace| tracing::field::display(trace.trace_id())),
         "request"
     );
     if let Ok(id) = HeaderValue::from_str(&id) {
@@ -119,9 +120,14 @@ async fn authorise(State(app): State<Arc<App>>, request: Request, next: Next) ->
     }
 }
 
-/// Parses the W3C trace context; a malformed one is ignored, as the standard requires.
-fn trace_of(headers: &HeaderMap) -> Option<TraceParent> {
-    headers.get("traceparent")?.to_str().ok()?.parse().ok()
+/// Reads the client's trace context.
+fn trace_of(headers: &HeaderMap) -> Option<SpanContext> {
+    let parent = headers.get(TRACEPARENT);
+    let states = headers.get_all(TRACESTATE).iter();
+    trace_context::read(
+        parent.and_then(|parent| parent.to_str().ok()),
+        states.filter_map(|state| state.to_str().ok()),
+    )
 }
 
 async fn not_found(method: Method, uri: Uri) -> ApiError {

@@ -1,4 +1,4 @@
-//! The HTTP side: routes, limits, keys, traces, metrics, HTTPS.
+//! The HTTP side: routes, limits, keys, metrics, HTTPS.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -350,68 +350,6 @@ async fn keys_are_asked_for_and_read_again() {
     std::fs::write(&path, "key-three\n").unwrap();
     assert_eq!(ask(Some("Bearer key-three")).await.status(), 200);
     assert_eq!(ask(Some("Bearer key-one")).await.status(), 401);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn traces_and_request_ids_are_passed_on() {
-    let worker = FakeWorker::start();
-    let gateway = gateway(&[&worker], |_| {}).await;
-    let send = |trace: &'static str| {
-        let request = gateway
-            .http
-            .post(format!("{}{CHAT}", gateway.url))
-            .header("traceparent", trace);
-        async {
-            request
-                .json(&chat_body("say:x", json!({})))
-                .send()
-                .await
-                .unwrap()
-        }
-    };
-    let response = send("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01").await;
-    let id = response.headers()["x-request-id"]
-        .to_str()
-        .unwrap()
-        .to_owned();
-    let answer: Value = response.json().await.unwrap();
-    assert_eq!(answer["id"], format!("chatcmpl-{id}"));
-    let (call, context) = worker
-        .behaviour
-        .calls
-        .lock()
-        .unwrap()
-        .last()
-        .unwrap()
-        .clone();
-    let trace = context.trace.unwrap();
-    assert_eq!(
-        format!("{:032x}", trace.trace_id),
-        "4bf92f3577b34da6a3ce929d0e0e4736"
-    );
-    assert_ne!(
-        trace.parent_id, 0x00f0_67aa_0ba9_02b7,
-        "the gateway is the parent now"
-    );
-    assert_eq!(trace.flags, 1);
-    assert_eq!(
-        context.request_id.as_deref(),
-        Some(call.request_id.as_str())
-    );
-    assert!(call.request_id.contains(&id));
-    send("nonsense").await;
-    assert_eq!(
-        worker
-            .behaviour
-            .calls
-            .lock()
-            .unwrap()
-            .last()
-            .unwrap()
-            .1
-            .trace,
-        None
-    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -19,3 +19,4 @@ mod routing;
 mod slow_clients;
 mod support;
 mod tools;
+mod traces;

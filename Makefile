@@ -15,7 +15,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build programs test test-oldest test-gpu bench-gpu test-cluster cluster check fmt bench images manifests crds clean help
+.PHONY: demo build programs test test-oldest test-gpu bench-gpu test-cluster cluster check fmt bench images release manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -81,8 +81,11 @@ images: ## The container images of both programs, as archives in target/images
 	@cargo build --profile image --bin hearth-worker
 	@$(TARGET_DIR)/image/hearth-worker cuda-compile --arch $(GPU_ARCHITECTURES) --out $(TARGET_DIR)/images/kernels \
 		--nvrtc $$(echo $(HEARTH_CACHE)/py/lib/python3*/site-packages/nvidia/cuda_nvrtc/lib)
-	@cargo run -q -p hearth-tests --bin hearth-images -- $(TARGET_DIR)/image-operator/hearth \
-		$(TARGET_DIR)/image/hearth-worker $(TARGET_DIR)/images/kernels $(TARGET_DIR)/images $(REGISTRY)
+	@cargo run -q -p hearth-release -- images --operator $(TARGET_DIR)/image-operator/hearth --worker $(TARGET_DIR)/image/hearth-worker \
+		--kernels $(TARGET_DIR)/images/kernels --registry $(REGISTRY) --output $(TARGET_DIR)/images
+
+release: ## A release of VERSION in dist/: images for amd64 and arm64, chart, install.yaml, SBOMs, checksums
+	@scripts/release.sh $(VERSION)
 
 manifests: crds ## Regenerate manifests/install.yaml from the chart
 	@scripts/manifests.sh

@@ -1,5 +1,5 @@
 //! Shared code of the multi-process tests: the programs, a running `hearth up`, a Kubernetes cluster, an operator with
-//! a fault-injecting proxy, an emulated machine, container images, and a simple HTTP client.
+//! a fault-injecting proxy, an emulated machine, and a simple HTTP client.
 
 #![forbid(unsafe_code)]
 
@@ -8,7 +8,6 @@ mod cgroup;
 mod chat;
 pub mod cluster;
 mod deployment;
-pub mod image;
 mod metrics;
 pub mod operator;
 mod otlp;
@@ -32,7 +31,9 @@ pub use otlp::{OtlpReceiver, ReceivedSpan};
 pub use ports::free_port;
 pub use probe::probe;
 pub use processes::{cpu_time, has_ended};
-pub use programs::{hearth, python, root, run, skipped, worker, write_fault};
+pub use programs::{
+    elf_header, hearth, python, release_tool, root, run, skipped, worker, write_fault,
+};
 pub use queries::{DASHBOARD, RULES, queried_metrics};
 pub use ranks::{Rank, Ranks};
 pub use ring::{RING_MEMBERS, RingMember};

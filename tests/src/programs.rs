@@ -48,6 +48,28 @@ pub fn worker() -> Command {
     Command::new(program("hearth-worker"))
 }
 
+/// Returns the path of the `hearth-release` program.
+pub fn release_tool() -> PathBuf {
+    program("hearth-release")
+}
+
+/// Returns a program that consists of the header of an ELF file alone, for one of ELF's machines: 62 for x86-64, 183 for 64-bit
+/// ARM. It loads nothing and runs nowhere.
+pub fn elf_header(machine: u16) -> Vec<u8> {
+    let mut bytes = b"\x7fELF\x02\x01\x01".to_vec();
+    bytes.resize(16, 0);
+    for half in [2, machine] {
+        bytes.extend(half.to_le_bytes());
+    }
+    bytes.extend(1_u32.to_le_bytes());
+    // No entry point, no program headers, no section headers.
+    bytes.extend([0; 28]);
+    for half in [64_u16, 56, 0, 64, 0, 0] {
+        bytes.extend(half.to_le_bytes());
+    }
+    bytes
+}
+
 /// Returns the Python interpreter with the packages that the tests use.
 ///
 /// # Panics

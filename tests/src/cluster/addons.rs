@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
+use hearth_release::image::Image;
+use hearth_release::layout::Layout;
+
 use super::Options;
 use super::network::AddressFamily;
 use super::node::PAUSE_IMAGE;
 use super::process::Workspace;
-use crate::image::Image;
 
 /// Manifests of every cluster with nodes.
 pub(super) const BASE: &str = include_str!("../../cluster/manifests/base.yaml");
@@ -36,10 +38,10 @@ pub(super) fn images(workspace: &Workspace, options: &Options) -> anyhow::Result
     );
     let archive = |(program, reference): (&str, &str)| -> anyhow::Result<PathBuf> {
         let file = workspace.file(format!("{program}.tar"));
-        Image::new(reference)
+        let image = Image::new()
             .program(&workspace.tools.get(program)?, &format!("/bin/{program}"))?
-            .entrypoint(&[&format!("/bin/{program}")])
-            .write(&file)?;
+            .entrypoint(&[&format!("/bin/{program}")]);
+        Layout::new(reference).image(image).write(&file)?;
         Ok(file)
     };
     wanted.into_iter().map(archive).collect()

@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use hearth_release::image::{Image, Program};
+use hearth_release::layout::Layout;
 
 use super::Cluster;
-use crate::image::{Image, Program};
-use crate::programs::{program, target_directory};
+use crate::programs::{program, root, target_directory};
 
 /// Images for the chart to use.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,12 +27,9 @@ impl Cluster {
     pub fn import_hearth(&self) -> Images {
         let mut registry = "hearth.test".to_owned();
         if self.is_own() {
-            for (which, name) in [
-                (Program::Operator, "hearth"),
-                (Program::Worker, "hearth-worker"),
-            ] {
-                let archive = archive(which, name, &registry)
-                    .unwrap_or_else(|error| panic!("the image of {name}: {error:#}"));
+            for which in [Program::Operator, Program::Worker] {
+                let archive = archive(which, &registry)
+                    .unwrap_or_else(|error| panic!("the image of {}: {error:#}", which.name()));
                 self.import_image(&archive);
             }
         } else {
@@ -54,7 +52,8 @@ const TAG: &str = "test";
 
 /// Returns the image archive of a program, rewritten if the program has changed. The archive gets the program's
 /// modification time: a build with other features replaces a newer program with an older one.
-fn archive(which: Program, name: &str, registry: &str) -> anyhow::Result<PathBuf> {
+fn archive(which: Program, registry: &str) -> anyhow::Result<PathBuf> {
+    let name = which.name();
     let built = program(name);
     let directory = target_directory().join("images");
     std::fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
@@ -63,7 +62,10 @@ fn archive(which: Program, name: &str, registry: &str) -> anyhow::Result<PathBuf
     if modified(&archive)? != Some(time) {
         // Written under another name until complete, so that a killed test leaves no partial archive.
         let unfinished = directory.join(format!("{name}.{}", std::process::id()));
-        Image::of(which, &format!("{registry}/{name}:{TAG}"), &built)?.write(&unfinished)?;
+        let image = Image::of(which, &built, &root().join("models/hearth-demo"))?;
+        Layout::new(&format!("{registry}/{name}:{TAG}"))
+            .image(image)
+            .write(&unfinished)?;
         std::fs::File::options()
             .write(true)
             .open(&unfinished)?

@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::time::Duration;
 
+use hearth_release::image::Image;
+use hearth_release::layout::Layout;
 use serde_json::{Value, json};
 
 use super::Cluster;
 use super::wait::wait_until;
-use crate::image::Image;
 
 /// Image of [`Cluster::import_toolbox`]: its containers take a bash command.
 pub const TOOLBOX: &str = "hearth.test/toolbox:1";
@@ -21,7 +22,7 @@ impl Cluster {
     /// # Panics
     /// When a tool is missing.
     pub fn import_toolbox(&self) {
-        let mut image = Image::new(TOOLBOX).entrypoint(&["/bin/bash", "-c"]);
+        let mut image = Image::new().entrypoint(&["/bin/bash", "-c"]);
         for program in ["bash", "cat", "getent", "sleep"] {
             let from = Path::new("/usr/bin").join(program);
             let inside = format!("/bin/{program}");
@@ -29,7 +30,8 @@ impl Cluster {
             image = with.unwrap_or_else(|error| panic!("{program}: {error:#}"));
         }
         let archive = self.own().workspace.file("toolbox.tar");
-        image
+        Layout::new(TOOLBOX)
+            .image(image)
             .write(&archive)
             .unwrap_or_else(|error| panic!("{}: {error:#}", archive.display()));
         self.import_image(&archive);

@@ -326,12 +326,12 @@ impl Cache {
         Ok(keys)
     }
 
-    /// Removes everything of a key except its lock, which the caller holds.
     /// Removes what a removal of this key has left that was cut off.
     pub(crate) fn forget_removed(&self, key: &Key) -> Result<(), FetchError> {
         remove_directory(&self.removing(key))
     }
 
+    /// Removes everything of a key except its lock, which the caller holds.
     fn remove(&self, key: &Key) -> Result<(), FetchError> {
         let going = self.removing(key);
         remove_directory(&going)?;
@@ -352,7 +352,8 @@ impl Cache {
         remove_file(&self.part_facts(key))
     }
 
-    pub(crate) fn directory(&self, key: &Key) -> PathBuf {
+    /// Where a complete model's directory is, whether it is there or not.
+    pub fn directory(&self, key: &Key) -> PathBuf {
         self.models().join(key.as_str())
     }
 
@@ -364,7 +365,8 @@ impl Cache {
         self.models().join(format!("{REMOVE}{key}"))
     }
 
-    pub(crate) fn about_file(&self, key: &Key) -> PathBuf {
+    /// Where it is recorded what the model is ([`About`]).
+    pub fn about_file(&self, key: &Key) -> PathBuf {
         self.models().join(format!("{ABOUT}{key}"))
     }
 
@@ -372,7 +374,8 @@ impl Cache {
         self.models().join(format!("{ABOUT}{key}.new"))
     }
 
-    pub(crate) fn pinned_file(&self, key: &Key) -> PathBuf {
+    /// The file whose presence pins the model ([`Cache::pin`]).
+    pub fn pinned_file(&self, key: &Key) -> PathBuf {
         self.models().join(format!("{PINNED}{key}"))
     }
 

@@ -7,6 +7,7 @@ mod ledger;
 mod lifecycle;
 mod memory;
 mod nodes;
+mod offline;
 mod pinning;
 mod plugin;
 mod ready;

@@ -35,25 +35,29 @@ pub(crate) fn install_with(cluster: &Cluster, images: &Images, replicas: u32, mo
     let values = [
         format!("image.registry={registry}"),
         format!("image.tag={}", images.operator.1),
-        "image.pullPolicy=IfNotPresent".to_owned(),
         format!("operator.replicas={replicas}"),
-        "crds.keep=false".to_owned(),
-        // Models of the tests are here, on a disk that may be full.
-        "hostPath.allowedPrefixes={/models,/var/tmp}".to_owned(),
-        "agent.diskReservePercent=0".to_owned(),
-        // Tests check that unused models are removed, without waiting a day.
-        "agent.keepModels=0".to_owned(),
-        // All servers of the tests have private addresses.
-        "agent.fetch.privatePatienceSeconds=5".to_owned(),
-        // Longest time that a node may be away in the tests: longer than other waits.
-        "nodes.forgetAfter=100s".to_owned(),
     ];
-    let mut arguments = vec!["install", "hearth", "charts/hearth", "--create-namespace"];
-    for value in values
-        .iter()
-        .map(String::as_str)
-        .chain(more.iter().copied())
-    {
+    let values: Vec<&str> = values.iter().map(String::as_str).collect();
+    install_chart(cluster, "charts/hearth", &[&values, more].concat());
+}
+
+/// Installs a chart, a directory or packed, with additional values, each `A=B`, and waits until all nodes are measured.
+pub(crate) fn install_chart(cluster: &Cluster, chart: &str, more: &[&str]) {
+    let values = [
+        "image.pullPolicy=IfNotPresent",
+        "crds.keep=false",
+        // Models of the tests are here, on a disk that may be full.
+        "hostPath.allowedPrefixes={/models,/var/tmp}",
+        "agent.diskReservePercent=0",
+        // Tests check that unused models are removed, without waiting a day.
+        "agent.keepModels=0",
+        // All servers of the tests have private addresses.
+        "agent.fetch.privatePatienceSeconds=5",
+        // Longest time that a node may be away in the tests: longer than other waits.
+        "nodes.forgetAfter=100s",
+    ];
+    let mut arguments = vec!["install", "hearth", chart, "--create-namespace"];
+    for value in values.iter().chain(more) {
         arguments.extend(["--set", value]);
     }
     helm(cluster, &arguments);

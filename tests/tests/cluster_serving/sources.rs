@@ -352,7 +352,7 @@ fn kept_models(cluster: &Cluster) -> Vec<String> {
 }
 
 /// Applies a deployment with this source, asks it a question, and deletes it.
-fn serves(cluster: &Cluster, name: &str, source: &Value) {
+pub(super) fn serves(cluster: &Cluster, name: &str, source: &Value) {
     let model = json!({"source": source, "servedName": "hearth-demo"});
     cluster.apply(&deployment(name, json!({"model": model})).to_string());
     wait_until_settled(cluster, name);

@@ -123,8 +123,8 @@ build() {
         fi
         # Machines with 64-bit ARM have pages of up to 64 KiB, and the allocator must know the largest.
         [ "$platform" != arm64 ] || export JEMALLOC_SYS_WITH_LG_PAGE=16
-        # Nothing of this machine's directories is in the programs.
-        export RUSTFLAGS="--remap-path-prefix=$PWD=/hearth --remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=/cargo"
+        # Panics name source files, wherever these were on the machine that built them.
+        export CARGO_ENCODED_RUSTFLAGS="--remap-path-prefix=$PWD=/hearth"$'\x1f'"--remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=/cargo"
         cargo build --locked --profile image-operator --target "$triple" --bin hearth
         cargo build --locked --profile image --target "$triple" --bin hearth-worker
     )

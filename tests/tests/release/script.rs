@@ -1,5 +1,6 @@
 //! `scripts/release.sh` in a checkout of its own, with programs that are built already.
 
+use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,7 +20,7 @@ struct Checkout {
 
 impl Checkout {
     fn new_or_skip() -> Option<Self> {
-        let listed = Command::new("git")
+        let listed = outside("git")
             .args([
                 "ls-files",
                 "-z",
@@ -67,7 +68,7 @@ impl Checkout {
 
     fn git(&self, words: &[&str]) {
         let when = format!("{} +0000", COMMITTED.0);
-        let (code, _, stderr) = run(Command::new("git")
+        let (code, _, stderr) = run(outside("git")
             .args([
                 "-c",
                 "user.name=x",
@@ -91,7 +92,7 @@ impl Checkout {
         let path = [target.join("fakes"), cargo.to_path_buf()]
             .into_iter()
             .chain(std::env::split_paths(&path));
-        let (code, stdout, stderr) = run(Command::new(self.path().join("scripts/release.sh"))
+        let (code, stdout, stderr) = run(outside(self.path().join("scripts/release.sh"))
             .args(["--programs", text(&target)])
             .args(["--kernels", text(&target.join("kernels"))])
             .args(["--tool", text(&release_tool())])
@@ -109,6 +110,17 @@ impl Checkout {
         assert_eq!(code, 0, "{said}");
         output
     }
+}
+
+/// Creates a command that looks for its checkout where it runs: whoever runs the tests may be git itself.
+fn outside(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("GIT_") {
+            command.env_remove(name);
+        }
+    }
+    command
 }
 
 #[test]

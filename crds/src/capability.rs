@@ -170,11 +170,12 @@ fn of_deployments(spec: &InferenceDeploymentSpec, errors: &mut Vec<FieldError>) 
     }
 }
 
-/// Rejects settings that count only where workers end for want of requests or for others, and those that exclude each other. No rule
-/// of the schema: objects of earlier versions may have some of them, and stay writable.
+/// Rejects settings that count only where workers end for want of requests or for others. No rule of the schema: objects of earlier
+/// versions may have some of them, and stay writable.
 fn autoscaling(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldError>) {
     const RESTS: &str = "it counts only where workers end for want of requests: write decode.scaling: {mode: Auto, minReplicas: 0}, or remove it";
     const STAYS: &str = "as it is, workers end for nobody: remove it, or write decode.scaling: {mode: Auto, minReplicas: 0} for workers that end for a higher priority";
+    const EMPTIED: &str = "with decode.scaling.mode External the autoscaler alone ends workers and starts them: remove it, or write decode.scaling: {mode: Auto, minReplicas: 0}";
     let AutoscalingSpec {
         scale_to_zero_after,
         hold_timeout,
@@ -192,18 +193,11 @@ fn autoscaling(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<
     ];
     let set = set.into_iter().filter_map(|(field, value, remedy)| {
         let remedy = match target {
-            Target::Machine => "hearth up keeps its workers: remove it".to_owned(),
-            Target::Cluster if !spec.may_rest() => remedy.to_owned(),
-            Target::Cluster => {
-                let others = match (keep, preload) {
-                    (true, true) => "autoscaling.keep and autoscaling.preload",
-                    (true, false) => "autoscaling.keep",
-                    (false, true) => "autoscaling.preload",
-                    (false, false) => return None,
-                };
-                let is_excluded = field == "scaleToZeroAfter";
-                is_excluded.then(|| format!("with {others} workers stay without requests: remove scaleToZeroAfter, or remove {others}"))?
-            }
+            Target::Machine => "hearth up keeps its workers: remove it",
+            Target::Cluster if spec.may_rest() => return None,
+            Target::Cluster if spec.may_be_emptied() && field == "holdTimeout" => return None,
+            Target::Cluster if spec.may_be_emptied() => EMPTIED,
+            Target::Cluster => remedy,
         };
         let field = format!("spec.autoscaling.{field}");
         Some(FieldError::new(field, value?, remedy))

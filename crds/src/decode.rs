@@ -21,15 +21,16 @@ fn default_max_batch() -> u32 {
     x_kube(
         validation = Rule::new(rules::REPLICAS_XOR_RANGE).message(rules::REPLICAS_XOR_RANGE_SAYS),
         validation = Rule::new(rules::SCALING_XOR_RANGE).message(rules::SCALING_XOR_RANGE_SAYS),
+        validation = Rule::new(rules::NONE_IS_EXTERNAL).message(rules::NONE_IS_EXTERNAL_SAYS).field_path(".replicas"),
         validation = Rule::new(rules::DUAL_BATCH_HAS_TWO).message(rules::DUAL_BATCH_HAS_TWO_SAYS),
     )
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DecodeSpec {
     /// Number of workers. By default 1. The scale subresource reads and writes it, and an autoscaler requires it to be
-    /// set.
+    /// set. 0, where scaling is {mode: External, minReplicas: 0}, ends all workers until it is higher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS).message(rules::REPLICAS_SAYS)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::REPLICAS_OR_NONE).message(rules::REPLICAS_SAYS)))]
     pub replicas: Option<u32>,
     /// Who may change the number of workers, and within which bounds. By default only the deployment's author (mode
     /// Static).

@@ -107,8 +107,8 @@ pub struct InferenceDeploymentSpec {
     #[serde(default, skip_serializing_if = "PodTemplateSpec::is_empty")]
     pub pod_template: PodTemplateSpec,
     /// Which deployment comes first where nodes hold the workers of one and not of both, from -1000 to 1000: workers that may all
-    /// end (decode.scaling.minReplicas 0) give way to a higher priority as soon as they have been ready for a minute, and while they
-    /// are idle to any other that may scale to zero as well. By default 0.
+    /// end for want of requests (decode.scaling {mode: Auto, minReplicas: 0}) give way to a higher priority as soon as they have been
+    /// ready for a minute, and while they are idle to any other that may end its own so. By default 0.
     #[serde(default, skip_serializing_if = "is_zero")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new("self >= -1000 && self <= 1000").message("write a priority from -1000 to 1000; the default is 0")))]
     pub priority: i32,
@@ -150,6 +150,7 @@ pub enum Strategy {
         validation = Rule::new(rules::STREAMING_HAS_GPU).message(rules::STREAMING_HAS_GPU_SAYS),
         validation = Rule::new(rules::PEERS_NUMBER).message(rules::PEERS_NUMBER_SAYS).field_path(".gpusPerWorker"),
         validation = Rule::new(rules::PEERS_ONE_GROUP).message(rules::PEERS_ONE_GROUP_SAYS).field_path(".replicas"),
+        validation = Rule::new(rules::PREFILL_NOT_EMPTIED).message(rules::PREFILL_NOT_EMPTIED_SAYS).field_path(".scaling.minReplicas"),
         validation = Rule::new(rules::PEERS_NOT_SCALED).message(rules::PEERS_NOT_SCALED_SAYS).field_path(".scaling"),
         validation = Rule::new(rules::QUIET_WINDOW_HAS_EFFECT).message(rules::QUIET_WINDOW_HAS_EFFECT_SAYS).field_path(".quietWindow"),
     )
@@ -342,15 +343,19 @@ const HOLD_TIMEOUT: Duration = Duration::from_secs(600);
 /// Settings of pools that Hearth scales.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    x_kube(validation = Rule::new(rules::STAYS_OR_ENDS).message(rules::STAYS_OR_ENDS_SAYS).field_path(".scaleToZeroAfter"))
+)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct AutoscalingSpec {
-    /// Time without a request after which all workers end, where decode.scaling.minReplicas is 0. The gateway stays, and the next
-    /// request starts them again. From 10s to 30 days (720h). By default 10m.
+    /// Time without a request after which all workers end, where decode.scaling is {mode: Auto, minReplicas: 0}. The gateway stays,
+    /// and the next request starts them again. From 10s to 30 days (720h). By default 10m. Not beside keep or preload.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::IDLE_TIME).message(rules::IDLE_TIME_SAYS)))]
     pub scale_to_zero_after: Option<DurationText>,
-    /// Longest time that a request waits that finds no ready worker, where decode.scaling.minReplicas is 0. From 1s to 24h. By
-    /// default 10m. Clients may give up earlier.
+    /// Longest time that a request waits that finds no ready worker, where decode.scaling.minReplicas is 0, with mode Auto or
+    /// External. From 1s to 24h. By default 10m. Clients may give up earlier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::HOLD_TIME).message(rules::HOLD_TIME_SAYS)))]
     pub hold_timeout: Option<DurationText>,
@@ -499,10 +504,21 @@ impl InferenceDeploymentSpec {
         (self.may_rest() && !stays).then(|| after.map_or(SCALE_TO_ZERO_AFTER, DurationText::get))
     }
 
+    /// Whether an autoscaler in the cluster may have all workers end, and start again.
+    pub fn may_be_emptied(&self) -> bool {
+        let scaling = self.decode.scaling.as_ref();
+        scaling.is_some_and(ScalingSpec::may_be_emptied)
+    }
+
+    /// Whether it has had them end.
+    pub fn is_emptied(&self) -> bool {
+        self.may_be_emptied() && self.decode.replicas == Some(0)
+    }
+
     /// Longest time that a request waits for workers that have ended; `None` if they never do.
     pub fn hold_timeout(&self) -> Option<Duration> {
         let hold = self.autoscaling.hold_timeout;
-        self.may_rest()
+        (self.may_rest() || self.may_be_emptied())
             .then(|| hold.map_or(HOLD_TIMEOUT, DurationText::get))
     }
 

@@ -91,10 +91,16 @@ pub(crate) const NO_STABILIZATION_SAYS: &str = "pools with scaling.mode Auto shr
 /// Rule against prefill workers that end without the decode workers.
 pub(crate) const PREFILL_ZERO: &str = "!has(self.prefill) || !has(self.prefill.scaling) || !has(self.prefill.scaling.minReplicas) || self.prefill.scaling.minReplicas > 0 || !has(self.prefill.scaling.mode) || self.prefill.scaling.mode != 'Auto' || (has(self.decode) && has(self.decode.scaling) && has(self.decode.scaling.minReplicas) && self.decode.scaling.minReplicas == 0)";
 pub(crate) const PREFILL_ZERO_SAYS: &str = "prefill workers end for want of requests together with the decode workers: write decode.scaling: {mode: Auto, minReplicas: 0} too, or 1 here";
-/// Rule for a pool that may have no worker.
-pub(crate) const ZERO_IS_AUTO: &str =
-    "!has(self.minReplicas) || self.minReplicas > 0 || (has(self.mode) && self.mode == 'Auto')";
-pub(crate) const ZERO_IS_AUTO_SAYS: &str = "with mode Auto requests start the workers again, and with mode External nothing does: write 1 to 64 workers, or mode: Auto";
+/// Rule against prefill workers that an autoscaler ends without the decode workers.
+pub(crate) const PREFILL_NOT_EMPTIED: &str = "!has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External' || !has(self.scaling.minReplicas) || self.scaling.minReplicas > 0";
+pub(crate) const PREFILL_NOT_EMPTIED_SAYS: &str = "prefill workers end together with the decode workers, whose number 0 ends all: write 1 to 64 workers here, and decode.scaling: {mode: External, minReplicas: 0}";
+/// Rules for the number of decode workers, which an autoscaler may set to none.
+pub(crate) const REPLICAS_OR_NONE: &str = "self >= 0 && self <= 64";
+pub(crate) const NONE_IS_EXTERNAL: &str = "!has(self.replicas) || self.replicas > 0 || (has(self.scaling) && has(self.scaling.mode) && self.scaling.mode == 'External' && has(self.scaling.minReplicas) && self.scaling.minReplicas == 0)";
+pub(crate) const NONE_IS_EXTERNAL_SAYS: &str = "write 1 to 64 workers; the default is 1, and 0 takes scaling: {mode: External, minReplicas: 0}, with which an autoscaler ends all workers and starts them again";
+/// Rule against a time that nothing waits for.
+pub(crate) const STAYS_OR_ENDS: &str = "!has(self.scaleToZeroAfter) || !((has(self.keep) && self.keep) || (has(self.preload) && self.preload))";
+pub(crate) const STAYS_OR_ENDS_SAYS: &str = "with autoscaling.keep or autoscaling.preload workers stay without requests: remove scaleToZeroAfter, or remove keep and preload";
 /// Rules for durations within bounds; what is none has a rule of its own.
 pub(crate) const IDLE_TIME: &str = "!self.matches('^([0-9.]+(ms|s|m|h))+$') || (self.matches('^([0-9]{1,8}([.][0-9]{1,9})?(ms|s)|[0-9]{1,5}([.][0-9]{1,9})?(m|h))+$') && duration(self) >= duration('10s') && duration(self) <= duration('720h'))";
 pub(crate) const IDLE_TIME_SAYS: &str = "write 10s to 720h; the default is 10m";

@@ -67,7 +67,7 @@ pub struct InferencePoolScalerSpec {
     /// autoscaler's. The number kept is the nearest one within the bounds of the deployment's scaling.
     #[cfg_attr(
         feature = "kube",
-        x_kube(validation = Rule::new(rules::REPLICAS).message("write 1 to 64 workers: this engine keeps at least one worker of a pool"))
+        x_kube(validation = Rule::new(rules::REPLICAS).message("write 1 to 64 workers: prefill workers end together with the decode workers, whose number the InferenceDeployment has"))
     )]
     pub replicas: u32,
 }

@@ -13,7 +13,6 @@ use crate::rules;
     x_kube(
         validation = Rule::new("(has(self.mode) && self.mode != 'Static') || (!has(self.minReplicas) && !has(self.maxReplicas))")
             .message("remove minReplicas and maxReplicas: with mode Static the number is that of replicas. In a cluster, mode Auto lets Hearth follow the load within them, and External keeps an autoscaler's number within them"),
-        validation = Rule::new(rules::ZERO_IS_AUTO).message(rules::ZERO_IS_AUTO_SAYS).field_path(".minReplicas"),
         validation = Rule::new(rules::MIN_UP_TO_MAX).message(rules::MIN_UP_TO_MAX_SAYS).field_path(".minReplicas"),
     )
 )]
@@ -29,8 +28,9 @@ pub struct ScalingSpec {
     #[serde(default)]
     #[cfg_attr(feature = "kube", schemars(extend("maxLength" = 16)))]
     pub mode: ScalingMode,
-    /// Minimum number of workers, whatever the load or the autoscaler requests. Only with mode Auto or External. By default 1. With
-    /// mode Auto, 0 for decode lets all workers end while there are no requests (autoscaling.scaleToZeroAfter).
+    /// Minimum number of workers, whatever the load or the autoscaler requests. Only with mode Auto or External. By default 1. 0 for
+    /// decode lets all workers end, prefill workers among them: with mode Auto while there are no requests
+    /// (autoscaling.scaleToZeroAfter), with mode External while the autoscaler asks for none. The gateway stays and holds requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
@@ -71,9 +71,19 @@ impl ScalingSpec {
         self.mode != ScalingMode::Static
     }
 
+    /// Whether Hearth changes the number of workers, by the load.
+    pub fn is_auto(&self) -> bool {
+        self.mode == ScalingMode::Auto
+    }
+
     /// Whether the pool's workers may all end while there are no requests.
     pub fn may_rest(&self) -> bool {
-        self.mode == ScalingMode::Auto && self.min_replicas == Some(0)
+        self.is_auto() && self.min_replicas == Some(0)
+    }
+
+    /// Whether an autoscaler in the cluster may have all of the pool's workers end, and start again.
+    pub fn may_be_emptied(&self) -> bool {
+        self.is_external() && self.min_replicas == Some(0)
     }
 
     /// Returns the number within the bounds that is nearest to `replicas`; at least 1.

@@ -24,7 +24,8 @@ pub struct InferenceDeploymentStatus {
     #[cfg_attr(feature = "kube", schemars(length(max = 16)))]
     #[cfg_attr(feature = "kube", x_kube(merge_strategy = ListMerge::Map(vec!["name".into()])))]
     pub pool_statuses: Vec<PoolStatus>,
-    /// Where the workers end for want of requests, whether they have; unset before they first did.
+    /// Where all workers may end, for want of requests or because an autoscaler asks for none, whether they have; unset before they
+    /// first did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale_to_zero: Option<ScaleToZeroStatus>,
     /// The model and the progress of its files.
@@ -145,12 +146,12 @@ pub struct PoolAutoscaling {
     pub fewer: Option<u32>,
 }
 
-/// Whether all workers have ended for want of requests.
+/// Whether all workers have ended, for want of requests or because an autoscaler asks for none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct ScaleToZeroStatus {
-    /// Whether there are no workers until a request comes.
+    /// Whether there are no workers until a request comes, or until the autoscaler asks for some.
     pub at_zero: bool,
     /// Time of the last change (RFC 3339).
     #[cfg_attr(feature = "kube", schemars(extend("format" = "date-time")))]
@@ -160,7 +161,7 @@ pub struct ScaleToZeroStatus {
 }
 
 impl InferenceDeploymentStatus {
-    /// Whether all workers have ended for want of requests.
+    /// Whether all workers have ended, for want of requests or because an autoscaler asks for none.
     pub fn is_at_zero(&self) -> bool {
         let zero = self.scale_to_zero.as_ref();
         zero.is_some_and(|zero| zero.at_zero)

@@ -130,7 +130,7 @@ fn numbers_out_of_range_say_what_to_write() {
     );
     refused(
         "  decode: {replicas: 0}",
-        "spec.decode.replicas is 0\n  write 1 to 64 workers; the default is 1",
+        "spec.decode.replicas is 0\n  write 1 to 64 workers; the default is 1, and 0 takes scaling: {mode: External, minReplicas: 0}, with which an autoscaler ends all workers and starts them again",
     );
     refused(
         "  prefill: {replicas: 2, mode: Chunked}",

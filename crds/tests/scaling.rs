@@ -91,10 +91,6 @@ fn what_does_not_go_together_is_refused_with_what_to_write() {
             ".minReplicas is 3\n  write a minReplicas that is not above maxReplicas",
         ),
         (
-            "{mode: External, minReplicas: 0}",
-            ".minReplicas is 0\n  with mode Auto requests start the workers again, and with mode External nothing does: write 1 to 64 workers, or mode: Auto",
-        ),
-        (
             "{mode: Auto, minReplicas: 65}",
             ".minReplicas is 65\n  write 0 to 64 workers",
         ),
@@ -120,7 +116,69 @@ fn what_does_not_go_together_is_refused_with_what_to_write() {
 }
 
 #[test]
+fn an_autoscaler_may_ask_for_no_workers_where_decode_says_so() {
+    const NONE: &str = "spec.decode.replicas is 0\n  write 1 to 64 workers; the default is 1, and 0 takes scaling: {mode: External, minReplicas: 0}, with which an autoscaler ends all workers and starts them again";
+    const EXTERNAL: &str = "\n  with decode.scaling.mode External the autoscaler alone ends workers and starts them: remove it, or write decode.scaling: {mode: Auto, minReplicas: 0}";
+    let scaling = "scaling: {mode: External, minReplicas: 0, maxReplicas: 4}";
+    let read = |decode: &str| {
+        let spec = text(&format!(
+            "decode: {{{decode}}}\n  prefill: {{replicas: 2, scaling: {{mode: External}}}}"
+        ));
+        let read = parse_deployment_for(&spec, Target::Cluster);
+        read.unwrap_or_else(|error| panic!("{spec}: {error}")).spec
+    };
+    for (replicas, is_emptied) in [(0, true), (1, false), (9, false)] {
+        let spec = read(&format!("replicas: {replicas}, {scaling}"));
+        assert_eq!(spec.is_emptied(), is_emptied, "{replicas}");
+        assert_eq!(spec.decode.planned_replicas(), replicas.clamp(1, 4));
+        assert_eq!(spec.hold_timeout(), Some(Duration::from_secs(600)));
+        assert!(spec.may_be_emptied() && !spec.may_rest());
+        assert_eq!(spec.scale_to_zero_after(), None);
+    }
+    assert!(!read(scaling).is_emptied());
+    let held = text(&format!(
+        "decode: {{{scaling}}}\n  autoscaling: {{holdTimeout: 5m}}"
+    ));
+    parse_deployment_for(&held, Target::Cluster).unwrap();
+    let set = |field: &str| format!("decode: {{{scaling}}}\n  autoscaling: {{{field}}}");
+    for (spec, refusal) in [
+        ("decode: {replicas: 0}".to_owned(), NONE.to_owned()),
+        (
+            "decode: {replicas: 0, scaling: {mode: External}}".to_owned(),
+            NONE.to_owned(),
+        ),
+        (
+            "decode: {replicas: 0, scaling: {mode: Auto, minReplicas: 0}}".to_owned(),
+            NONE.to_owned(),
+        ),
+        (
+            format!("decode: {{replicas: 65, {scaling}}}"),
+            "spec.decode.replicas is 65\n  write 1 to 64 workers; the default is 1".to_owned(),
+        ),
+        (
+            format!("decode: {{{scaling}}}\n  prefill: {{{scaling}}}"),
+            "spec.prefill.scaling.minReplicas is 0\n  prefill workers end together with the decode workers, whose number 0 ends all: write 1 to 64 workers here, and decode.scaling: {mode: External, minReplicas: 0}".to_owned(),
+        ),
+        (
+            set("scaleToZeroAfter: 5m"),
+            format!("spec.autoscaling.scaleToZeroAfter is \"5m\"{EXTERNAL}"),
+        ),
+        (
+            set("keep: true"),
+            format!("spec.autoscaling.keep is true{EXTERNAL}"),
+        ),
+        (
+            set("preload: true"),
+            format!("spec.autoscaling.preload is true{EXTERNAL}"),
+        ),
+    ] {
+        assert_eq!(faults(&spec, Target::Cluster), [refusal], "{spec}");
+    }
+}
+
+#[test]
 fn workers_may_end_for_want_of_requests_where_decode_says_so() {
+    const STAYS: &str = "spec.autoscaling.scaleToZeroAfter is \"5m\"\n  with autoscaling.keep or autoscaling.preload workers stay without requests: remove scaleToZeroAfter, or remove keep and preload";
     let zero = "decode: {scaling: {mode: Auto, minReplicas: 0}}";
     let read = |spec: &str| {
         let read = parse_deployment_for(&text(spec), Target::Cluster);
@@ -167,15 +225,15 @@ fn workers_may_end_for_want_of_requests_where_decode_says_so() {
         ),
         (
             format!("{zero}\n  autoscaling: {{preload: true, scaleToZeroAfter: 5m}}"),
-            "spec.autoscaling.scaleToZeroAfter is \"5m\"\n  with autoscaling.preload workers stay without requests: remove scaleToZeroAfter, or remove autoscaling.preload",
+            STAYS,
         ),
         (
             format!("{zero}\n  autoscaling: {{keep: true, scaleToZeroAfter: 5m}}"),
-            "spec.autoscaling.scaleToZeroAfter is \"5m\"\n  with autoscaling.keep workers stay without requests: remove scaleToZeroAfter, or remove autoscaling.keep",
+            STAYS,
         ),
         (
             format!("{zero}\n  autoscaling: {{keep: true, preload: true, scaleToZeroAfter: 5m}}"),
-            "spec.autoscaling.scaleToZeroAfter is \"5m\"\n  with autoscaling.keep and autoscaling.preload workers stay without requests: remove scaleToZeroAfter, or remove autoscaling.keep and autoscaling.preload",
+            STAYS,
         ),
         (
             "autoscaling: {keep: true}".to_owned(),

@@ -72,6 +72,10 @@ fn main() -> ExitCode {
         }
     }
     println!("nothing is booked twice after any step");
+    if rests > 0 {
+        let preloads = churn.figures().preloads;
+        println!("workers started without a request {preloads} times");
+    }
     times(churn.figures());
     if let Some(first_fit) = churn.first_fit() {
         shares(&churn.figures().utilisation, first_fit);

@@ -104,8 +104,10 @@ pub const SUSPENDED: &str = "Suspended";
 pub const SUSPENDING: &str = "Suspending";
 /// Reason of Progressing from the resumption until the plan serves again.
 pub const RESUMING: &str = "Resuming";
-/// Reason of conditions of a deployment whose workers have ended for want of requests.
+/// Reason of conditions of a deployment whose workers have all ended, for want of requests or because its autoscaler asks for none.
 pub const AT_ZERO: &str = "ScaledToZero";
+/// Why workers have ended that an autoscaler asks for none of.
+pub(crate) const EMPTIED: &str = "its autoscaler asks for no workers";
 /// Reason of Progressing while these workers end.
 pub const TO_ZERO: &str = "ScalingToZero";
 /// Reason of Ready from the request that starts them again until they are ready.
@@ -114,8 +116,7 @@ pub const FROM_ZERO: &str = "ScalingFromZero";
 /// Reason of Degraded of a deployment whose nodes others have taken while it had no workers.
 pub const NODES_TAKEN: &str = "NodesTaken";
 
-/// Whether a deployment's workers are not made, because there are none for want of requests, or others have their place: its plan
-/// holds nothing.
+/// Whether a deployment's workers are not made, because all have ended, or others have their place: its plan holds nothing.
 pub fn holds_nothing(status: Option<&InferenceDeploymentStatus>) -> bool {
     let has_no_place = || {
         let degraded = of(status, DEGRADED);

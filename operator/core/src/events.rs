@@ -6,8 +6,8 @@
 use hearth_crds::{Condition, GroupMember, InferenceDeploymentStatus, PoolAutoscaling};
 
 use crate::conditions::{
-    AT_ZERO, DECODE_READY, DEGRADED, FROM_ZERO, GATEWAY_READY, MODEL_READY, PLANNED, PREFILL_READY,
-    PROGRESSING, READY, ROLLED_BACK, SUSPENDED, of,
+    AT_ZERO, DECODE_READY, DEGRADED, EMPTIED, FROM_ZERO, GATEWAY_READY, MODEL_READY, PLANNED,
+    PREFILL_READY, PROGRESSING, READY, ROLLED_BACK, SUSPENDED, of,
 };
 use crate::decision::Transition;
 
@@ -220,12 +220,12 @@ impl<'a> Change<'a> {
         of(status, READY).is_some_and(|ready| ready.reason == SUSPENDED)
     }
 
-    /// Whether it is suspended, or without workers for want of requests.
+    /// Whether it is suspended, or all of its workers have ended.
     fn is_at_rest(&self, status: Option<&InferenceDeploymentStatus>) -> bool {
         self.is_suspended(status) || status.is_some_and(InferenceDeploymentStatus::is_at_zero)
     }
 
-    /// Its workers have ended for want of requests, or start again.
+    /// All of its workers end, or start again.
     fn zero(&self) -> Option<Transition> {
         let is_at_zero = |status: Option<&'a InferenceDeploymentStatus>| {
             let zero = status?.scale_to_zero.as_ref()?;
@@ -233,6 +233,10 @@ impl<'a> Change<'a> {
         };
         let was = is_at_zero(self.old).is_some_and(|(was, _)| was);
         match is_at_zero(Some(self.new)) {
+            Some((true, EMPTIED)) if !was => Some(normal(
+                AT_ZERO,
+                format!("{EMPTIED}: they end, and requests wait until it asks for some"),
+            )),
             Some((true, why)) if !was => Some(normal(
                 AT_ZERO,
                 format!("{why}: the workers end, and the next request starts them again"),

@@ -4,21 +4,24 @@
 //! suffice. A number is only taken if its plan leaves all other workers where they are.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_crds::{
-    InferenceDeployment, InferenceDeploymentSpec, InferencePlanSpec, PlanRank, PlanRole,
-    PoolAutoscaling, PrefillMode, ScalingMode, ScalingSpec,
+    InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, PlanRank,
+    PlanRole, PoolAutoscaling, PrefillMode, ScalingSpec,
 };
 use jiff::Timestamp;
 
 use crate::autoscale::queueing::StepTime;
 use crate::autoscale::{Advice, Bounds, Input, Memory, Objectives, Role, Service, advise};
-use crate::choose::{choose, in_force};
+use crate::choose::{PlanChoice, choose, in_force, worker_nodes_of};
+use crate::key::Key;
 use crate::model::{ModelStep, Search};
 use crate::observed::{Demand, Observed};
 use crate::plan_record::{has_failed, spec_of_plan};
+use crate::sharing::unneeded_in_the_way;
 
 /// Seconds that a worker is taken to need until it is ready, before one has been seen to start.
 const UNKNOWN_START_S: f64 = 60.0;
@@ -36,6 +39,10 @@ pub(crate) struct Followed {
     pub(crate) look_again: Option<Duration>,
     /// What brings the model to the nodes of a plan that has no room without them.
     wider: Option<Box<ModelStep>>,
+    /// Others whose workers nobody needs and whose place a pool is to grow into.
+    asks: Vec<Key>,
+    /// Nodes of the workers that it will have there.
+    awaits: BTreeSet<String>,
 }
 
 /// One of them.
@@ -64,6 +71,14 @@ impl Followed {
         match &self.wider {
             Some(wider) => step.and(wider),
             None => step,
+        }
+    }
+
+    /// Has others that nobody needs end their workers for a pool that grows, unless those that run lack a place themselves.
+    pub(crate) fn ask(&mut self, choice: &mut PlanChoice) {
+        if !choice.others_have_room && choice.asks.is_empty() {
+            choice.asks = std::mem::take(&mut self.asks);
+            choice.awaits = std::mem::take(&mut self.awaits);
         }
     }
 
@@ -120,7 +135,7 @@ fn scaling_of(spec: &InferenceDeploymentSpec, role: Role) -> Option<&ScalingSpec
         Role::Prefill => spec.prefill.scaling.as_ref(),
         Role::Decode => spec.decode.scaling.as_ref(),
     };
-    scaling.filter(|scaling| scaling.mode == ScalingMode::Auto)
+    scaling.filter(|scaling| scaling.is_auto())
 }
 
 fn name_of(role: Role) -> &'static str {
@@ -216,15 +231,16 @@ fn step(
         };
         remember(&mut told, advice.memory);
         followed.set(role, Pool { replicas, told });
-        let (limit, wider) = match fits(observed, role, followed) {
-            Ok(()) => return,
+        let (limit, wider) = match plan_for(observed, role, followed) {
+            Ok(_) => return,
             Err(limit) => limit,
         };
         // The largest number is tried first, and asks for the most nodes.
         followed.wider = followed.wider.take().or(wider);
         let next = from + replicas.saturating_sub(from) / 2;
         if next == from || replicas <= from {
-            let limited_by = format!("{replicas} {} workers: {limit}", name_of(role));
+            let words = ask_unneeded(observed, role, followed);
+            let limited_by = format!("{replicas} {} workers: {limit}{words}", name_of(role));
             let told = PoolAutoscaling {
                 replicas: from,
                 limited_by: Some(limited_by),
@@ -243,6 +259,20 @@ fn step(
         }
         replicas = next;
     }
+}
+
+/// Has others that nobody needs end their workers, if the numbers tried last have room then; says so, or nothing.
+fn ask_unneeded(observed: &Observed, role: Role, followed: &mut Followed) -> String {
+    let fits = |then: &Observed| {
+        let plan = plan_for(then, role, followed).ok()?;
+        Some(worker_nodes_of(&plan).map(str::to_owned).collect())
+    };
+    let Some((others, asks)) = unneeded_in_the_way(observed, &fits) else {
+        return String::new();
+    };
+    let words = format!("; {}", others.words(observed));
+    (followed.asks, followed.awaits) = (asks, others.nodes);
+    words
 }
 
 /// The pool with the number that it has. Why it has fewer workers than it should stays until fewer would do, so that a load which
@@ -272,14 +302,16 @@ fn memory(told: &PoolAutoscaling) -> Memory {
     }
 }
 
-/// Whether the plan for these numbers has room on the nodes, and leaves all workers that stay where they are; else why not, and
+/// The plan for these numbers, if it has room on the nodes, and leaves all workers that stay where they are; else why not, and
 /// what it takes to have the model on more nodes, where that could help.
-fn fits(
+fn plan_for(
     observed: &Observed,
     role: Role,
     followed: &Followed,
-) -> Result<(), (String, Option<Box<ModelStep>>)> {
-    let trial = with_numbers(observed, followed);
+) -> Result<Arc<InferencePlan>, (String, Option<Box<ModelStep>>)> {
+    let mut trial = with_numbers(observed, followed).into_owned();
+    // For more workers, only those that nobody needs end.
+    trial.neighbours.clear();
     let mut search = Search::of(&trial);
     let choice = choose(&trial, Some(&mut search));
     if let Some(refusal) = choice.refusal {
@@ -301,7 +333,7 @@ fn fits(
             );
             Err((why, None))
         }
-        None => Ok(()),
+        None => Ok(target),
     }
 }
 

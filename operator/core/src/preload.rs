@@ -1,6 +1,6 @@
 //! Workers that start without a request as soon as nodes have room for them (`autoscaling.preload`).
 //!
-//! They take the room that is free and ask nobody for more, nor do they take what others wait for. While nothing has been asked of
+//! They take the room that is free and ask nobody for more, nor do they take what others are about to get. While nothing has been asked of
 //! them, they end for others at once, ready or not, and where their place is lost. So a start in vain costs others nothing; how often
 //! there may be one is limited by the time for which workers stay at least.
 
@@ -10,6 +10,7 @@ use hearth_crds::{InferenceDeploymentStatus, ScaleToZeroStatus};
 use jiff::Timestamp;
 
 use crate::age::age;
+use crate::calls::UNLOADED;
 use crate::conditions::{self, DECODE_READY};
 use crate::observed::{Demand, Observed};
 use crate::sharing::IDLE;
@@ -18,15 +19,14 @@ use crate::sharing::IDLE;
 pub(crate) const PRELOADED: &str = "nodes have room for them";
 /// Why workers end that nobody has asked for.
 pub(crate) const PLACE_LOST: &str = "their place is lost and nobody has asked for them";
-/// Why workers end that do not start again before they are needed.
-pub(crate) const UNLOADED: &str = "an unload was asked for";
 /// Interval at which one that finds no room looks for it again.
 const LOOK_FOR_ROOM: Duration = Duration::from_secs(30);
 
-/// Whether workers have been started without a request, and not ended since.
-pub fn is_preloaded(status: Option<&InferenceDeploymentStatus>) -> bool {
+/// Since when workers have run, or are starting, that were started without a request; `None` if there are none.
+pub fn preloaded_since(status: Option<&InferenceDeploymentStatus>) -> Option<Timestamp> {
     let zero = status.and_then(|status| status.scale_to_zero.as_ref());
-    zero.is_some_and(|zero| !zero.at_zero && zero.reason == PRELOADED)
+    let zero = zero.filter(|zero| !zero.at_zero && zero.reason == PRELOADED)?;
+    zero.since.parse().ok()
 }
 
 /// Whether a deployment that is at zero starts its workers without a request, as soon as it may and there is room.
@@ -60,13 +60,10 @@ pub(crate) fn look_again(observed: &Observed, left: Duration) -> Duration {
 /// were ready. False where nobody knows.
 pub(crate) fn is_unneeded(observed: &Observed, demand: &Demand) -> bool {
     let status = observed.deployment.status.as_ref();
-    let Some(idle_s) = demand.idle_s.filter(|_| is_preloaded(status)) else {
+    let (Some(idle_s), Some(since)) = (demand.idle_s, preloaded_since(status)) else {
         return false;
     };
-    let zero = status.and_then(|status| status.scale_to_zero.as_ref());
-    let since = zero.and_then(|zero| zero.since.parse::<Timestamp>().ok());
-    let started_s = since.map(|since| age(since, observed.now).as_secs_f64());
-    let is_unasked = started_s.is_some_and(|started_s| idle_s >= started_s);
+    let is_unasked = idle_s >= age(since, observed.now).as_secs_f64();
     let is_ready = conditions::of(status, DECODE_READY).is_some_and(|it| it.status == "True");
     let is_in_vain = !is_ready && idle_s >= IDLE.as_secs_f64();
     demand.held == 0.0 && (is_unasked || is_in_vain)

@@ -1,15 +1,15 @@
 //! The effective spec, and the object through which an autoscaler changes the number of prefill workers.
 //!
-//! The number of decode workers is in the deployment, where its scale subresource writes it. The number of prefill
-//! workers whose mode is External is in an `InferencePoolScaler`, which is created with a number once. From then on
-//! the scaler's number counts and the deployment's does not; only its autoscaler writes it.
+//! The number of decode workers is in the deployment, where its scale subresource writes it; 0, where it may be that, ends all workers.
+//! The number of prefill workers whose mode is External is in an `InferencePoolScaler`, which is created with a number once. From then
+//! on the scaler's number counts and the deployment's does not; only its autoscaler writes it.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use hearth_crds::{
     InferenceDeployment, InferenceDeploymentSpec, InferenceDeploymentStatus,
-    InferencePoolScalerStatus, PlanRole, ScalingMode, ScalingSpec,
+    InferencePoolScalerStatus, PlanRole, ScalingSpec,
 };
 use kube_core::ResourceExt;
 
@@ -22,17 +22,21 @@ use crate::plan_record::spec_of_plan;
 /// Whether the number of a pool's workers follows the load.
 pub fn follows_load(spec: &InferenceDeploymentSpec) -> bool {
     let pools = [&spec.prefill.scaling, &spec.decode.scaling];
-    let mut pools = pools.into_iter().flatten();
-    pools.any(|scaling| scaling.mode == ScalingMode::Auto)
+    pools.into_iter().flatten().any(ScalingSpec::is_auto)
 }
 
-/// The observation with the effective spec: in today's fields, and with the number of prefill workers from their
-/// scaler. Validity is decided before, for the spec as it was written.
+/// The observation with the effective spec: in today's fields, with the number of prefill workers from their scaler, and where the
+/// autoscaler of the decode workers asks for none, with the number that they had: they come back by the same plan. Validity is decided
+/// before, for the spec as it was written.
 pub(crate) fn resolved(observed: &Observed) -> Cow<'_, Observed> {
     let written = &*observed.deployment;
     let mut spec = written.spec.clone().translated();
     if is_external(&spec) {
         spec.prefill.replicas = asked(observed).or(spec.prefill.replicas);
+    }
+    if spec.is_emptied() {
+        let newest = observed.plans.last().and_then(|plan| spec_of_plan(plan));
+        spec.decode.replicas = newest.and_then(|newest| newest.decode.replicas);
     }
     if spec == written.spec {
         return Cow::Borrowed(observed);

@@ -10,6 +10,8 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use hearth_crds::InferenceDeploymentSpec;
+
 use crate::age::age;
 use crate::key::Key;
 use crate::observed::{Asker, Neighbour, Observed};
@@ -68,7 +70,8 @@ fn may_take(observed: &Observed) -> impl Iterator<Item = &Asker> {
 pub(crate) struct InTheWay {
     /// Who they are.
     pub(crate) who: Who,
-    /// Nodes that its workers will have without theirs, those with room for them now among them.
+    /// Nodes that its workers will have once theirs have ended, those with room for them now among them; empty as long as some of them
+    /// keep theirs.
     pub(crate) nodes: BTreeSet<String>,
 }
 
@@ -133,8 +136,13 @@ pub(crate) fn in_the_way(
     let ordered = ordered(observed);
     let (askable, mut kept): (Vec<&Neighbour>, Vec<&Neighbour>) =
         ordered.into_iter().partition(may_ask);
-    let keys = |all: &[&Neighbour]| all.iter().map(|it| it.key.clone()).collect();
     if let Some((asked, nodes)) = fewest(observed, &askable, fits) {
+        // Nobody ends workers in vain while another stays busy, and nobody waits meanwhile for the room that there is.
+        let staying: Vec<&Neighbour> = asked.iter().copied().filter(|it| stays(it, spec)).collect();
+        let (asked, nodes) = match staying.is_empty() {
+            true => (asked, nodes),
+            false => (staying, BTreeSet::new()),
+        };
         let who = Who::Asked(keys(&asked));
         return Some(InTheWay { who, nodes });
     }
@@ -143,7 +151,7 @@ pub(crate) fn in_the_way(
     }
     // The least priority that would do is told.
     kept.sort_by_key(|it| it.priority);
-    let (needed, nodes) = fewest(observed, &[askable, kept].concat(), fits)?;
+    let (needed, _) = fewest(observed, &[askable, kept].concat(), fits)?;
     let by: Vec<&Neighbour> = needed.into_iter().filter(|it| !may_ask(it)).collect();
     let priority = by.iter().map(|it| it.priority).max()?;
     let who = Who::Kept {
@@ -151,7 +159,43 @@ pub(crate) fn in_the_way(
         priority,
         keep: by.iter().all(|it| it.keeps),
     };
-    Some(InTheWay { who, nodes })
+    Some(InTheWay {
+        who,
+        nodes: BTreeSet::new(),
+    })
+}
+
+/// Others that must end their workers so that `fits` has a plan for a pool that grows: only those that nobody has needed since they
+/// were started without a request, and those that are ending already, which are not asked. `None` if they would not do.
+pub(crate) fn unneeded_in_the_way(
+    observed: &Observed,
+    fits: &dyn Fn(&Observed) -> Option<BTreeSet<String>>,
+) -> Option<(InTheWay, Vec<Key>)> {
+    let own = observed.deployment.spec.priority;
+    let is_unneeded = |it: &Neighbour| {
+        let started_s = it.preloaded_since.map(|since| age(since, observed.now));
+        started_s.is_some_and(|started| it.idle_s >= Some(started.as_secs_f64()))
+    };
+    let may_ask =
+        |it: &&Neighbour| it.is_leaving || (is_unneeded(it) && (!it.keeps || it.priority < own));
+    let unneeded: Vec<&Neighbour> = ordered(observed).into_iter().filter(may_ask).collect();
+    let (needed, nodes) = fewest(observed, &unneeded, fits)?;
+    let who = Who::Asked(keys(&needed));
+    let asks: Vec<&Neighbour> = needed.into_iter().filter(|it| !it.is_leaving).collect();
+    Some((InTheWay { who, nodes }, keys(&asks)))
+}
+
+fn keys(all: &[&Neighbour]) -> Vec<Key> {
+    all.iter().map(|it| it.key.clone()).collect()
+}
+
+/// Whether another has requests and does not end its workers for one of that spec before it is idle.
+fn stays(it: &Neighbour, spec: &InferenceDeploymentSpec) -> bool {
+    !it.is_leaving && is_busy(it) && it.priority > spec.priority
+}
+
+fn is_busy(it: &Neighbour) -> bool {
+    it.idle_s.unwrap_or_default() < IDLE.as_secs_f64()
 }
 
 /// The others in the order in which they are asked.
@@ -160,13 +204,11 @@ fn ordered(observed: &Observed) -> Vec<&Neighbour> {
     let mut neighbours: Vec<&Neighbour> = observed.neighbours.iter().collect();
     let idle_s = |it: &Neighbour| it.idle_s.unwrap_or_default();
     let order = |it: &Neighbour| {
-        let is_busy = idle_s(it) < IDLE.as_secs_f64();
-        let stays = is_busy && it.priority > spec.priority;
         (
             !it.is_leaving,
             it.idle_s.is_none(),
-            stays,
-            is_busy,
+            stays(it, spec),
+            is_busy(it),
             it.priority,
         )
     };

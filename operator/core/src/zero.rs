@@ -1,4 +1,5 @@
-//! Deployments whose workers all end for want of requests (`decode.scaling.minReplicas: 0`), and start again with the next one.
+//! Deployments whose workers all end (`decode.scaling.minReplicas: 0`): for want of requests, and they start again with the next one
+//! (mode Auto), or because an autoscaler asks for none, and they start again once it asks for some (mode External).
 //!
 //! The plan stays, and with it the gateways, which hold what arrives. The plan's place on the nodes does not: others may be planned
 //! there meanwhile, as for a deployment that is suspended.
@@ -10,19 +11,21 @@ use hearth_crds::{DurationText, InferencePlan, PlanRole, ScaleToZeroStatus};
 use jiff::Timestamp;
 
 use crate::age::age;
-use crate::calls::{is_to_load, is_to_unload};
+use crate::calls::{UNLOADED, is_to_load, is_to_unload};
 use crate::candidates::{is_lost, is_to_be_left};
 use crate::choose::in_force;
 use crate::choose::rest::{has_lost_its_place, is_up_to_date};
 use crate::choose::stand_in::is_of;
-use crate::conditions::{self, DECODE_READY};
+use crate::conditions::{self, DECODE_READY, EMPTIED};
 use crate::observed::{Asker, Demand, Observed, PodRole, PodView};
 use crate::plan_record::{has_failed, has_served, instead_of};
-use crate::preload::{self, PLACE_LOST, UNLOADED, is_unneeded, is_wanted};
+use crate::preload::{self, PLACE_LOST, is_unneeded, is_wanted};
 use crate::sharing::{Awake, called, comes_first, gives_way};
 
 /// Age in seconds of a measurement from which it may lack a request that runs: gateways are read every four seconds.
 const STALE_S: f64 = 10.0;
+/// Why workers start of a plan that is to be tried.
+const CHANGED: &str = "the spec has changed";
 /// Why workers start before anybody waits for them.
 const LOADED: &str = "a load was asked for";
 
@@ -35,6 +38,8 @@ pub(crate) struct Zero {
     pub(crate) told: Option<ScaleToZeroStatus>,
     /// Whether workers are to start without a request if nodes have room for them.
     pub(crate) preloads: bool,
+    /// Why workers that are to start without a request do not start yet.
+    pub(crate) kept: Option<String>,
     /// Time after which to decide again even if nothing arrives.
     pub(crate) look_again: Option<Duration>,
 }
@@ -51,8 +56,7 @@ impl Zero {
     /// Workers end that have lost their place, if nobody needs them and others would have to end theirs for a new one. Returns whether
     /// they do.
     pub(crate) fn yields(&mut self, observed: &Observed) -> bool {
-        let is_proved = || in_force(observed).is_some_and(|plan| has_proved(observed, &plan));
-        let yields = !self.is_reached && is_surely_unneeded(observed) && is_proved();
+        let yields = !self.is_reached && is_surely_unneeded(observed) && is_proved(observed);
         if yields {
             self.reach(observed.now, PLACE_LOST);
         }
@@ -63,13 +67,14 @@ impl Zero {
     pub(crate) fn leave(&mut self, now: Timestamp, why: &str) {
         self.is_reached = false;
         self.preloads = false;
+        self.kept = None;
         self.told = self.told.take().map(|told| changed(told, false, now, why));
     }
 }
 
-/// Decides for the observed deployment. A plan that has never served, or is not of the current spec, keeps its workers: else
-/// nobody would learn whether it can.
-pub(crate) fn zero(observed: &Observed, is_valid: bool) -> Zero {
+/// Decides for the observed deployment; `is_emptied`: its autoscaler asks for no workers. A plan that has never served, or is not of
+/// the current spec, keeps its workers: else nobody would learn whether it can.
+pub(crate) fn zero(observed: &Observed, is_valid: bool, is_emptied: bool) -> Zero {
     let status = observed.deployment.status.as_ref();
     let before = status.and_then(|status| status.scale_to_zero.clone());
     let spec = &observed.deployment.spec;
@@ -77,11 +82,14 @@ pub(crate) fn zero(observed: &Observed, is_valid: bool) -> Zero {
     let mut zero = Zero {
         is_reached: is_reached && !spec.suspend,
         told: before,
-        preloads: false,
-        look_again: None,
+        ..Zero::default()
     };
     // An invalid spec changes nothing.
     if !is_valid || spec.suspend {
+        return zero;
+    }
+    if spec.may_be_emptied() {
+        as_autoscaler_asks(observed, &mut zero, is_emptied);
         return zero;
     }
     if !spec.may_rest() {
@@ -89,8 +97,8 @@ pub(crate) fn zero(observed: &Observed, is_valid: bool) -> Zero {
     }
     let demand = observed.demand.as_ref();
     let is_held = demand.is_some_and(|demand| demand.held > 0.0);
-    if !in_force(observed).is_some_and(|plan| has_proved(observed, &plan)) {
-        zero.leave(observed.now, "the spec has changed");
+    if !is_proved(observed) {
+        zero.leave(observed.now, CHANGED);
     } else if is_reached {
         at_zero(observed, &mut zero, is_held);
     } else if is_to_unload(&observed.deployment) && is_free(demand) {
@@ -120,21 +128,51 @@ pub(crate) fn zero(observed: &Observed, is_valid: bool) -> Zero {
     zero
 }
 
+/// Decides for one whose autoscaler has its workers end and start, whoever waits for them or for their place.
+fn as_autoscaler_asks(observed: &Observed, zero: &mut Zero, is_emptied: bool) {
+    let is_reached = zero.is_reached;
+    if is_emptied && !is_proved(observed) {
+        zero.leave(observed.now, CHANGED);
+    } else if is_emptied && !is_reached {
+        zero.reach(observed.now, EMPTIED);
+    } else if !is_emptied && is_reached {
+        let words = match observed.deployment.spec.decode.planned_replicas() {
+            1 => "its autoscaler asks for a worker".to_owned(),
+            more => format!("its autoscaler asks for {more} workers"),
+        };
+        zero.leave(observed.now, &words);
+    }
+}
+
 /// Decides for one whose workers have ended.
 fn at_zero(observed: &Observed, zero: &mut Zero, is_held: bool) {
+    if let Some(told) = zero.told.as_mut()
+        && is_to_unload(&observed.deployment)
+    {
+        UNLOADED.clone_into(&mut told.reason);
+    }
+    let wanted = zero.told.as_ref().filter(|told| is_wanted(observed, told));
     // Whoever the workers ended for takes their place first.
-    if !observed.askers.is_empty() {
+    if let Some(asker) = observed.askers.first() {
+        zero.kept = wanted.map(|_| format!("{} comes first", called(observed, &asker.key)));
         return;
     }
     if is_held {
         zero.leave(observed.now, "a request has arrived");
     } else if is_to_load(&observed.deployment) {
         zero.leave(observed.now, LOADED);
-    } else if let Some(told) = zero.told.as_ref().filter(|told| is_wanted(observed, told)) {
+    } else if let Some(told) = wanted {
         let left = preload::left(observed, told);
         zero.look_again = Some(preload::look_again(observed, left));
-        // Workers that start while nobody knows of requests would end for nobody.
-        zero.preloads = left.is_zero() && is_free(observed.demand.as_ref());
+        if !left.is_zero() {
+            let residence = DurationText::new(observed.settings.nodes.min_residence);
+            zero.kept = Some(format!("they ended less than {residence} ago"));
+        } else if !is_free(observed.demand.as_ref()) {
+            // Workers that start while nobody knows of requests would end for nobody.
+            zero.kept = Some("no gateway has said lately that nobody waits".to_owned());
+        } else {
+            zero.preloads = true;
+        }
     }
 }
 
@@ -175,6 +213,11 @@ fn waits_for_nobody(observed: &Observed, demand: Option<&Demand>) -> bool {
     let is_worker = |pod: &Arc<PodView>| pod.role != PodRole::Inspect && !pod.role.is_gateway();
     let has_workers = || observed.pods.iter().any(is_worker);
     is_free(demand) && is_idle && !has_workers() && has_lost_its_place()
+}
+
+/// Whether that holds for the plan in force.
+fn is_proved(observed: &Observed) -> bool {
+    in_force(observed).is_some_and(|plan| has_proved(observed, &plan))
 }
 
 /// Whether a plan has served, and is the best that is known for the current spec.

@@ -101,7 +101,7 @@ impl Dereferencer {
             scaler: state.scaler_of(&uid, &key),
             nodes: state.nodes.clone(),
             held_by_others: state.held_by_others(&uid),
-            neighbours: state.neighbours((&key, &uid), &outside.idle_s),
+            neighbours: state.neighbours((&key, &uid), deployment, &outside.idle_s),
             askers: state.askers_of(&key),
             awaited_nodes: state.awaited_nodes(&key, deployment),
             others: state.others(),

@@ -7,7 +7,7 @@ use hearth_controller_core::conditions::{self, DECODE_READY};
 use hearth_controller_core::key::Key;
 use hearth_controller_core::ledger::holdings;
 use hearth_controller_core::observed::{Asker, Neighbour, PodRole, PodView};
-use hearth_controller_core::preload::is_preloaded;
+use hearth_controller_core::preload::preloaded_since;
 use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus};
 use jiff::{SignedDuration, Timestamp};
 
@@ -34,6 +34,7 @@ struct Giver {
     keeps: bool,
     is_leaving: bool,
     is_ready: bool,
+    preloaded_since: Option<Timestamp>,
 }
 
 impl Giver {
@@ -60,8 +61,11 @@ impl Sharing {
         let is_ready =
             conditions::of(status, DECODE_READY).is_some_and(|ready| ready.status == "True");
         let spec = &deployment.spec;
-        let may_end = spec.may_rest() && !spec.suspend;
-        if !may_end || !(is_ready || is_leaving || is_preloaded(status)) {
+        // Workers that an autoscaler ends make room, too, but for nobody in particular.
+        let may_end = spec.may_rest() || (spec.may_be_emptied() && is_leaving);
+        let preloaded_since = preloaded_since(status);
+        let has_some = is_ready || is_leaving || preloaded_since.is_some();
+        if !may_end || spec.suspend || !has_some {
             self.givers.remove(uid);
             return false;
         }
@@ -70,6 +74,7 @@ impl Sharing {
             keeps: spec.autoscaling.keep,
             is_leaving,
             is_ready,
+            preloaded_since,
         };
         self.givers.insert(Arc::clone(uid), giver).is_none()
     }
@@ -121,9 +126,16 @@ impl State {
         }
     }
 
-    /// Whether a deployment may have to look for room: it has none yet, or waits for some.
-    fn seeks_room(&self, key: &Key, uid: &str) -> bool {
-        self.is_waiting(key) || self.suspended.contains(uid) || self.plans.of(uid).next().is_none()
+    /// Whether a deployment may have to look for room: it has none yet, waits for some, or has a pool that does not grow for want of it.
+    fn seeks_room(&self, key: &Key, uid: &str, deployment: &InferenceDeployment) -> bool {
+        let status = deployment.status.as_ref();
+        let mut pools = status.iter().flat_map(|status| &status.pool_statuses);
+        let is_limited = pools.any(|pool| {
+            let autoscaling = pool.autoscaling.as_ref();
+            autoscaling.is_some_and(|it| it.limited_by.is_some())
+        });
+        let is_placed = self.plans.of(uid).next().is_some() && !self.suspended.contains(uid);
+        !is_placed || is_limited || self.is_waiting(key)
     }
 
     /// Those that ask a deployment to end its workers.
@@ -174,9 +186,10 @@ impl State {
     pub(crate) fn neighbours(
         &self,
         (key, uid): (&Key, &str),
+        deployment: &InferenceDeployment,
         idle_s: &BTreeMap<Key, f64>,
     ) -> Vec<Neighbour> {
-        if !self.seeks_room(key, uid) {
+        if !self.seeks_room(key, uid, deployment) {
             return Vec::new();
         }
         let others = self
@@ -198,6 +211,7 @@ impl State {
                     priority: giver.priority,
                     keeps: giver.keeps,
                     idle_s,
+                    preloaded_since: giver.preloaded_since,
                     is_leaving: giver.is_leaving,
                     holding: holdings::of_deployment(workers.into_iter(), &plans, None),
                     key,
@@ -216,7 +230,11 @@ fn is_worker(pod: &PodView) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use hearth_controller_core::testing::samples;
+    use hearth_crds::{InferencePlan, PoolAutoscaling, PoolStatus};
+
     use super::*;
+    use crate::cluster::table::Identity;
 
     /// A deployment that may start without a request, and last ended or started its workers for a reason.
     fn preloading(at_zero: bool, reason: &str) -> InferenceDeployment {
@@ -268,6 +286,32 @@ mod tests {
         assert_eq!(may_end, [false, true, false]);
         sharing.note(&uid, &preloading(true, "there was no request for 5m"));
         assert!(sharing.givers[&uid].may_end(None));
+    }
+
+    #[test]
+    fn a_pool_that_does_not_grow_for_want_of_room_looks_for_some() {
+        let mut state = State::default();
+        let plan = InferencePlan::new("demo-plan-1", samples::plan());
+        let identity = Identity {
+            key: Key::new("default", "demo-plan-1"),
+            uid: "plan".into(),
+            owner: "uid".into(),
+            version: 1,
+        };
+        let (key, mut deployment) = (Key::new("default", "demo"), preloading(false, ""));
+        assert!(state.seeks_room(&key, "uid", &deployment), "it has no plan");
+        state.put_plan(identity, Ok(&plan));
+        assert!(!state.seeks_room(&key, "uid", &deployment));
+        let limited = PoolAutoscaling {
+            limited_by: Some("2 decode workers: there is no room".to_owned()),
+            ..PoolAutoscaling::default()
+        };
+        let status = deployment.status.as_mut().expect("a status");
+        status.pool_statuses = vec![PoolStatus {
+            autoscaling: Some(limited),
+            ..PoolStatus::default()
+        }];
+        assert!(state.seeks_room(&key, "uid", &deployment));
     }
 
     #[test]

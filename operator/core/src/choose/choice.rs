@@ -31,8 +31,10 @@ pub(crate) struct PlanChoice {
     pub(crate) look_again: Option<Duration>,
     /// Other deployments whose workers are to end, so that this one's have room.
     pub(crate) asks: Vec<Key>,
-    /// Nodes that its workers will have once others have ended theirs, whether these may be asked for that or not.
+    /// Nodes that its workers will have once these have ended.
     pub(crate) awaits: BTreeSet<String>,
+    /// Whether it would have room if others ended theirs, be they asked for that or not.
+    pub(crate) others_have_room: bool,
     /// Whether the target's workers are not made before these have ended.
     pub(crate) waits_for_place: bool,
     /// Reason why it does not change to the operator's worker image yet.

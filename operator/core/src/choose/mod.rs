@@ -18,8 +18,8 @@ use hearth_crds::{InferenceDeployment, InferencePlan, InferencePlanStatus, PlanR
 
 pub(crate) use self::choice::PlanChoice;
 use self::choice::refuse;
-pub(crate) use self::existing::{in_force, lost_words, unneeded, way_back};
-use self::existing::{is_of_source, is_same_work, nodes_of, worker_nodes_of};
+pub(crate) use self::existing::{in_force, lost_words, unneeded, way_back, worker_nodes_of};
+use self::existing::{is_of_source, is_same_work, nodes_of};
 use self::new_plan::{is_made_for, lacks_nodes, made};
 use self::refusals::Refusals;
 use self::scale::scaled;
@@ -46,8 +46,15 @@ pub(crate) fn choose(observed: &Observed, search: Option<&mut Search<'_>>) -> Pl
     choice
 }
 
-/// Same as [`choose`] where nodes have room for the workers now that nobody else waits for; else `None`, and nobody is asked for any.
-pub(crate) fn with_room(observed: &Observed, search: &mut Search<'_>) -> Option<PlanChoice> {
+/// Same as [`choose`] where nodes have room for the workers now that nobody else is about to get; else why not, and nobody is asked for
+/// any.
+///
+/// # Errors
+/// What keeps the workers from starting, in words.
+pub(crate) fn with_room(
+    observed: &Observed,
+    search: &mut Search<'_>,
+) -> Result<PlanChoice, String> {
     let is_awaited = |choice: &PlanChoice| {
         let target = choice.target.as_deref();
         target.is_some_and(|plan| {
@@ -59,8 +66,22 @@ pub(crate) fn with_room(observed: &Observed, search: &mut Search<'_>) -> Option<
     if is_awaited(&choice) {
         choice = choose_among_nodes(&without_awaited(observed), search);
     }
-    let has_room = choice.target.is_some() && choice.refusal.is_none() && choice.trouble.is_none();
-    (has_room && !is_awaited(&choice)).then_some(choice)
+    let awaited = || {
+        let nodes: Vec<&str> = observed.awaited_nodes.iter().map(String::as_str).collect();
+        format!("others are about to start on {}", nodes.join(" and "))
+    };
+    if let Some(obstacle) = choice.refusal.as_ref().or(choice.trouble.as_ref()) {
+        let words = &obstacle.message;
+        return Err(match observed.awaited_nodes.is_empty() {
+            true => words.clone(),
+            false => format!("{}; {words}", awaited()),
+        });
+    }
+    match choice.target {
+        None => Err("its model is being looked for".to_owned()),
+        Some(_) if is_awaited(&choice) => Err(awaited()),
+        Some(_) => Ok(choice),
+    }
 }
 
 /// The cluster as it is for one that leaves to others the nodes that they wait for.
@@ -144,6 +165,7 @@ fn ask_others(observed: &Observed, wanted: Option<&Model>, choice: &mut PlanChoi
     if let Some(cause) = obstacle {
         cause.message += &format!("; {}", others.words(observed));
     }
+    choice.others_have_room = true;
     choice.awaits = others.nodes;
     if let Who::Asked(asked) = others.who {
         choice.asks = asked;

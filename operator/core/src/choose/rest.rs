@@ -27,6 +27,7 @@ pub(crate) fn keep(observed: &Observed) -> PlanChoice {
         look_again: None,
         asks: Vec::new(),
         awaits: BTreeSet::new(),
+        others_have_room: false,
         waits_for_place: false,
         held: None,
     }

@@ -60,20 +60,24 @@ pub fn decide(observed: &Observed) -> Decision {
         let errors = validity.err().unwrap_or_default();
         return refused(observed, &errors);
     }
+    let is_emptied = deployment.spec.is_emptied();
     let observed = &*resolved(observed);
     let status = deployment.status.as_ref();
     let was_at_zero = status.is_some_and(InferenceDeploymentStatus::is_at_zero);
-    let followed = follow(observed, validity.is_ok() && !was_at_zero);
+    let mut followed = follow(observed, validity.is_ok() && !was_at_zero);
     let observed = &*with_numbers(observed, &followed);
-    let mut zero = zero(observed, validity.is_ok());
+    let mut zero = zero(observed, validity.is_ok(), is_emptied);
     let mut search = validity.is_ok().then(|| Search::of(observed));
     let mut choice = choose::rest::keep(observed);
     let mut is_at_rest = deployment.spec.suspend || zero.is_reached;
-    let mut sought = search.as_mut().filter(|_| zero.preloads);
-    if let Some(preloaded) = sought
+    let preloaded = search
         .as_mut()
-        .and_then(|it| choose::with_room(observed, it))
-    {
+        .filter(|_| zero.preloads)
+        .map(|search| choose::with_room(observed, search));
+    if let Some(Err(why)) = &preloaded {
+        zero.kept = Some(why.clone());
+    }
+    if let Some(Ok(preloaded)) = preloaded {
         zero.leave(observed.now, PRELOADED);
         is_at_rest = false;
         choice = preloaded;
@@ -82,11 +86,12 @@ pub fn decide(observed: &Observed) -> Decision {
         if is_at_rest && chosen.is_new {
             zero.leave(observed.now, "the node of a gateway is left");
             is_at_rest = false;
-        } else if !chosen.awaits.is_empty() && zero.yields(observed) {
+        } else if chosen.others_have_room && zero.yields(observed) {
             is_at_rest = true;
         }
         if !is_at_rest {
             choice = chosen;
+            followed.ask(&mut choice);
         }
     }
     let model = search.map(|search| match is_at_rest {
@@ -126,6 +131,7 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
             .status
             .as_ref()
             .and_then(|status| status.scale_to_zero.as_ref()),
+        kept: None,
         wants: &[],
         progress: None,
         left: &observed.pods,
@@ -420,6 +426,7 @@ impl Reconcile<'_> {
             choice: &self.choice,
             decided: &self.followed.told(),
             zero: self.zero.told.as_ref(),
+            kept: self.zero.kept.as_deref(),
             wants,
             progress: steps.map(|steps| steps.progress),
             left: &self.left(steps),

@@ -18,6 +18,8 @@ pub struct Neighbour {
     pub keeps: bool,
     /// Seconds for which it has had no request; `None` if nobody knows.
     pub idle_s: Option<f64>,
+    /// Since when its workers run that were started without a request; `None` for all others.
+    pub preloaded_since: Option<Timestamp>,
     /// Whether its workers are ending already.
     pub is_leaving: bool,
     /// What it holds, by node.

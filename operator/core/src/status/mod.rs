@@ -69,8 +69,10 @@ pub(crate) struct StatusInput<'a> {
     pub(crate) choice: &'a PlanChoice,
     /// What was decided about the pools that follow the load.
     pub(crate) decided: &'a [(PlanRole, PoolAutoscaling)],
-    /// Where the workers end for want of requests, whether they have.
+    /// Where all workers may end, whether they have.
     pub(crate) zero: Option<&'a ScaleToZeroStatus>,
+    /// Why workers that are to start without a request do not start yet.
+    pub(crate) kept: Option<&'a str>,
     /// The target's Pods; empty without a target.
     pub(crate) wants: &'a [Want],
     pub(crate) progress: Option<Progress>,

@@ -1,4 +1,5 @@
-//! Status of a deployment whose workers have ended for want of requests, and of one whose workers start again for them.
+//! Status of a deployment all of whose workers have ended, for want of requests or because its autoscaler asks for none, and of one whose
+//! workers start again.
 
 use hearth_crds::{Condition, PlanRole};
 
@@ -6,7 +7,7 @@ use super::StatusInput;
 use super::causes::is_up;
 use super::format::endpoint_url;
 use crate::conditions::{
-    AT_ZERO, DECODE_READY, FROM_ZERO, PREFILL_READY, PROGRESSING, READY, TO_ZERO, Verdict,
+    AT_ZERO, DECODE_READY, EMPTIED, FROM_ZERO, PREFILL_READY, PROGRESSING, READY, TO_ZERO, Verdict,
 };
 use crate::observed::PodRole;
 use crate::preload;
@@ -21,6 +22,12 @@ pub(super) fn verdict(input: &StatusInput<'_>, type_: &str, verdict: Verdict) ->
         READY if has_gateway(input) => {
             let why = input.zero.map_or("", |zero| &*zero.reason);
             let url = endpoint_url(input.observed, input.target());
+            if is_emptied(input) {
+                return Verdict::yes(
+                    AT_ZERO,
+                    format!("answers at {url}: {why}, and requests wait until it asks for some"),
+                );
+            }
             let or_room = match is_preloading(input) {
                 true => ", or room for them on nodes,",
                 false => "",
@@ -32,10 +39,21 @@ pub(super) fn verdict(input: &StatusInput<'_>, type_: &str, verdict: Verdict) ->
                 ),
             )
         }
-        PREFILL_READY | DECODE_READY if is_preloading(input) => Verdict::no(
+        PREFILL_READY | DECODE_READY if is_emptied(input) => Verdict::no(
             AT_ZERO,
-            "there are no workers until a request comes or nodes have room for them",
+            "there are no workers until its autoscaler asks for some",
         ),
+        PREFILL_READY | DECODE_READY if is_preloading(input) => {
+            let why = input.kept.map_or_else(String::new, |why| {
+                format!("; they do not start without one yet: {why}")
+            });
+            Verdict::no(
+                AT_ZERO,
+                format!(
+                    "there are no workers until a request comes or nodes have room for them{why}"
+                ),
+            )
+        }
         PREFILL_READY | DECODE_READY => {
             Verdict::no(AT_ZERO, "there are no workers until a request comes")
         }
@@ -61,6 +79,10 @@ pub(super) fn ready_from(input: &StatusInput<'_>, old: Option<&Condition>) -> Op
             "requests wait until the workers have started again",
         )
     })
+}
+
+fn is_emptied(input: &StatusInput<'_>) -> bool {
+    input.zero.is_some_and(|zero| zero.reason == EMPTIED)
 }
 
 fn is_preloading(input: &StatusInput<'_>) -> bool {

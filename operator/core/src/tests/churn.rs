@@ -10,7 +10,7 @@ const STEADY: Mix = Mix {
     rests: false,
     broken_percent: 0,
 };
-/// Some whose workers end for want of requests, some rings, and changes that are given up.
+/// Some whose workers end for want of requests, of which some keep them or start without one, some rings, and changes that are given up.
 const MIXED: Mix = Mix {
     rings_per_mille: 50,
     rests: true,
@@ -45,5 +45,11 @@ fn nothing_is_booked_twice() {
         let mut churn = Churn::new(seed, setting, false, || Duration::ZERO);
         let done = (0..steps).try_for_each(|_| churn.step());
         assert_eq!(done, Ok(()), "seed {seed}");
+        let preloads = churn.figures().preloads;
+        assert_eq!(
+            preloads > 0,
+            mix.rests,
+            "seed {seed}: {preloads} starts without a request"
+        );
     }
 }

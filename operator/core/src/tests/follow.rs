@@ -5,9 +5,10 @@ use std::time::Duration;
 use hearth_crds::{PlanRole, PoolAutoscaling};
 
 use crate::conditions::{PLANNED, READY};
-use crate::observed::{Demand, PodRole};
+use crate::observed::{Demand, Neighbour, PodRole};
 use crate::testing::MIB;
 use crate::tests::fake_cluster::FakeCluster;
+use crate::tests::sharing::{EVERYTHING, neighbour};
 
 const DECODE: &str = "decode: {scaling: {mode: Auto, minReplicas: 1, maxReplicas: 2}}\n";
 const BOTH: &str = "prefill: {scaling: {mode: Auto, maxReplicas: 2}}\ndecode: {scaling: {mode: Auto, maxReplicas: 2}}\n\
@@ -199,6 +200,60 @@ fn a_worker_that_has_no_room_is_asked_for_without_a_plan_and_said_once() {
     assert_eq!(decided.replicas, 1);
     let limit = decided.limited_by.expect("a limit");
     assert!(limit.starts_with("2 decode workers: "), "{limit}");
+}
+
+#[test]
+fn a_pool_that_grows_has_others_end_that_nobody_needs_and_no_others() {
+    let mut cluster = FakeCluster::new(DECODE);
+    cluster.observed.demand = load(0.1);
+    cluster.settle();
+    let nodes: Vec<String> = cluster.observed.nodes.keys().cloned().collect();
+    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
+    cluster.observed.held_by_others = all.collect();
+    cluster.observed.demand = load(2.0);
+    let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
+    let started = cluster.observed.now;
+    cluster.pass(Duration::from_secs(100));
+    let warm = Neighbour {
+        preloaded_since: Some(started),
+        ..neighbour("warm", &nodes, 0, 500.0)
+    };
+    let asked_since = Neighbour {
+        idle_s: Some(50.0),
+        ..warm.clone()
+    };
+    let kept = Neighbour {
+        keeps: true,
+        ..warm.clone()
+    };
+    let leaving = Neighbour {
+        is_leaving: true,
+        preloaded_since: None,
+        ..warm.clone()
+    };
+    let idle = neighbour("idle", &nodes, -9, 500.0);
+    // Whether it waits for that one, and asks it; what is ending already need not be asked, and may be woken.
+    for (other, waits, asks) in [
+        (&idle, false, 0),
+        (&asked_since, false, 0),
+        (&kept, false, 0),
+        (&leaving, true, 0),
+        (&warm, true, 1),
+    ] {
+        cluster.observed.neighbours = vec![other.clone()];
+        let decision = cluster.reconcile();
+        assert_eq!(decision.asks.len(), asks, "{other:?}");
+        assert_eq!(decision.awaits.is_empty(), !waits, "{other:?}");
+        let limit = told(&cluster, "decode").limited_by.expect("a limit");
+        let words = "; it waits until warm can end its workers";
+        assert_eq!(limit.ends_with(words), waits, "{limit}");
+    }
+    cluster.observed.held_by_others.clear();
+    cluster.observed.neighbours.clear();
+    let decision = cluster.reconcile();
+    assert!(decision.asks.is_empty() && decision.awaits.is_empty());
+    cluster.settle();
+    assert_eq!(count(&cluster, PlanRole::Decode), 2);
 }
 
 #[test]

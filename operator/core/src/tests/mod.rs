@@ -3,6 +3,7 @@
 mod churn;
 mod decide;
 mod events;
+mod external;
 mod fake_cluster;
 mod follow;
 mod gateways;

@@ -7,7 +7,7 @@ use hearth_crds::PlanRole;
 use super::fake_cluster::FakeCluster;
 use super::sharing::{EVERYTHING, asker, names, neighbour};
 use super::zero::{asked, call, idle_for, workers};
-use crate::calls::{ANNOTATION_LOAD, ANNOTATION_UNLOAD};
+use crate::calls::{ANNOTATION_LOAD, ANNOTATION_UNLOAD, UNLOADED};
 use crate::conditions::{DECODE_READY, READY};
 use crate::preload::PLACE_LOST;
 
@@ -258,6 +258,92 @@ fn workers_that_somebody_unloads_stay_away_until_they_are_needed() {
         cluster.settle();
         assert!(workers(&cluster) > 0);
     }
+}
+
+#[test]
+fn workers_that_somebody_unloads_do_not_start_or_end_while_they_start() {
+    // At zero.
+    let mut cluster = gave_way();
+    cluster.observed.askers.clear();
+    call(&mut cluster, ANNOTATION_UNLOAD);
+    cluster.reconcile();
+    let unloaded = |cluster: &FakeCluster| {
+        let zero = cluster.status().scale_to_zero.clone().unwrap();
+        zero.at_zero && zero.reason == UNLOADED
+    };
+    assert!(unloaded(&cluster));
+    cluster.pass(Duration::from_secs(5000));
+    cluster.observed.demand = idle_for(5000.0);
+    cluster.settle();
+    assert!(unloaded(&cluster));
+    assert_eq!(workers(&cluster), 0);
+    cluster.observed.demand = asked();
+    cluster.settle();
+    assert!(workers(&cluster) > 0);
+
+    // Starting, with a request that is answered first.
+    for has_request in [true, false] {
+        let mut cluster = gave_way();
+        cluster.observed.askers.clear();
+        cluster.pass(Duration::from_secs(100));
+        cluster.observed.demand = idle_for(300.0);
+        cluster.reconcile();
+        assert_eq!(cluster.says(DECODE_READY).0, "False");
+        assert!(!cluster.status().is_at_zero());
+        call(&mut cluster, ANNOTATION_UNLOAD);
+        if has_request {
+            cluster.observed.demand = asked();
+            cluster.settle();
+            assert!(workers(&cluster) > 0);
+            cluster.observed.demand = idle_for(1.0);
+        }
+        cluster.settle();
+        assert!(unloaded(&cluster));
+        assert_eq!(workers(&cluster), 0);
+        // The call was for once.
+        call(&mut cluster, ANNOTATION_LOAD);
+        cluster.settle();
+        assert!(workers(&cluster) > 0);
+    }
+}
+
+#[test]
+fn the_status_says_why_workers_do_not_start_without_a_request() {
+    let mut cluster = gave_way();
+    let nodes: Vec<String> = cluster.observed.nodes.keys().cloned().collect();
+    let says = |cluster: &mut FakeCluster, words: &str| {
+        cluster.reconcile();
+        assert!(cluster.status().is_at_zero());
+        let told = &cluster.condition(DECODE_READY).message;
+        let why = "or nodes have room for them; they do not start without one yet: ";
+        assert!(told.contains(&format!("{why}{words}")), "{words}: {told}");
+    };
+    says(&mut cluster, "other comes first");
+    cluster.observed.askers.clear();
+    cluster.observed.now = ended(&cluster);
+    says(&mut cluster, "they ended less than 1m ago");
+    cluster.pass(Duration::from_secs(100));
+    cluster.observed.demand = None;
+    says(&mut cluster, "no gateway has said lately that nobody waits");
+    cluster.observed.demand = idle_for(500.0);
+    cluster.observed.awaited_nodes = nodes.iter().cloned().collect();
+    says(
+        &mut cluster,
+        &format!("others are about to start on {}", nodes.join(" and ")),
+    );
+    cluster.observed.awaited_nodes.clear();
+    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
+    cluster.observed.held_by_others = all.collect();
+    says(&mut cluster, "others were given room of its plan");
+    cluster.observed.held_by_others.clear();
+    cluster.settle();
+    assert!(workers(&cluster) > 0);
+}
+
+/// Time at which the workers ended.
+fn ended(cluster: &FakeCluster) -> jiff::Timestamp {
+    let zero = cluster.status().scale_to_zero.clone().unwrap();
+    zero.since.parse().unwrap()
 }
 
 #[test]

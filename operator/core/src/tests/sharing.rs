@@ -36,6 +36,7 @@ pub(super) fn neighbour(name: &str, nodes: &[&str], priority: i32, idle_s: f64) 
         priority,
         keeps: false,
         idle_s: Some(idle_s),
+        preloaded_since: None,
         is_leaving: false,
         holding: holding.collect(),
     }
@@ -262,7 +263,7 @@ fn who_needs_two_nodes_awaits_the_one_that_is_free_already_too() {
     let decision = cluster.reconcile();
     assert_eq!(names(&decision.asks), ["busy"]);
     assert!(decision.awaits.iter().eq(&nodes));
-    // Nor is it for anybody if the rest is kept.
+    // While the rest is kept, whoever can use it without asking anybody may have it.
     let kept = Neighbour {
         priority: 9,
         keeps: true,
@@ -271,12 +272,38 @@ fn who_needs_two_nodes_awaits_the_one_that_is_free_already_too() {
     cluster.observed.neighbours = vec![kept];
     let decision = cluster.reconcile();
     assert_eq!(names(&decision.asks), [""; 0]);
-    assert!(decision.awaits.iter().eq(&nodes));
+    assert!(decision.awaits.is_empty());
     cluster.observed.held_by_others.clear();
     cluster.observed.neighbours.clear();
     let decision = cluster.reconcile();
     assert!(decision.create_plan.is_some());
     assert!(decision.awaits.is_empty());
+}
+
+/// Each node has room for one of its two workers.
+#[test]
+fn nobody_ends_workers_in_vain_while_another_stays_busy() {
+    let probe = FakeCluster::new("");
+    let nodes: Vec<&str> = probe.observed.nodes.keys().map(String::as_str).collect();
+    let (first, second) = (nodes[0], nodes[1]);
+    let warm = neighbour("warm", &[first], 0, 900.0);
+    let busy = |idle_s: f64| neighbour("busy", &[second], 5, idle_s);
+    let mut cluster = crowded(vec![warm.clone(), busy(0.0)]);
+    cluster.change(
+        "decode: {scaling: {mode: Auto, minReplicas: 0}, replicas: 2, kvCache: {memory: 2500Mi}}",
+    );
+    let decision = cluster.reconcile();
+    assert_eq!(names(&decision.asks), ["busy"]);
+    assert!(decision.awaits.is_empty());
+    let words = &cluster.condition(PLANNED).message;
+    assert!(
+        words.ends_with("; it waits until busy can end its workers"),
+        "{words}"
+    );
+    cluster.observed.neighbours = vec![warm, busy(20.0)];
+    let decision = cluster.reconcile();
+    assert_eq!(names(&decision.asks), ["warm", "busy"]);
+    assert!(decision.awaits.iter().eq(&nodes));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use hearth_crds::PlanRole;
 
 use super::fake_cluster::FakeCluster;
-use crate::calls::{ANNOTATION_LOAD, ANNOTATION_UNLOAD, ended_since, ready_since};
+use crate::calls::{ANNOTATION_LOAD, ANNOTATION_UNLOAD, ended_since, loaded_since};
 use crate::conditions::{DECODE_READY, DEGRADED, GATEWAY_READY, PROGRESSING, READY};
 use crate::observed::{Demand, Holding, PodRole};
 use crate::plan_record::has_failed;
@@ -130,7 +130,7 @@ pub(super) fn call(cluster: &mut FakeCluster, annotation: &str) {
     let status = Some(cluster.status());
     let since = match annotation {
         ANNOTATION_LOAD => ended_since(status),
-        _ => ready_since(status),
+        _ => loaded_since(status),
     };
     let since = since.expect("that state").to_owned();
     let deployment = Arc::make_mut(&mut cluster.observed.deployment);

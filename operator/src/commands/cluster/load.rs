@@ -1,4 +1,5 @@
-//! `kubectl hearth load` and `unload`: workers that end for want of requests start before the next one, or end now.
+//! `kubectl hearth load` and `unload`: workers that end for want of requests start before the next one, or end now and stay away until
+//! they are needed.
 
 use std::time::{Duration, Instant};
 
@@ -59,16 +60,19 @@ impl Call {
         }
     }
 
-    /// The state that it ends, if that is the present one.
-    fn since(self, status: Option<&InferenceDeploymentStatus>) -> Option<&str> {
+    /// The state that it ends, if that is the present one; `preloads`: workers that have ended start again without a request.
+    fn since(self, status: Option<&InferenceDeploymentStatus>, preloads: bool) -> Option<&str> {
         match self {
             Self::Load => calls::ended_since(status),
-            Self::Unload => calls::ready_since(status),
+            Self::Unload => {
+                let is_over = !preloads && calls::ended_since(status).is_some();
+                calls::loaded_since(status).filter(|_| !is_over)
+            }
         }
     }
 
     /// How far it is; `before`: when the workers had ended or started last, as it was asked for.
-    fn way(self, status: Option<&InferenceDeploymentStatus>, before: &str) -> Way {
+    fn way(self, status: Option<&InferenceDeploymentStatus>, preloads: bool, before: &str) -> Way {
         let zero = status.and_then(|status| status.scale_to_zero.as_ref());
         let is_at_zero = zero.is_some_and(|zero| zero.at_zero);
         let is = |type_: &str, holds: &str| {
@@ -83,7 +87,7 @@ impl Call {
             Self::Load => {
                 !is_at_zero && is(DECODE_READY, "True") && (!has_pool || is(PREFILL_READY, "True"))
             }
-            Self::Unload => is_at_zero && has_ended(),
+            Self::Unload => is_at_zero && has_ended() && self.since(status, preloads).is_none(),
         };
         let has_turned = zero.is_some_and(|zero| zero.since != before);
         let is_back = has_turned && is_at_zero == (self == Self::Load);
@@ -104,8 +108,8 @@ impl Call {
                 "its workers have ended again",
             ],
             Self::Unload => [
-                "it has no workers that are ready",
-                "its workers end when they have answered what they have begun",
+                "it has no workers that could end",
+                "its workers end when they have answered what they have begun, and stay away until a request comes",
                 "its workers have ended; the next request starts them again",
                 "its workers start again",
             ],
@@ -120,7 +124,9 @@ pub(super) async fn run(call: Call, args: &LoadArgs, access: &Access) -> anyhow:
     may_be_asked(&deployment).map_err(|why| anyhow!("{name} {why}"))?;
     let [already, begins, done, undone] = call.words();
     let status = deployment.status.as_ref();
-    match call.since(status) {
+    let preloads = deployment.spec.autoscaling.preload;
+    let mut asked = call.since(status, preloads).map(str::to_owned);
+    match &asked {
         None => ui::say(format_args!("{name}: {already}")),
         Some(since) => {
             ask(call, since, access, name).await?;
@@ -135,7 +141,7 @@ pub(super) async fn run(call: Call, args: &LoadArgs, access: &Access) -> anyhow:
     let deadline = Instant::now() + Duration::from_secs(args.timeout);
     loop {
         let status = status_of(access, name).await?;
-        match call.way(status.as_ref(), &before) {
+        match call.way(status.as_ref(), preloads, &before) {
             Way::Done => break,
             Way::Undone(why) => bail!("{name}: {undone}: {why}"),
             Way::Going if Instant::now() >= deadline => bail!(
@@ -144,6 +150,14 @@ pub(super) async fn run(call: Call, args: &LoadArgs, access: &Access) -> anyhow:
                 access.program
             ),
             Way::Going => tokio::time::sleep(PERIOD).await,
+        }
+        // They have ended for another reason meanwhile, and would come back.
+        let ended =
+            calls::ended_since(status.as_ref()).filter(|_| call == Call::Unload && preloads);
+        let since = ended.and(call.since(status.as_ref(), preloads));
+        if let Some(since) = since.filter(|since| asked.as_deref() != Some(since)) {
+            ask(call, since, access, name).await?;
+            asked = Some(since.to_owned());
         }
     }
     ui::say(format_args!("{name}: {done}"));
@@ -155,6 +169,12 @@ fn may_be_asked(deployment: &InferenceDeployment) -> Result<(), String> {
     let spec = &deployment.spec;
     if spec.suspend {
         return Err("is suspended\n  set spec.suspend to false first".to_owned());
+    }
+    if spec.may_be_emptied() {
+        let name = deployment.metadata.name.as_deref().unwrap_or("NAME");
+        return Err(format!(
+            "has workers that its autoscaler starts and ends\n  kubectl scale infd/{name} --replicas=1, or 0, does so until the autoscaler sets another number"
+        ));
     }
     if !spec.may_rest() {
         return Err(
@@ -244,13 +264,30 @@ mod tests {
             (&resting, Way::Going, Way::Done),
         ] {
             for (call, want) in [(Call::Load, load), (Call::Unload, unload)] {
-                assert_eq!(call.way(Some(status), BEFORE), want, "{call:?} {status:?}");
+                let way = call.way(Some(status), false, BEFORE);
+                assert_eq!(way, want, "{call:?} {status:?}");
             }
         }
-        assert_eq!(Call::Load.since(Some(&ended)), Some(SINCE));
-        assert_eq!(Call::Unload.since(Some(&ended)), None);
-        assert_eq!(Call::Unload.since(Some(&old)), Some(SINCE));
-        assert_eq!(Call::Load.since(Some(&old)), None);
+        for (preloads, unload) in [(false, None), (true, Some(SINCE))] {
+            assert_eq!(Call::Load.since(Some(&ended), preloads), Some(SINCE));
+            assert_eq!(Call::Unload.since(Some(&ended), preloads), unload);
+            for (status, since) in [(&old, SINCE), (&starting, SINCE)] {
+                assert_eq!(Call::Unload.since(Some(status), preloads), Some(since));
+                assert_eq!(Call::Load.since(Some(status), preloads), None);
+            }
+        }
+    }
+
+    #[test]
+    fn workers_that_would_come_back_without_a_request_are_unloaded_once_the_status_says_so() {
+        let at_zero = [(PROGRESSING, "False", AT_ZERO)];
+        let mut ended = told(true, SINCE, &at_zero);
+        let way = |status: &InferenceDeploymentStatus| Call::Unload.way(Some(status), true, BEFORE);
+        assert_eq!(way(&ended), Way::Going);
+        let zero = ended.scale_to_zero.as_mut().unwrap();
+        zero.reason = calls::UNLOADED.to_owned();
+        assert_eq!(way(&ended), Way::Done);
+        assert_eq!(Call::Unload.since(Some(&ended), true), None);
     }
 
     #[test]
@@ -261,5 +298,8 @@ mod tests {
         may_be_asked(&deployment(zero)).unwrap();
         let why = may_be_asked(&deployment(&format!("{zero}suspend: true\n"))).unwrap_err();
         assert!(why.contains("spec.suspend"), "{why}");
+        let external = deployment("decode: {scaling: {mode: External, minReplicas: 0}}\n");
+        let why = may_be_asked(&external).unwrap_err();
+        assert!(why.contains("kubectl scale"), "{why}");
     }
 }

@@ -24,6 +24,7 @@ use crate::key::Key;
 use crate::ledger::holdings::{Holdings, of_deployment};
 use crate::observed::{Asker, Demand, Neighbour, NodeView, Observed, PodRole, PodView};
 use crate::plan_record::ahead;
+use crate::preload::preloaded_since;
 use crate::status::waits;
 use crate::testing::carry_out::carry_out;
 use crate::testing::observed;
@@ -73,6 +74,8 @@ pub(super) struct Cluster {
     /// Pods of deployments that were deleted.
     leaving: BTreeMap<Arc<str>, Vec<Arc<PodView>>>,
     asked: BTreeMap<Key, Asked>,
+    /// Nodes that the workers of some will have once others have ended theirs.
+    awaited: BTreeMap<Key, BTreeSet<String>>,
     /// Those that wait for room, the one that has not been decided about for longest first.
     queue: VecDeque<Arc<str>>,
     facts: BTreeMap<&'static str, String>,
@@ -95,6 +98,7 @@ impl Cluster {
             members: BTreeMap::new(),
             leaving: BTreeMap::new(),
             asked: BTreeMap::new(),
+            awaited: BTreeMap::new(),
             queue: VecDeque::new(),
             facts: BTreeMap::from(facts),
             made: 0,
@@ -185,7 +189,9 @@ impl Cluster {
             return;
         };
         self.queue.retain(|other| *other != name);
-        self.asked.remove(&Key::new(NAMESPACE, &name));
+        let key = Key::new(NAMESPACE, &name);
+        self.asked.remove(&key);
+        self.awaited.remove(&key);
         let pods = member.observed.pods.into_iter();
         let mut pods: Vec<Arc<PodView>> = pods.filter(|pod| is_of_rank(pod)).collect();
         for pod in &mut pods {
@@ -272,6 +278,8 @@ impl Cluster {
         });
         let status = member.observed.deployment.status.as_ref();
         let is_at_zero = status.is_some_and(|status| status.is_at_zero());
+        let started = preloaded_since(status).filter(|_| preloaded_since(told.as_ref()).is_none());
+        self.figures.preloads += usize::from(started.is_some());
         member.has_request &= is_at_zero || waits_now;
         member.is_due = pods != member.observed.pods
             || plans != member.observed.plans
@@ -309,6 +317,16 @@ impl Cluster {
             since: it.since,
         });
         observed.askers = askers.collect();
+        let status = observed.deployment.status.as_ref();
+        let is_at_zero = status.is_some_and(|status| status.is_at_zero());
+        if observed.deployment.spec.autoscaling.preload && is_at_zero {
+            let others = self.awaited.iter().filter(|(other, _)| **other != key);
+            observed.awaited_nodes = others
+                .flat_map(|(_, nodes)| nodes.iter().cloned())
+                .collect();
+        } else {
+            observed.awaited_nodes.clear();
+        }
         let seeks_room = member.waits || member.ahead.is_none();
         observed.neighbours = match seeks_room {
             true => self.neighbours_of(name),
@@ -344,10 +362,12 @@ impl Cluster {
             let ready = conditions::of(status, DECODE_READY);
             let is_ready = ready.is_some_and(|ready| ready.status == "True");
             let may_rest = deployment.spec.may_rest();
+            let preloaded_since = preloaded_since(status);
+            let is_unasked = preloaded_since.is_some() && !member.has_request;
             let pods = member.observed.pods.iter().map(|pod| &**pod);
             let workers = pods.filter(|pod| is_of_rank(pod) && !pod.role.is_gateway());
             let workers: Vec<&PodView> = workers.collect();
-            if !may_rest || workers.is_empty() || !(is_ready || is_leaving) {
+            if !may_rest || workers.is_empty() || !(is_ready || is_leaving || is_unasked) {
                 return None;
             }
             Some(Neighbour {
@@ -355,6 +375,7 @@ impl Cluster {
                 priority: deployment.spec.priority,
                 keeps: deployment.spec.autoscaling.keep,
                 idle_s: Some(age(member.asked_at, self.now).as_secs_f64()),
+                preloaded_since,
                 is_leaving,
                 holding: of_deployment(workers.into_iter(), &member.observed.plans, None),
             })
@@ -365,6 +386,10 @@ impl Cluster {
     /// Records whom a deployment asks; they are decided about next.
     fn ask(&mut self, name: &str, decision: &Decision) {
         let key = Key::new(NAMESPACE, name);
+        match decision.awaits.is_empty() {
+            true => self.awaited.remove(&key),
+            false => self.awaited.insert(key.clone(), decision.awaits.clone()),
+        };
         let Some(member) = self.members.get(name).filter(|_| !decision.asks.is_empty()) else {
             self.asked.remove(&key);
             return;

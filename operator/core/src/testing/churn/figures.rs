@@ -34,6 +34,8 @@ pub struct Figures {
     pub decisions_without_room_ms: Vec<f64>,
     /// All others.
     pub other_decisions_ms: Vec<f64>,
+    /// Starts of workers without a request.
+    pub preloads: usize,
     /// What the plans booked.
     pub utilisation: Utilisation,
 }

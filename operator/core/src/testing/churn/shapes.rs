@@ -320,7 +320,8 @@ fn experts() -> ModelFacts {
 pub struct Mix {
     /// Rings, in a thousand deployments.
     pub rings_per_mille: usize,
-    /// Whether some may end their workers for want of requests, and for others.
+    /// Whether some may end their workers for want of requests, and for others; of these, some keep them, and some start without a
+    /// request.
     pub rests: bool,
     /// Changes, in a hundred, after which workers never become ready, so that the plan before comes back.
     pub broken_percent: usize,
@@ -340,6 +341,10 @@ pub(super) struct Wish {
     has_gpu: bool,
     /// Whether its workers may end for want of requests.
     pub(super) rests: bool,
+    /// Whether these end for a higher priority alone.
+    keeps: bool,
+    /// Whether they start again without a request.
+    preloads: bool,
     priority: i32,
     rack: String,
     /// Whether its workers never become ready, once it has others that are.
@@ -359,7 +364,7 @@ impl Wish {
             },
         };
         let is_ring = size == Size::Ring;
-        Self {
+        let wish = Self {
             size,
             context_tokens: 1024 << random.below(4),
             decode: match is_ring {
@@ -375,9 +380,19 @@ impl Wish {
             streams: 1 + random.below(4) as u32,
             is_exclusive: random.happens(30),
             rests: mix.rests && !is_ring && random.happens(40),
+            keeps: false,
+            preloads: false,
             priority: random.below(3) as i32 - 1,
             rack: rack(random.below(nodes)),
             is_broken: random.happens(mix.broken_percent),
+        };
+        match wish.rests {
+            true => Self {
+                keeps: random.happens(20),
+                preloads: random.happens(30),
+                ..wish
+            },
+            false => wish,
         }
     }
 
@@ -402,6 +417,8 @@ impl Wish {
             is_exclusive,
             has_gpu,
             rests,
+            keeps,
+            preloads,
             priority,
             rack,
             is_broken: _,
@@ -437,9 +454,12 @@ impl Wish {
             ),
             false => format!("replicas: {decode}"),
         };
-        let after = match rests {
-            true => "autoscaling: {scaleToZeroAfter: 5m}\n",
-            false => "",
+        let after = match (rests, keeps, preloads) {
+            (false, _, _) => "",
+            (true, false, false) => "autoscaling: {scaleToZeroAfter: 5m}\n",
+            (true, true, false) => "autoscaling: {keep: true}\n",
+            (true, false, true) => "autoscaling: {preload: true}\n",
+            (true, true, true) => "autoscaling: {keep: true, preload: true}\n",
         };
         let claim = size.claim();
         let yaml = format!(

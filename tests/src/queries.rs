@@ -1,4 +1,4 @@
-//! Metrics that the chart's dashboard and alerts ask for.
+//! Metrics that the chart's dashboard and alerts, and the example of an autoscaler, ask for.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,10 @@ pub const DASHBOARD: &str = "charts/hearth/files/dashboards/hearth.json";
 /// Where the chart keeps its alerts.
 pub const RULES: &str = "charts/hearth/files/rules/hearth.yaml";
 
-/// Returns the names of Hearth's metrics in the queries of the dashboard and of the alerts, with suffixes such as `_total`.
+/// An autoscaler that scales a deployment to zero by the gateways' metrics.
+const KEDA: &str = "manifests/examples/keda.yaml";
+
+/// Returns the names of Hearth's metrics in the queries of the dashboard, the alerts and the autoscaler, with suffixes such as `_total`.
 ///
 /// # Panics
 /// When one of the files cannot be read.
@@ -30,7 +33,10 @@ pub fn queried_metrics() -> BTreeSet<String> {
         .unwrap_or_else(|error| panic!("{DASHBOARD}: {error}"));
     let rules: Value =
         serde_norway::from_str(&read(RULES)).unwrap_or_else(|error| panic!("{RULES}: {error}"));
+    let keda: Value =
+        serde_norway::from_str(&read(KEDA)).unwrap_or_else(|error| panic!("{KEDA}: {error}"));
     let mut queries = Vec::new();
+    collect(&keda, &mut queries);
     collect(&dashboard, &mut queries);
     collect(&rules, &mut queries);
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';

@@ -119,6 +119,7 @@ fn autoscalers_change_numbers_within_bounds() {
     cluster.import_toolbox();
     release::install_with(&cluster, &images, 1, &["nodes.minResidence=5s"]);
     zero::workers_end_and_start_again(&cluster);
+    zero::an_autoscaler_ends_and_starts_workers(&cluster);
     zero::two_deployments_take_turns_on_one_node(&cluster);
     scaling::of_prefill_workers(&cluster);
 }

@@ -1,14 +1,14 @@
-//! Workers that end for want of requests, and start again with the next one.
+//! Workers that end for want of requests, and start again with the next one, or when an autoscaler says so.
 
 use std::time::{Duration, Instant};
 
 use hearth_tests::cluster::{Cluster, condition, wait_until};
-use hearth_tests::{chat_body, chat_stream};
+use hearth_tests::{Metrics, chat_body, chat_stream};
 use serde_json::{Value, json};
 
 use super::ledger::{RESERVE_MILLIS, leave, occupy_all_but, wait_until_gone};
 use super::plugin;
-use super::release::{PATIENCE, deployment, infd, pods, said, wait_until_settled};
+use super::release::{PATIENCE, deployment, infd, patch, pods, said, wait_until_settled};
 use super::streams::{self, Known};
 
 /// Requests that come at once while there is no worker.
@@ -42,6 +42,75 @@ pub(super) fn workers_end_and_start_again(cluster: &Cluster) {
     println!("{} answers without a pause", streams.finish());
     assert_eq!(said(&infd(cluster, "demo"), "Ready").0, "Serving");
     cluster.kubectl(&["delete", "infd", "demo"]);
+}
+
+/// Somebody sets the scale to zero and back, as an autoscaler does, while requests come without a pause.
+pub(super) fn an_autoscaler_ends_and_starts_workers(cluster: &Cluster) {
+    wait_until_gone(cluster);
+    let scaling = json!({"mode": "External", "minReplicas": 0, "maxReplicas": 2});
+    let spec = json!({"decode": {"replicas": 1, "scaling": scaling}});
+    cluster.apply(&deployment("demo", spec).to_string());
+    wait_until_settled(cluster, "demo");
+    let gateway = pods(cluster, "demo", "gateway").remove(0);
+    let address = gateway["status"]["podIP"].as_str().expect("an address");
+    let metrics = format!("http://{address}:9402");
+    let v1 = cluster.reach("default", "demo", 80).v1();
+    for replicas in [1, 2] {
+        let streams = streams::Streams::start(&v1);
+        streams.wait_for(streams::STREAMS);
+        cluster.kubectl(&["scale", "infd/demo", "--replicas=0"]);
+        wait_until_at_zero(cluster);
+        let (_, message) = said(&infd(cluster, "demo"), "Ready");
+        assert!(
+            message.contains("its autoscaler asks for no workers"),
+            "{message}"
+        );
+        // An autoscaler sees that somebody waits, and nobody else starts anything.
+        Metrics::wait_for(&metrics, "all are held", |metrics| {
+            metrics.sum("hearth_choices_unanswered", &[]) == streams::STREAMS as f64
+        });
+        assert_eq!(served(&v1), ["hearth-demo"]);
+        let scale = cluster.kubectl(&["get", "infd/demo", "--subresource=scale", "--output=json"]);
+        let scale: Value = serde_json::from_str(&scale).expect("JSON");
+        assert_eq!(scale["status"]["replicas"], 0, "{scale:#}");
+        assert_eq!(pods(cluster, "demo", "").len(), 1);
+        let number = format!("--replicas={replicas}");
+        cluster.kubectl(&["scale", "infd/demo", &number]);
+        streams.wait_for(2 * streams::STREAMS);
+        wait_until_settled(cluster, "demo");
+        assert_eq!(pods(cluster, "demo", "decode").len(), replicas);
+        println!("{} answers through zero", streams.finish());
+    }
+    let now = pods(cluster, "demo", "gateway");
+    assert_eq!(now[0]["metadata"]["uid"], gateway["metadata"]["uid"]);
+    // What the deployment does not let an autoscaler do, the API server refuses.
+    let own = json!({"decode": {"scaling": {"minReplicas": 1}}});
+    patch(cluster, "demo", &own);
+    let refusal = cluster.try_kubectl(&["scale", "infd/demo", "--replicas=0"]);
+    let refusal = refusal.expect_err("no workers");
+    assert!(
+        refusal.contains("0 takes scaling: {mode: External, minReplicas: 0}"),
+        "{refusal}"
+    );
+    cluster.kubectl(&["delete", "infd", "demo"]);
+}
+
+/// Names of the models that an endpoint lists.
+fn served(v1: &str) -> Vec<String> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("runtime");
+    let listed = runtime.block_on(async {
+        let answer = reqwest::get(format!("{v1}/models")).await?;
+        answer.text().await
+    });
+    let listed = listed.unwrap_or_else(|error| panic!("{error}"));
+    let listed: Value = serde_json::from_str(&listed).expect("JSON");
+    let models = listed["data"].as_array().expect("models").iter();
+    models
+        .map(|model| model["id"].as_str().expect("a name").to_owned())
+        .collect()
 }
 
 /// Two deployments on a node that holds the workers of one: each takes the other's place when it is asked something.

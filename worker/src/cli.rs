@@ -79,7 +79,7 @@ impl Cli {
             Command::Stage(args) => roles::stage(&args, environment),
             Command::Supervise(args) => roles::supervise(&args),
             Command::Trace(args) => roles::trace(&args),
-            Command::Agent(args) => roles::agent(&args),
+            Command::Agent(args) => roles::agent(&args, environment),
             Command::DevicePlugin(args) => roles::device_plugin(&args),
             #[cfg(feature = "cuda")]
             Command::CudaCompile(args) => tools::cuda_compile(&args, environment),

@@ -3,6 +3,8 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use hearth_fetch::{Egress, FetchError, ProxyVariables};
+
 /// The environment, read once by `main`.
 pub(crate) struct Environment {
     /// `HOME`: the user's home directory.
@@ -19,6 +21,10 @@ pub(crate) struct Environment {
     pub(crate) model_password: Option<String>,
     /// `HF_ENDPOINT`: address of the hub, if it is a mirror.
     pub(crate) hub_endpoint: Option<String>,
+    /// `HEARTH_CA_BUNDLE`: PEM file of certificate authorities that are trusted besides the system's.
+    ca_bundle: Option<PathBuf>,
+    /// `HTTP_PROXY` and its like.
+    proxies: ProxyVariables,
     /// Where traces go, and which.
     pub(crate) otlp: OtlpVariables,
 }
@@ -88,6 +94,8 @@ impl Environment {
     pub(crate) fn read(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let text = |name: &str| variable(name).and_then(|value| value.into_string().ok());
         let filled = |name: &str| text(name).filter(|value| !value.is_empty());
+        // Other programs read them in either case.
+        let proxy = |name: &str| filled(name).or_else(|| filled(&name.to_ascii_lowercase()));
         Self {
             home: variable("HOME")
                 .filter(|home| !home.is_empty())
@@ -99,8 +107,25 @@ impl Environment {
             model_username: filled("HEARTH_MODEL_USERNAME"),
             model_password: filled("HEARTH_MODEL_PASSWORD"),
             hub_endpoint: filled("HF_ENDPOINT"),
+            ca_bundle: variable("HEARTH_CA_BUNDLE")
+                .filter(|path| !path.is_empty())
+                .map(PathBuf::from),
+            proxies: ProxyVariables {
+                http: proxy("HTTP_PROXY"),
+                https: proxy("HTTPS_PROXY"),
+                all: proxy("ALL_PROXY"),
+                none_for: proxy("NO_PROXY"),
+            },
             otlp: OtlpVariables::read(filled),
         }
+    }
+
+    /// How this process reaches servers.
+    ///
+    /// # Errors
+    /// A variable names no proxy, or the file of authorities cannot be used.
+    pub(crate) fn egress(&self) -> Result<Egress, FetchError> {
+        Egress::new(self.ca_bundle.clone(), &self.proxies)
     }
 
     /// Returns a directory in the user's cache.
@@ -130,6 +155,17 @@ mod tests {
         let cache = PathBuf::from("/home/ann/.cache/hearth/kernels");
         assert_eq!(filled.in_cache("kernels"), Some(cache));
         assert_eq!(filled.model_token.as_deref(), Some("t"));
+    }
+
+    #[test]
+    fn proxies_are_read_in_either_case() {
+        for name in ["HTTPS_PROXY", "https_proxy"] {
+            let wrong = environment(&[(name, "socks5://p.lan")]).egress();
+            let error = wrong.unwrap_err().to_string();
+            assert!(error.contains("HTTPS_PROXY is "), "{error}");
+        }
+        let empty = environment(&[("HTTPS_PROXY", ""), ("HEARTH_CA_BUNDLE", "")]);
+        assert!(empty.egress().is_ok());
     }
 
     #[test]

@@ -253,17 +253,25 @@ async fn certificates_are_checked_and_own_authorities_can_be_named() {
     let (code, _, stderr) = run(fetch(&url, &sha256(&archive), cache.path())).await;
     assert_eq!(code, 1);
     assert!(
-        stderr.contains("TLS verification failed for") && stderr.contains("SSL_CERT_FILE"),
+        stderr.contains("TLS verification failed for") && stderr.contains("HEARTH_CA_BUNDLE"),
         "{stderr}"
     );
     assert!(!stderr.contains("trying again"), "{stderr}");
 
     let pem = cache.path().join("nas.pem");
     fs::write(&pem, certificate.pem()).unwrap();
+    for variable in ["SSL_CERT_FILE", "HEARTH_CA_BUNDLE"] {
+        let cache = TempDir::new().unwrap();
+        let mut command = fetch(&url, &sha256(&archive), cache.path());
+        command.env(variable, &pem);
+        let (code, _, stderr) = run(command).await;
+        assert_eq!(code, 0, "{variable}: {stderr}");
+    }
     let mut command = fetch(&url, &sha256(&archive), cache.path());
-    command.env("SSL_CERT_FILE", &pem);
+    command.env("HEARTH_CA_BUNDLE", "/nowhere.pem");
     let (code, _, stderr) = run(command).await;
-    assert_eq!(code, 0, "{stderr}");
+    assert_eq!(code, 1);
+    assert!(stderr.contains("/nowhere.pem cannot be read"), "{stderr}");
 }
 
 #[tokio::test]

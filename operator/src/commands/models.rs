@@ -16,6 +16,7 @@ use crate::up::worker;
 
 const EXAMPLES: &str = "Examples:\n  hearth models pull Qwen/Qwen3-0.6B\n  hearth models list\n  hearth models pin Qwen/Qwen3-0.6B\n  hearth models rm Qwen/Qwen3-0.6B\n\
      Environment:\n  HEARTH_CACHE is the directory of the cache, HEARTH_MODEL_TOKEN opens gated repositories, HF_ENDPOINT names a mirror\n  \
+     HEARTH_CA_BUNDLE is a PEM file of further certificate authorities; HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and NO_PROXY name proxies\n  \
      HEARTH_MODEL_QUOTA (200Gi) and HEARTH_MODEL_RESERVE (percent of the disk) limit the cache: the least recently used models go\n  \
      HEARTH_DOWNLOAD_RATE (20Mi) limits downloads, in bytes a second";
 /// Digits of a commit or a checksum that a table shows.

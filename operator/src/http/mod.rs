@@ -2,6 +2,7 @@
 
 pub(crate) mod openai;
 
+use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,8 @@ use rustls::{
 };
 
 /// Creates a client for `url`. With `trusted`, a PEM file, an HTTPS server must present a certificate from that file,
-/// or one signed by one of them and carrying the server's name; without it the system's authorities decide.
+/// or one signed by one of them and carrying the server's name; without it the system's authorities decide. This machine
+/// itself is never asked through a proxy, whatever the environment says.
 ///
 /// # Errors
 /// The file cannot be read or has no certificate; the system has no authorities.
@@ -27,6 +29,9 @@ pub(crate) fn client(
     timeout: Option<Duration>,
 ) -> anyhow::Result<reqwest::Client> {
     let mut builder = reqwest::Client::builder();
+    if is_own(url) {
+        builder = builder.no_proxy();
+    }
     if let Some(timeout) = timeout {
         builder = builder.timeout(timeout);
     }
@@ -38,6 +43,19 @@ pub(crate) fn client(
     builder
         .build()
         .context("this system's certificate authorities cannot be read\n  name the server's certificate: --ca FILE")
+}
+
+/// Whether the URL's host is this machine.
+fn is_own(url: &str) -> bool {
+    let url = reqwest::Url::parse(url).ok();
+    let host = url.as_ref().and_then(|url| url.host_str());
+    host.is_some_and(|host| {
+        let host = host.trim_start_matches('[').trim_end_matches([']', '.']);
+        match host.parse::<IpAddr>() {
+            Ok(address) => address.to_canonical().is_loopback(),
+            Err(_) => host == "localhost" || host.ends_with(".localhost"),
+        }
+    })
 }
 
 fn trusting(file: &Path) -> anyhow::Result<ClientConfig> {
@@ -129,5 +147,27 @@ impl ServerCertVerifier for Trusting {
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         let algorithms = &self.provider.signature_verification_algorithms;
         algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_own;
+
+    #[test]
+    fn this_machine_is_known_in_every_spelling() {
+        for (url, is) in [
+            ("http://127.0.0.1:8080/v1", true),
+            ("http://127.8.9.1/v1", true),
+            ("https://localhost:8443/v1", true),
+            ("http://a.localhost./v1", true),
+            ("http://[::1]:8080/v1", true),
+            ("http://[::ffff:127.0.0.1]/v1", true),
+            ("http://192.168.1.7:8080/v1", false),
+            ("http://localhost.example/v1", false),
+            ("http://demo.default/v1", false),
+        ] {
+            assert_eq!(is_own(url), is, "{url}");
+        }
     }
 }

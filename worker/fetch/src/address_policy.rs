@@ -7,6 +7,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use ipnet::IpNet;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
@@ -35,8 +36,8 @@ impl AddressPolicy {
     }
 
     /// Limits a machine that fetches what others ask for: neither itself (loopback), nor its link, nor the ranges of
-    /// `cluster`, except those in `allowed`. Answers of non-public servers are not disclosed, and proxies are not
-    /// used, since what they resolve cannot be checked.
+    /// `cluster`, except those in `allowed`. Answers of non-public servers are not disclosed, nor are those that come
+    /// through a proxy: what it resolves cannot be checked.
     pub fn outside(cluster: Vec<IpNet>, allowed: Vec<IpNet>) -> Self {
         Self {
             limits: Some(Limits { cluster, allowed }),
@@ -46,6 +47,13 @@ impl AddressPolicy {
     /// Whether any limits apply.
     pub(crate) fn is_limited(&self) -> bool {
         self.limits.is_some()
+    }
+
+    /// Whether the address is this machine's, its link's or the cluster's, also if it may be fetched from.
+    fn is_inside(&self, address: IpAddr) -> bool {
+        let address = plain(address);
+        let is_open = |limits: &Limits| limits.allowed.iter().any(|range| range.contains(&address));
+        self.limits.as_ref().is_some_and(is_open) || self.check(address).is_err()
     }
 
     /// Checks that the address may be fetched from.
@@ -129,7 +137,7 @@ impl Guard {
         all.insert(asked);
     }
 
-    /// Records that the part on disk came from a non-public server.
+    /// Records that the part on disk, or what is about to be asked for, is of a server that may be non-public.
     pub(crate) fn keep_back(&self) {
         let is_limited = self.policy.is_limited();
         self.has_met_inside.store(is_limited, Ordering::Relaxed);
@@ -146,13 +154,38 @@ impl Guard {
         self.is_chosen && self.policy.is_limited() && !self.has_met_any.load(Ordering::Relaxed)
     }
 
-    /// Configures a client to connect only to allowed addresses, and to follow no redirects by itself.
+    /// Configures a client to connect only to allowed addresses and through no proxy, and to follow no redirects by itself.
     pub(crate) fn install(&self, builder: ClientBuilder) -> ClientBuilder {
-        let builder = builder.redirect(Policy::none());
+        let builder = builder.redirect(Policy::none()).no_proxy();
         match self.policy.is_limited() {
-            true => builder.dns_resolver(Arc::new(self.clone())).no_proxy(),
+            true => builder.dns_resolver(Arc::new(self.clone())),
             false => builder,
         }
+    }
+
+    /// Whether a proxy may be asked for the URL: for nothing that is this machine's own or the cluster's, which is
+    /// reached directly or not at all. A name that this machine cannot resolve `within` this time is the proxy's to
+    /// resolve. Whoever answers behind the proxy counts as non-public from then on.
+    pub(crate) async fn yields_to_proxy(&self, url: &Url, within: Duration) -> bool {
+        if !self.policy.is_limited() {
+            return true;
+        }
+        let host = host_of(url);
+        let addresses: Vec<IpAddr> = match host.parse() {
+            Ok(address) => vec![address],
+            Err(_) => {
+                let lookup = tokio::net::lookup_host((host, 0));
+                let found = tokio::time::timeout(within, lookup).await;
+                let found = found.ok().and_then(Result::ok).into_iter().flatten();
+                found.map(|address| address.ip()).collect()
+            }
+        };
+        if addresses.iter().any(|one| self.policy.is_inside(*one)) {
+            return false;
+        }
+        self.has_met_any.store(true, Ordering::Relaxed);
+        self.keep_back();
+        true
     }
 
     /// Checks the target of a redirect.
@@ -166,9 +199,7 @@ impl Guard {
     /// Checks a literal address; names are checked when they are resolved.
     pub(crate) fn check_url(&self, url: &Url) -> Result<(), Refused> {
         self.note(url.as_str());
-        let host = url.host_str().unwrap_or_default();
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        match host.parse() {
+        match host_of(url).parse() {
             Ok(address) => self.take(address),
             Err(_) => Ok(()),
         }
@@ -204,6 +235,12 @@ impl Resolve for Guard {
             }
         })
     }
+}
+
+/// The host of a URL; an IPv6 address without its brackets.
+fn host_of(url: &Url) -> &str {
+    let host = url.host_str().unwrap_or_default();
+    host.trim_start_matches('[').trim_end_matches(']')
 }
 
 /// Returns the IPv4 address that an IPv6 one stands for, if it does: mapped, compatible, or through NAT64.
@@ -360,6 +397,36 @@ mod tests {
         ] {
             let verdict = guard.check_url(&Url::parse(url).unwrap());
             assert_eq!(verdict.is_err(), is_refused, "{url}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_proxy_is_asked_for_nothing_inside_and_what_it_answers_is_kept_back() {
+        for (url, is_for_it) in [
+            ("http://203.0.113.7/x", true),
+            ("http://192.168.1.5/x", true),
+            ("http://[2606:4700::1]/x", true),
+            ("http://10.42.0.7/x", false),
+            ("http://[::ffff:10.42.0.7]/x", false),
+            ("http://127.0.0.1/x", false),
+            ("http://169.254.169.254/x", false),
+            // Open, and the cluster's all the same.
+            ("http://10.43.0.80/x", false),
+            // A name is resolved first.
+            ("http://localhost/x", false),
+        ] {
+            let url = Url::parse(url).unwrap();
+            let guard = Guard::new(&policy());
+            let patience = Duration::from_secs(20);
+            assert_eq!(
+                guard.yields_to_proxy(&url, patience).await,
+                is_for_it,
+                "{url}"
+            );
+            assert_eq!(guard.keeps_back(), is_for_it, "{url}");
+            let anywhere = Guard::new(&AddressPolicy::anywhere());
+            assert!(anywhere.yields_to_proxy(&url, patience).await);
+            assert!(!anywhere.keeps_back());
         }
     }
 

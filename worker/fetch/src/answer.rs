@@ -117,8 +117,8 @@ fn hub_refusal(hub: &HubPlace, url: String, status: StatusCode, headers: &Header
     }
 }
 
-/// Returns the failure for a request that got no answer.
-pub(crate) fn unanswered(place: &Place, error: &reqwest::Error) -> Failure {
+/// Returns the failure for a request that got no answer, directly or through a proxy.
+pub(crate) fn unanswered(place: &Place, proxy: Option<&str>, error: &reqwest::Error) -> Failure {
     let url = place.shown.clone();
     if let Some(refused) = cause_of::<Refused>(error) {
         return Failure::Final(forbidden(place, *refused));
@@ -131,7 +131,8 @@ pub(crate) fn unanswered(place: &Place, error: &reqwest::Error) -> Failure {
     } else {
         "the connection was lost"
     };
-    Failure::lost(format!("{what}: {}", innermost(error)))
+    let way = proxy.map_or_else(String::new, |proxy| format!(" through the proxy {proxy}"));
+    Failure::lost(format!("{what}{way}: {}", innermost(error)))
 }
 
 /// Returns the error for a URL that Hearth is not allowed to fetch.

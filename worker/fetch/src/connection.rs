@@ -1,9 +1,10 @@
-//! The HTTP client of a download, and the causes in its errors.
+//! The HTTP clients of a download, and the causes in their errors.
 
 use std::error::Error;
 use std::io;
 
-use reqwest::Client;
+use reqwest::redirect::Policy;
+use reqwest::{Certificate, Client, ClientBuilder, Proxy, Url};
 
 use crate::address_policy::Guard;
 use crate::place::Place;
@@ -12,36 +13,92 @@ use crate::{FetchError, FetchOptions};
 /// Maximum number of redirects to follow.
 pub(crate) const MAX_REDIRECTS: usize = 10;
 
-/// Builds a client that connects only to addresses that `guard` allows.
-///
-/// # Errors
-/// [`FetchError::Tls`].
-pub(crate) fn client(
-    place: &Place,
+/// One client for each way to a server.
+pub(crate) struct Clients {
+    /// Connects only to addresses that the guard allows.
+    direct: Client,
+    /// Through the proxy of http URLs, and through that of https URLs: whatever these are asked for goes there.
+    http: Option<Client>,
+    https: Option<Client>,
+}
+
+impl Clients {
+    /// Builds the clients that the options' egress needs.
+    ///
+    /// # Errors
+    /// [`FetchError::Authorities`], [`FetchError::Tls`].
+    pub(crate) fn new(
+        place: &Place,
+        options: &FetchOptions,
+        guard: &Guard,
+    ) -> Result<Self, FetchError> {
+        let authorities = options.egress.authorities()?;
+        let refused = |error: reqwest::Error| FetchError::Tls {
+            url: place.shown.clone(),
+            reason: innermost(&error),
+        };
+        let built = |builder: ClientBuilder| {
+            let builder = configured(builder, options, &authorities);
+            builder.build().map_err(refused)
+        };
+        let through = |proxy: Option<&Url>| {
+            let proxy = proxy.map(|proxy| Proxy::all(proxy.as_str()));
+            let proxy = proxy.transpose().map_err(refused)?;
+            let builder = proxy.map(|proxy| {
+                let builder = Client::builder().redirect(Policy::none());
+                builder.proxy(proxy)
+            });
+            builder.map(built).transpose()
+        };
+        let [http, https] = options.egress.proxies();
+        Ok(Self {
+            direct: built(guard.install(Client::builder()))?,
+            http: through(http)?,
+            https: through(https)?,
+        })
+    }
+
+    /// The client for a URL, and the address of the proxy that it goes through.
+    pub(crate) async fn of(
+        &self,
+        url: &Url,
+        options: &FetchOptions,
+        guard: &Guard,
+    ) -> (&Client, Option<String>) {
+        let client = match url.scheme() {
+            "https" => self.https.as_ref(),
+            _ => self.http.as_ref(),
+        };
+        if let (Some(client), Some(proxy)) = (client, options.egress.proxy_of(url))
+            && guard.yields_to_proxy(url, options.connect_timeout).await
+        {
+            return (client, Some(proxy));
+        }
+        (&self.direct, None)
+    }
+}
+
+/// What all clients have in common.
+fn configured(
+    builder: ClientBuilder,
     options: &FetchOptions,
-    guard: &Guard,
-) -> Result<Client, FetchError> {
+    authorities: &[Certificate],
+) -> ClientBuilder {
     // Public servers can still be reached from images without CA certificates.
     let roots = webpki_root_certs::TLS_SERVER_ROOT_CERTS
         .iter()
-        .filter_map(|der| reqwest::Certificate::from_der(der).ok());
-    guard
-        .install(Client::builder())
+        .filter_map(|der| Certificate::from_der(der).ok());
+    builder
         .user_agent(concat!("hearth/", env!("CARGO_PKG_VERSION")))
         .connect_timeout(options.connect_timeout)
         // The target of a redirect need not learn the query of the URL that led to it.
         .referer(false)
-        .tls_certs_merge(roots)
+        .tls_certs_merge(roots.chain(authorities.iter().cloned()))
         // The checksum covers the bytes as they are stored on the server.
         .no_gzip()
         .no_brotli()
         .no_zstd()
         .no_deflate()
-        .build()
-        .map_err(|error| FetchError::Tls {
-            url: place.shown.clone(),
-            reason: innermost(&error),
-        })
 }
 
 /// Returns the TLS error's message, if TLS is the cause.

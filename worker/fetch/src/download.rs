@@ -10,7 +10,7 @@ use tokio::time::sleep;
 
 use crate::address_policy::Guard;
 use crate::answer::{Failure, content_range, facts, refusal};
-use crate::connection::client;
+use crate::connection::Clients;
 use crate::digest::sha256_of;
 use crate::line::{Here, Line, Tried};
 use crate::part::{FileFacts, Part};
@@ -41,7 +41,7 @@ pub(crate) async fn archive(
         options,
         reporter,
         guard: &guard,
-        client: &client(&remote.place, options, &guard)?,
+        clients: &Clients::new(&remote.place, options, &guard)?,
     };
     let error = match complete(&line, room, remote, part).await {
         Ok(part) => {

@@ -161,13 +161,33 @@ pub enum FetchError {
     },
     /// The server's certificate was rejected, or the server does not speak TLS.
     #[error(
-        "TLS verification failed for {url}: {reason}\n  add its certificate authority to this machine's certificates (or name its PEM file in SSL_CERT_FILE), or use http:// for a server without TLS"
+        "TLS verification failed for {url}: {reason}\n  add its certificate authority to this machine's certificates (or name its PEM file in HEARTH_CA_BUNDLE, in a cluster in caBundle of Hearth's chart), or use http:// for a server without TLS"
     )]
     Tls {
         /// URL without secrets.
         url: String,
         /// The library's reason.
         reason: String,
+    },
+    /// The file with further certificate authorities is not one.
+    #[error(
+        "{path} {reason}\n  HEARTH_CA_BUNDLE (in a cluster caBundle of Hearth's chart) must name a PEM file with one certificate authority or several: BEGIN CERTIFICATE", path = path.display()
+    )]
+    Authorities {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A variable that names a proxy names none.
+    #[error(
+        "{variable} is {value:?}, which is no proxy that can be used\n  write the address of an HTTP proxy, such as http://proxy.lan:3128, or unset it"
+    )]
+    Proxy {
+        /// `HTTP_PROXY`, `HTTPS_PROXY` or `ALL_PROXY`.
+        variable: &'static str,
+        /// Its value without user and password.
+        value: String,
     },
     /// The address is off limits to the machine that fetches.
     #[error(
@@ -181,7 +201,7 @@ pub enum FetchError {
     },
     /// A non-public server gave something other than the archive, or nothing: all of these failures look alike.
     #[error(
-        "{url} did not yield the archive with the sha256 {sha256}: its address is not public, so the details are only in the log of this node's agent\n  check the URL, the checksum, that the server lets this node read the file, and that the node's disk has room for it"
+        "{url} did not yield the archive with the sha256 {sha256}: its address is not public, or it is reached through a proxy, so the details are only in the log of this node's agent\n  check the URL, the checksum, that the server lets this node read the file, and that the node's disk has room for it"
     )]
     KeptBack {
         /// URL without secrets.
@@ -380,6 +400,8 @@ impl FetchError {
             Self::DiskFull { .. }
             | Self::NoRoom { .. }
             | Self::Cache { .. }
+            | Self::Authorities { .. }
+            | Self::Proxy { .. }
             | Self::InUse { .. }
             | Self::Pinned { .. }
             | Self::Busy { .. } => FaultOrigin::Local,

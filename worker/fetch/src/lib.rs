@@ -7,6 +7,7 @@
 //!
 //! - [`Source`]: the archive or repository to fetch, its credentials, and its [`Key`] in the cache.
 //! - [`AddressPolicy`]: the addresses that may be fetched from.
+//! - [`Egress`]: the proxies and the further certificate authorities on the way there.
 //! - [`Cache`]: the directory of models and parts; [`Cache::retain`] removes what is no longer wanted, [`Cache::stored`]
 //!   tells what is there, [`Cache::pin`] keeps it.
 //! - [`Claims`]: what the cache's owner still wants, when models are removed to make room for another.
@@ -23,6 +24,7 @@
 //! - Nothing of a repository reaches the model's directory before its checksum has been verified, and no name in the
 //!   hub's list leads out of it.
 //! - Credentials go to the source's own server, and to none that it redirects to.
+//! - A proxy is asked for nothing that is this machine's own or, where addresses are limited, the cluster's.
 //! - Where addresses are limited, nothing about a non-public server that the requester chose is disclosed before the checksum holds: neither in
 //!   messages, nor in sizes (except of an archive that comes from a single server), nor by the time a failure takes.
 //! - Other nodes are given the files of one complete model, and only those that a fetch asks for.
@@ -38,6 +40,7 @@ mod connection;
 mod digest;
 mod directory;
 mod download;
+mod egress;
 mod error;
 mod giver;
 mod hold;
@@ -63,6 +66,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub use address_policy::AddressPolicy;
 pub use cache::{About, Cache, Stored};
+pub use egress::{Egress, ProxyVariables};
 pub use error::{FaultOrigin, FetchError};
 pub use giver::{Giver, GiverPatience};
 pub use hold::Hold;
@@ -125,6 +129,8 @@ pub struct FetchOptions {
     pub counters: Arc<Counters>,
     /// Addresses that may be fetched from.
     pub address_policy: AddressPolicy,
+    /// How servers are reached.
+    pub egress: Egress,
     /// Maximum number of files and directories of a model.
     pub max_entries: u64,
 }
@@ -150,6 +156,7 @@ impl Default for FetchOptions {
             seed_patience: Duration::from_secs(10),
             counters: Arc::default(),
             address_policy: AddressPolicy::anywhere(),
+            egress: Egress::default(),
             max_entries: 100_000,
         }
     }

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use reqwest::header::{ACCEPT_ENCODING, IF_RANGE, LOCATION, RANGE};
-use reqwest::{Client, Response, Url};
+use reqwest::{Response, Url};
 use tokio::time::sleep;
 
 use crate::address_policy::Guard;
 use crate::answer::{Failure, forbidden, unanswered};
-use crate::connection::{MAX_REDIRECTS, innermost};
+use crate::connection::{Clients, MAX_REDIRECTS, innermost};
 use crate::place::Place;
 use crate::progress::Reporter;
 use crate::retry::backoff;
@@ -26,7 +26,7 @@ pub(crate) struct Line<'a> {
     pub(crate) options: &'a FetchOptions,
     pub(crate) reporter: &'a Arc<Reporter>,
     pub(crate) guard: &'a Guard,
-    pub(crate) client: &'a Client,
+    pub(crate) clients: &'a Clients,
 }
 
 /// State of the retries.
@@ -99,10 +99,8 @@ impl Line<'_> {
         here: Here<'_>,
         idle_since: Instant,
     ) -> Result<Response, Failure> {
-        let mut request = self
-            .client
-            .get(url.clone())
-            .header(ACCEPT_ENCODING, "identity");
+        let (client, proxy) = self.clients.of(url, self.options, self.guard).await;
+        let mut request = client.get(url.clone()).header(ACCEPT_ENCODING, "identity");
         request = match credentials {
             Some(Credentials::Basic { username, password }) => {
                 request.basic_auth(username, Some(password))
@@ -120,7 +118,10 @@ impl Line<'_> {
         let mut answer = pin!(request.send());
         loop {
             tokio::select! {
-                answer = &mut answer => return answer.map_err(|error| unanswered(self.place, &error)),
+                answer = &mut answer => {
+                    return answer
+                        .map_err(|error| unanswered(self.place, proxy.as_deref(), &error));
+                }
                 () = sleep(self.look_period()) => {}
             }
             if asked.elapsed() >= stall || self.is_out_of_patience(idle_since) {

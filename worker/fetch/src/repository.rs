@@ -10,11 +10,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use reqwest::Client;
-
 use crate::address_policy::Guard;
 use crate::cache::{About, remove_directory, remove_file};
-use crate::connection::client;
+use crate::connection::Clients;
 use crate::digest::Digest;
 use crate::directory::{make_directory, put};
 use crate::download;
@@ -46,7 +44,7 @@ pub(crate) struct Fetch<'a> {
 
 /// What all requests of a fetch share.
 struct Shared {
-    client: Client,
+    clients: Clients,
     guard: Guard,
 }
 
@@ -59,8 +57,8 @@ impl Fetch<'_> {
         let place = self.place(self.hub.listing_url(), None);
         // The address of the hub is the administrator's choice, not the requester's.
         let guard = Guard::of_administrator(&self.room.options.address_policy);
-        let client = client(&place, &self.room.options, &guard)?;
-        let shared = Shared { client, guard };
+        let clients = Clients::new(&place, &self.room.options, &guard)?;
+        let shared = Shared { clients, guard };
         let line = self.line(&place, &shared);
         let listing = Listing::ask(&line, &self.shown).await?;
         if !self.hub.is_of(&listing.commit) {
@@ -269,7 +267,7 @@ impl Fetch<'_> {
             options: &self.room.options,
             reporter: self.reporter,
             guard: &shared.guard,
-            client: &shared.client,
+            clients: &shared.clients,
         }
     }
 }

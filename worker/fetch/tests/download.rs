@@ -540,5 +540,5 @@ async fn a_plain_server_has_no_tls() {
     fetcher.source = Source::new(&url, &sha256(b"")).unwrap();
     let error = fetcher.fetch().await.unwrap_err();
     assert!(matches!(error, FetchError::Tls { .. }), "{error}");
-    assert!(error.to_string().contains("SSL_CERT_FILE"), "{error}");
+    assert!(error.to_string().contains("HEARTH_CA_BUNDLE"), "{error}");
 }

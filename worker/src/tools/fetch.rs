@@ -97,7 +97,10 @@ pub(crate) fn run(args: &FetchArgs, environment: &Environment) -> anyhow::Result
         .enable_all()
         .build()?;
     let observer = Arc::new(move |progress: &Progress| lines.tell(progress));
-    let options = options(args);
+    let options = FetchOptions {
+        egress: environment.egress()?,
+        ..options(args)
+    };
     let directory = runtime.block_on(hearth_fetch::fetch(&source, &cache, &options, observer))?;
     let directory = directory
         .canonicalize()

@@ -21,6 +21,7 @@ impl End {
             cache: cache.path(),
             user: None,
             private_patience_s: 60,
+            environment: &[],
         });
         let operator = agent.called_by(Some(&authority.issue("operator.hearth")));
         (agent, operator, cache)

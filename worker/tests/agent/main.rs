@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
+mod egress;
 mod hub;
 mod links;
 mod models;
@@ -49,13 +50,28 @@ impl Fixture {
         Self::in_cache(Authority::new(), TempDir::new().unwrap(), 3)
     }
 
+    /// Starts an agent whose environment names proxies or authorities.
+    fn with_environment(environment: &[(&str, String)]) -> Self {
+        Self::start(Authority::new(), TempDir::new().unwrap(), 60, environment)
+    }
+
     fn in_cache(authority: Authority, cache: TempDir, private_patience_s: u32) -> Self {
+        Self::start(authority, cache, private_patience_s, &[])
+    }
+
+    fn start(
+        authority: Authority,
+        cache: TempDir,
+        private_patience_s: u32,
+        environment: &[(&str, String)],
+    ) -> Self {
         let tls = authority.issue("agent.hearth");
         let agent = Agent::start(&AgentOptions {
             tls: &tls,
             cache: cache.path(),
             user: None,
             private_patience_s,
+            environment,
         });
         let operator = agent.called_by(Some(&authority.issue("operator.hearth")));
         Self {
@@ -213,6 +229,7 @@ async fn only_the_operator_is_answered() {
         cache: fixture.cache.path(),
         user: None,
         private_patience_s: 60,
+        environment: &[],
     });
     let caller = worker.called_by(Some(&fixture.authority.issue("operator.hearth")));
     assert!(
@@ -376,6 +393,7 @@ async fn an_agent_without_a_cache_says_so_and_still_measures() {
         cache: &file.join("cache"),
         user: None,
         private_patience_s: 60,
+        environment: &[],
     });
     says_so_and_measures(&agent, &authority).await;
 }
@@ -422,6 +440,7 @@ async fn an_agent_needs_no_more_than_its_cache() {
             cache: cache.path(),
             user: Some(USER),
             private_patience_s: 60,
+            environment: &[],
         })
     };
     says_so_and_measures(&start(), &authority).await;

@@ -119,6 +119,8 @@ pub struct AgentOptions<'a> {
     pub user: Option<u32>,
     /// Seconds until failures of this machine's own servers, which count as private, are reported.
     pub private_patience_s: u32,
+    /// Variables of its environment.
+    pub environment: &'a [(&'a str, String)],
 }
 
 impl Agent {
@@ -151,6 +153,12 @@ impl Agent {
             ])
             .env("TMPDIR", "/nonexistent")
             .env("HOME", "/nonexistent")
+            .envs(
+                options
+                    .environment
+                    .iter()
+                    .map(|(name, value)| (name, value)),
+            )
             .current_dir("/")
             .stdout(Stdio::piped());
         if let Some(user) = options.user {

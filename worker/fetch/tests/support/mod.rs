@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // Each test uses a part of it, and may panic.
 
 pub mod hub;
+pub mod proxy;
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use clap::Args;
 use hearth_crds::WorkerReport;
-use hearth_fetch::Cache;
+use hearth_fetch::{Cache, Egress};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::{Health, Listener, ServerOptions, Tls, TlsFiles, TlsNames, server, v1};
 use ipnet::IpNet;
@@ -29,6 +29,7 @@ use tonic::{Request, Response, Status};
 
 use super::report::send_report;
 use super::stand_ins::StandInArgs;
+use crate::environment::Environment;
 use crate::signals;
 use crate::tools::StoreArgs;
 use identity::Identity;
@@ -95,8 +96,9 @@ pub(crate) struct AgentArgs {
 }
 
 impl AgentArgs {
-    fn limits(&self) -> Limits {
+    fn limits(&self, egress: Egress) -> Limits {
         Limits {
+            egress,
             node: self.stand_in.node.clone(),
             quota_bytes: self.store.quota_bytes(),
             recent: self.store.recent(),
@@ -110,18 +112,19 @@ impl AgentArgs {
 }
 
 /// Serves until told to stop.
-pub(crate) fn run(args: &AgentArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: &AgentArgs, environment: &Environment) -> anyhow::Result<()> {
+    let limits = args.limits(environment.egress()?);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()?;
-    let outcome = runtime.block_on(serve(args));
+    let outcome = runtime.block_on(serve(args, limits));
     // A model being unpacked is not worth waiting for: the next agent starts that step again.
     runtime.shutdown_background();
     outcome
 }
 
-async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
+async fn serve(args: &AgentArgs, limits: Limits) -> anyhow::Result<()> {
     let health = Health::starting().await;
     let address = args.health.as_deref();
     let _probes = address.map(|address| health.listen(address)).transpose()?;
@@ -137,7 +140,7 @@ async fn serve(args: &AgentArgs) -> anyhow::Result<()> {
     if let Err(error) = cache.create() {
         tracing::error!("no model can be kept on this node: {error}");
     }
-    let models = Arc::new(Models::new(cache, args.limits()));
+    let models = Arc::new(Models::new(cache, limits));
     let _metrics = match args.metrics.as_deref().filter(|it| !it.is_empty()) {
         Some(address) => Some(metrics::serve(address, Arc::clone(&models))?),
         None => None,

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use hearth_crds::ModelFacts;
 use hearth_fetch::{
-    AddressPolicy, Cache, Claim, Claims, Counters, FaultOrigin, FetchError, FetchOptions, Key,
-    Owner, Phase, Progress, Source, Throttle, Tries, fetch,
+    AddressPolicy, Cache, Claim, Claims, Counters, Egress, FaultOrigin, FetchError, FetchOptions,
+    Key, Owner, Phase, Progress, Source, Throttle, Tries, fetch,
 };
 use hearth_transport::v1::{ModelRequest, ModelResponse, ModelState};
 use ipnet::IpNet;
@@ -50,6 +50,8 @@ pub(super) struct Limits {
     pub(super) recent: Duration,
     /// Rate of all downloads.
     pub(super) throttle: Option<Arc<Throttle>>,
+    /// How servers are reached.
+    pub(super) egress: Egress,
     /// Address ranges that may be fetched from even though they are the node's own, link-local or the cluster's.
     pub(super) allow_ranges: Vec<IpNet>,
     /// Time that a model is kept after it was last named, unless its space is needed.
@@ -67,6 +69,7 @@ impl Limits {
             throttle: self.throttle.clone(),
             owner: Owner::Node(self.node.clone()),
             private_patience: self.private_patience,
+            egress: self.egress.clone(),
             address_policy: AddressPolicy::outside(cluster_ranges, self.allow_ranges.clone()),
             ..FetchOptions::default()
         }
@@ -550,6 +553,7 @@ mod tests {
             quota_bytes: None,
             recent: Duration::ZERO,
             throttle: None,
+            egress: Egress::default(),
             allow_ranges: Vec::new(),
             keep: Duration::ZERO,
             private_patience: Duration::from_secs(60),

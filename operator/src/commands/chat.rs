@@ -50,7 +50,7 @@ pub(crate) struct TalkArgs {
 }
 
 /// Base of the API at a URL: a bare address means its `/v1`.
-fn base_url(text: &str) -> Result<String, String> {
+pub(crate) fn base_url(text: &str) -> Result<String, String> {
     const EXAMPLE: &str = "write it as http://host:8080 or https://host:8080/v1";
     let mut url = reqwest::Url::parse(text).map_err(|error| format!("{error}; {EXAMPLE}"))?;
     if !matches!(url.scheme(), "http" | "https") {

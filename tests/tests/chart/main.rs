@@ -1,7 +1,9 @@
 //! The chart: for every relevant set of values, helm renders valid Kubernetes objects of all versions that it claims
 //! to support, grants no more rights than the table in docs/cluster.md, and matches manifests/.
 
+mod install;
 mod metrics;
+mod readme;
 mod store;
 mod tracing;
 
@@ -144,22 +146,23 @@ fn every_set_of_values_renders_valid_kubernetes() {
     files.push(root().join("manifests/install.yaml"));
     let examples = std::fs::read_dir(root().join("manifests/examples")).expect("examples");
     files.extend(examples.flatten().map(|entry| entry.path()));
-    let validator = root().join("tests/python/validate_manifests.py");
-    let (code, stdout, stderr) = run(Command::new(python())
-        .arg(&validator)
-        .arg(VERSIONS)
-        .args(&files));
-    assert_eq!(code, 0, "{stdout}\n{stderr}");
+    let (code, output) = validated(&files);
+    assert_eq!(code, 0, "{output}");
 
     // The validator detects an error.
     let wrong = directory.path().join("wrong.yaml");
     let object = json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"prots": []}});
     std::fs::write(&wrong, object.to_string()).expect("file");
-    let (code, stdout, _) = run(Command::new(python())
-        .arg(&validator)
-        .arg(VERSIONS)
-        .arg(&wrong));
-    assert!(code == 1 && stdout.contains("prots"), "{stdout}");
+    let (code, output) = validated(&[wrong]);
+    assert!(code == 1 && output.contains("prots"), "{output}");
+}
+
+/// Checks manifests against the schemas of all versions; returns 0 without findings, and the findings.
+fn validated(files: &[PathBuf]) -> (i32, String) {
+    let validator = root().join("tests/python/validate_manifests.py");
+    let mut command = Command::new(python());
+    let (code, stdout, stderr) = run(command.arg(validator).arg(VERSIONS).args(files));
+    (code, format!("{stdout}\n{stderr}"))
 }
 
 #[test]

@@ -15,7 +15,7 @@ use opentelemetry_proto::tonic::trace::v1::{Span, status::StatusCode as SpanStat
 use prost::Message;
 
 /// Longest wait for spans: processes send them every few seconds, and a busy machine lets them wait.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A span as it was received.
 #[derive(Clone, Debug)]

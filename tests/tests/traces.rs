@@ -42,15 +42,12 @@ async fn ask(up: &Up, room: &str) -> Value {
 }
 
 /// The span of this name of a rank; there is one, as long as one request was sent.
-fn span<'a>(spans: &'a [ReceivedSpan], rank: &str, name: &str) -> &'a ReceivedSpan {
+fn span<'a>(spans: &'a [ReceivedSpan], (rank, name): Place) -> &'a ReceivedSpan {
     let mut found = spans
         .iter()
         .filter(|span| span.process["service.instance.id"] == rank && span.name == name);
     let span = found.next();
-    assert!(
-        found.next().is_none(),
-        "{rank} has several {name:?}: {spans:#?}"
-    );
+    assert!(found.next().is_none(), "{rank} has several {name:?}");
     span.unwrap_or_else(|| panic!("{rank} has no {name:?}: {spans:#?}"))
 }
 
@@ -85,6 +82,32 @@ fn sends_traces(up: &Up, rank: &str) -> bool {
         .any(|name| name.starts_with("OpenTelemetry"))
 }
 
+/// A rank and the name of a span there.
+type Place = (&'static str, &'static str);
+
+const REQUEST: Place = ("gateway-0", "POST /v1/chat/completions");
+const CALL: Place = ("gateway-0", "hearth.v1.Decode/Generate");
+const DECODE: Place = ("decode-0", "hearth.v1.Decode/Generate");
+const FETCH: Place = ("decode-0", "hearth.v1.Prefill/Prefill");
+const PREFILL: Place = ("prefill-0", "hearth.v1.Prefill/Prefill");
+
+/// The spans of a request that a prefill worker reads, each with its parent; that of the request has the client's.
+const SPANS: [(Place, Option<Place>); 13] = [
+    (REQUEST, None),
+    (("gateway-0", "prepare"), Some(REQUEST)),
+    (("gateway-0", "wait for a worker"), Some(REQUEST)),
+    (CALL, Some(REQUEST)),
+    (DECODE, Some(CALL)),
+    (("decode-0", "queue"), Some(DECODE)),
+    (("decode-0", "prompt"), Some(DECODE)),
+    (FETCH, Some(("decode-0", "prompt"))),
+    (("decode-0", "KV transfer"), Some(FETCH)),
+    (("decode-0", "generation"), Some(DECODE)),
+    (PREFILL, Some(FETCH)),
+    (("prefill-0", "queue"), Some(PREFILL)),
+    (("prefill-0", "prompt"), Some(PREFILL)),
+];
+
 #[tokio::test]
 async fn one_request_is_one_trace_of_three_processes() {
     let collector = OtlpReceiver::start();
@@ -97,82 +120,22 @@ async fn one_request_is_one_trace_of_three_processes() {
     ]));
     assert!(RANKS.iter().all(|rank| sends_traces(&up, rank)));
     let answer = ask(&up, "office").await;
-    let all = [
-        ("gateway-0", "POST /v1/chat/completions"),
-        ("gateway-0", "wait for a worker"),
-        ("gateway-0", "hearth.v1.Decode/Generate"),
-        ("decode-0", "hearth.v1.Decode/Generate"),
-        ("decode-0", "generation"),
-        ("decode-0", "hearth.v1.Prefill/Prefill"),
-        ("prefill-0", "hearth.v1.Prefill/Prefill"),
-    ];
-    let spans = collector.wait_for(|spans| {
-        all.iter().all(|(rank, name)| {
-            let mut spans = spans.iter();
-            spans.any(|span| span.process["service.instance.id"] == *rank && span.name == *name)
-        })
-    });
-    for span in &spans {
-        assert_eq!(span.trace, TRACE, "{span:#?}");
-        assert!(!span.has_failed, "{span:#?}");
-        assert!(span.time_ns.0 <= span.time_ns.1, "{span:#?}");
-        assert_eq!(span.process["team"], "search");
-        assert_eq!(span.process["service.namespace"], "demo");
-    }
+    let spans = collector.wait_for(|spans| spans.len() >= SPANS.len());
+    assert_eq!(spans.len(), SPANS.len(), "{spans:#?}");
     assert_eq!(collector.header("x-lab").as_deref(), Some("attic"));
-
-    let request = span(&spans, "gateway-0", "POST /v1/chat/completions");
-    assert_eq!(request.parent, CALLER);
-    assert_eq!(request.process["service.name"], "hearth-gateway");
-    let waited = span(&spans, "gateway-0", "wait for a worker");
-    assert_eq!(waited.parent, request.id);
-    let call = span(&spans, "gateway-0", "hearth.v1.Decode/Generate");
-    assert_eq!(call.parent, request.id);
-    assert_eq!(call.events, ["first token"]);
-
-    let decode = span(&spans, "decode-0", "hearth.v1.Decode/Generate");
-    assert_eq!(decode.parent, call.id);
-    assert_eq!(decode.process["service.name"], "hearth-decode");
-    let parts = ["queue", "prompt", "generation"].map(|part| span(&spans, "decode-0", part));
-    assert!(parts.iter().all(|part| part.parent == decode.id));
-    assert!(
-        parts
-            .windows(2)
-            .all(|two| two[0].time_ns.0 <= two[1].time_ns.0)
-    );
-    let fetch = span(&spans, "decode-0", "hearth.v1.Prefill/Prefill");
-    assert_eq!(fetch.parent, parts[1].id);
-    let transfer = span(&spans, "decode-0", "KV transfer");
-    assert_eq!(transfer.parent, fetch.id);
-
-    let prefill = span(&spans, "prefill-0", "hearth.v1.Prefill/Prefill");
-    assert_eq!(prefill.parent, fetch.id);
-    assert_eq!(prefill.process["service.name"], "hearth-prefill");
-    let parts = ["queue", "prompt"].map(|part| span(&spans, "prefill-0", part));
-    assert!(parts.iter().all(|part| part.parent == prefill.id));
-    assert_eq!(parts[1].events, ["first KV"]);
-
-    let (sent, taken) = (&prefill.attributes, &transfer.attributes);
-    assert_eq!(sent["hearth.kv.bytes"], taken["hearth.kv.bytes"]);
-    assert_ne!(sent["hearth.kv.bytes"], "0");
-    let usage = &answer["usage"];
-    for (span, key, field) in [
-        (request, "gen_ai.usage.input_tokens", "prompt_tokens"),
-        (request, "gen_ai.usage.output_tokens", "completion_tokens"),
-        (prefill, "gen_ai.usage.input_tokens", "prompt_tokens"),
-        (
-            span(&spans, "decode-0", "generation"),
-            "gen_ai.usage.output_tokens",
-            "completion_tokens",
-        ),
-    ] {
-        assert_eq!(
-            span.attributes[key],
-            usage[field].to_string(),
-            "{}",
-            span.name
-        );
+    for (place, parent) in SPANS {
+        let its = span(&spans, place);
+        let parent = parent.map_or(CALLER, |parent| &span(&spans, parent).id);
+        assert_eq!(its.parent, parent, "{its:#?}");
+        assert_eq!(its.trace, TRACE, "{its:#?}");
+        assert!(!its.has_failed, "{its:#?}");
+        assert!(its.time_ns.0 <= its.time_ns.1, "{its:#?}");
+        let (role, _) = place.0.split_once('-').expect("a rank");
+        assert_eq!(its.process["service.name"], format!("hearth-{role}"));
+        assert_eq!(its.process["service.namespace"], "demo");
+        assert_eq!(its.process["team"], "search");
     }
+    check_what_is_noted(&spans, &answer["usage"]);
     for (rank, words) in [
         ("decode-0", "request accepted"),
         ("prefill-0", "prefill accepted"),
@@ -180,11 +143,28 @@ async fn one_request_is_one_trace_of_three_processes() {
         let lines = log_lines(&up);
         let mut lines = lines.iter().filter(|(file, _)| file.starts_with(rank));
         let named = lines.any(|(_, line)| line.contains(words) && line.contains(TRACE));
-        assert!(
-            named,
-            "the log of {rank} does not name the trace: {}",
-            up.logs()
-        );
+        assert!(named, "{rank} does not name the trace: {}", up.logs());
+    }
+}
+
+/// Checks events, tokens and bytes.
+fn check_what_is_noted(spans: &[ReceivedSpan], usage: &Value) {
+    assert_eq!(span(spans, CALL).events, ["first token"]);
+    assert_eq!(span(spans, ("prefill-0", "prompt")).events, ["first KV"]);
+    let sent = &span(spans, PREFILL).attributes["hearth.kv.bytes"];
+    let taken = &span(spans, ("decode-0", "KV transfer")).attributes["hearth.kv.bytes"];
+    assert_eq!(sent, taken);
+    assert_ne!(sent, "0");
+    let (input, output) = ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens");
+    for (place, key, field) in [
+        (REQUEST, input, "prompt_tokens"),
+        (REQUEST, output, "completion_tokens"),
+        (PREFILL, input, "prompt_tokens"),
+        (DECODE, input, "prompt_tokens"),
+        (("decode-0", "generation"), output, "completion_tokens"),
+    ] {
+        let noted = &span(spans, place).attributes[key];
+        assert_eq!(*noted, usage[field].to_string(), "{place:?}");
     }
 }
 

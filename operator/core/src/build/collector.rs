@@ -17,7 +17,8 @@ const SAMPLER_ARGUMENT: &str = "OTEL_TRACES_SAMPLER_ARG";
 const BY_RATIO: &str = "parentbased_traceidratio";
 
 /// Adds the variables to a Pod's containers, but for those that the deployment's template has.
-pub(super) fn add(tracing: &Tracing, pod: &mut Pod) {
+pub(super) fn add(tracing: Option<&Tracing>, pod: &mut Pod) {
+    let Some(tracing) = tracing else { return };
     let ratio = tracing.sample_ratio.to_string();
     let variables = [
         (ENDPOINT, &*tracing.endpoint),

@@ -82,9 +82,7 @@ pub fn rank_pod(
     let deployment = context.deployment;
     let added = &deployment.spec.pod_template;
     template::add(added, rank.role.is_worker(), &mut pod);
-    if let Some(tracing) = &context.settings.tracing {
-        collector::add(tracing, &mut pod);
-    }
+    collector::add(context.settings.tracing.as_ref(), &mut pod);
     let essence = Essence {
         owner: deployment.metadata.uid.as_deref().unwrap_or_default(),
         image,

@@ -244,8 +244,8 @@ mod tests {
         deployment.status = Some(InferenceDeploymentStatus {
             scale_to_zero: Some(hearth_crds::ScaleToZeroStatus {
                 at_zero,
+                since: Timestamp::UNIX_EPOCH.to_string(),
                 reason: reason.to_owned(),
-                ..Default::default()
             }),
             ..InferenceDeploymentStatus::default()
         });

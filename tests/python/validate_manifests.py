@@ -12,7 +12,7 @@ import kubernetes_validate
 import yaml
 
 # Kinds whose schemas are not Kubernetes' own.
-OTHERS = {"monitoring.coreos.com/v1", "hearth.dev/v1alpha1"}
+OTHERS = {"monitoring.coreos.com/v1", "hearth.dev/v1alpha1", "keda.sh/v1alpha1"}
 
 
 def findings(path: str, document: dict, versions: list[str]):

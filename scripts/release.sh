@@ -72,7 +72,7 @@ registry=${push:-${registry:-$(sed -n 's/^  registry: //p' charts/hearth/values.
 
 # What is released is a commit, and says its version everywhere.
 check_source() {
-    local file field found changed
+    local file field found changed others
     while read -r file field; do
         found=$(sed -n "s/^$field *[:=] *\"\\{0,1\\}\\([^\"]*\\)\"\\{0,1\\}\$/\\1/p" "$file" | head -n 1)
         [ "$found" = "$version" ] ||
@@ -85,8 +85,12 @@ END
     changed=$(git status --porcelain) || fail "this is no git checkout, and a release is made of a commit"
     [ -z "$changed" ] ||
         fail "the tree has changes that no commit has; commit or remove them:" $'\n'"$(head -n 5 <<<"$changed")"
-    if [ -e "$output" ] && [ -n "$(ls -A "$output")" ] && [ ! -e "$output/SHA256SUMS" ]; then
-        fail "$output has other files in it: name another directory with --output"
+    # A release takes the place of one, and of nothing else.
+    if [ -e "$output" ]; then
+        others=$(comm -23 <(ls -A "$output" | grep -vx SHA256SUMS | sort) <(cut -c 67- "$output/SHA256SUMS" 2>/dev/null | sort))
+        [ -z "$others" ] ||
+            fail "$output has files in it that are of no release: remove them, or name another directory with --output:" \
+                $'\n'"$(head -n 5 <<<"$others")"
     fi
 }
 

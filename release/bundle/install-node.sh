@@ -8,6 +8,9 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
+# Where k3s is, and sudo may not look.
+PATH=$PATH:/usr/local/bin
+
 # User of the agents and workers.
 user=65532
 
@@ -66,6 +69,12 @@ import_images() {
     done <images.txt
 }
 
+# pin KEY: no server has the model, so nothing may remove it to make room. The file is made anew: the agents' user, who may write
+# here, could have put a link in its place.
+pin() {
+    install -T -o "$user" -g "$user" -m 644 /dev/null "$store/models/.pinned-$1"
+}
+
 # A model is in its place when it is complete: it is copied beside the store's directories, and moved.
 install_models() {
     local key about work
@@ -90,12 +99,11 @@ install_models() {
             chmod -R u=rwX,go=rX "$work/$key"
             chown -R "$user:$user" "$work/$key" "$work/.about-$key"
             sync
-            mv "$work/.about-$key" "$store/models/.about-$key"
+            pin "$key"
+            mv -T "$work/.about-$key" "$store/models/.about-$key"
             mv -T "$work/$key" "$store/models/$key"
         fi
-        # No server has it: nothing may remove it to make room.
-        touch "$store/models/.pinned-$key"
-        chown "$user:$user" "$store/models/.pinned-$key"
+        pin "$key"
     done
 }
 

@@ -21,6 +21,8 @@ use crate::layout;
 
 /// File of a release, and of a bundle, with the checksums of the others.
 pub const SUMS: &str = "SHA256SUMS";
+/// How the name of a bundle in a release's directory ends.
+const BUNDLE_END: &str = "-bundle.tar";
 const README: &str = include_str!("../bundle/README.md");
 const INSTALL_NODE: &str = include_str!("../bundle/install-node.sh");
 
@@ -103,7 +105,7 @@ impl Bundle<'_> {
         Ok(models)
     }
 
-    /// The files of the release with their checksums.
+    /// The files of the release with their checksums, without a bundle that was made with it.
     fn files(&self) -> anyhow::Result<Vec<(String, String)>> {
         let path = self.release.join(SUMS);
         let text = std::fs::read_to_string(&path).with_context(|| {
@@ -117,7 +119,9 @@ impl Bundle<'_> {
             let Some((sum, name)) = line.split_once("  ") else {
                 bail!("{}: {line:?} is no checksum and name", path.display());
             };
-            files.push((sum.to_owned(), name.to_owned()));
+            if !name.ends_with(BUNDLE_END) {
+                files.push((sum.to_owned(), name.to_owned()));
+            }
         }
         Ok(files)
     }

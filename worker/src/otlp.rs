@@ -191,9 +191,12 @@ fn exporter(
         .filter_map(|der| reqwest::Certificate::from_der(der).ok());
     let client = reqwest::blocking::Client::builder()
         .timeout(timeout)
-        .tls_certs_merge(roots)
-        .build()
-        .context("no client for traces")?;
+        .tls_certs_merge(roots);
+    let client = match url.host_str().is_some_and(hearth_fetch::is_own) {
+        true => client.no_proxy(),
+        false => client,
+    };
+    let client = client.build().context("no client for traces")?;
     let exporter = opentelemetry_otlp::SpanExporter::builder()
         .with_http()
         .with_http_client(Collector {

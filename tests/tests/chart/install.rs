@@ -200,6 +200,8 @@ fn values_that_contradict_each_other_are_refused_with_a_remedy() {
         ),
         ("{image: {digest: latest}}".to_owned(), "digest"),
         ("{proxy: {http: 'socks5://p'}}".to_owned(), "proxy"),
+        // A password would be in plain sight.
+        ("{proxy: {http: 'http://ann:hush@p'}}".to_owned(), "proxy"),
         ("{proxy: {noProxy: ['a,b']}}".to_owned(), "noProxy"),
         ("{test: {demo: 'yes'}}".to_owned(), "demo"),
     ] {

@@ -72,7 +72,10 @@ fn write_release(directory: &Path) -> PathBuf {
             let bytes = std::fs::read(output.join(name)).expect("a file");
             format!("{}  {name}\n", sha256(&bytes))
         })
+        // Made with the release, and no part of another bundle.
+        .chain([format!("{}  hearth-0-bundle.tar\n", sha256(b""))])
         .collect();
+    std::fs::write(output.join("hearth-0-bundle.tar"), "").expect("a file");
     std::fs::write(output.join("SHA256SUMS"), sums).expect("a file");
     output
 }
@@ -157,10 +160,17 @@ async fn a_node_gets_images_and_models_and_serves_without_a_hub() {
             );
         }
     }
-    // Again: what is there stays.
+    // Again: what is there stays, and a link where the pin was leads root nowhere.
+    let victim = node.path().join("victim");
+    std::fs::write(&victim, "root's").expect("a file");
+    let pin = pin_of(&node.store());
+    std::fs::remove_file(&pin).expect("the pin");
+    std::os::unix::fs::symlink(&victim, &pin).expect("a link");
     let (code, said) = node.install();
     assert_eq!(code, 0, "{said}");
     assert!(said.contains("is there already"), "{said}");
+    assert_eq!(victim.metadata().expect("a file").uid(), 0);
+    assert!(pin.symlink_metadata().expect("the pin").is_file());
     has_the_model(&node.store());
     serves_without_a_hub(directory.path(), &node.store());
 }
@@ -179,6 +189,14 @@ fn bundled(made: &Path, store: &Path, name: &str) -> PathBuf {
     ]);
     assert!(told.contains("acme/demo@main"), "{told}");
     bundle
+}
+
+/// The file that pins the store's model.
+fn pin_of(store: &Path) -> PathBuf {
+    let entries = std::fs::read_dir(store.join("models")).expect("models");
+    let mut paths = entries.map(|entry| entry.expect("an entry").path());
+    let is_pin = |path: &PathBuf| text(path).contains("/.pinned-");
+    paths.find(is_pin).expect("a pin")
 }
 
 /// The model is in the store as if an agent had fetched it and a person pinned it.

@@ -274,8 +274,17 @@ fn a_directory_with_other_files_is_left_alone() {
     let output = checkout.path().join("target/mine");
     std::fs::create_dir(&output).expect("a directory");
     std::fs::write(output.join("notes"), "mine").expect("a file");
-    let (code, said) = checkout.release(&["--output", text(&output), VERSION]);
-    assert_eq!(code, 1, "{said}");
-    assert!(said.contains("has other files in it"), "{said}");
-    assert!(output.join("notes").exists());
+    // Also one where an earlier release is, or somebody else's.
+    for sums in ["", &format!("{}  hearth.tar\n", "0".repeat(64))] {
+        if !sums.is_empty() {
+            std::fs::write(output.join("SHA256SUMS"), sums).expect("a file");
+        }
+        let (code, said) = checkout.release(&["--output", text(&output), VERSION]);
+        assert_eq!(code, 1, "{said}");
+        assert!(
+            said.contains("of no release") && said.contains("notes"),
+            "{said}"
+        );
+        assert!(output.join("notes").exists());
+    }
 }

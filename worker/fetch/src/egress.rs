@@ -169,8 +169,8 @@ fn parsed(variable: &'static str, value: Option<&str>) -> Result<Option<Url>, Fe
     }
 }
 
-/// Whether the host is this machine.
-fn is_own(host: &str) -> bool {
+/// Whether the host of a URL is this machine, which is asked for nothing through a proxy.
+pub fn is_own(host: &str) -> bool {
     let host = host.trim_start_matches('[').trim_end_matches([']', '.']);
     match host.parse::<IpAddr>() {
         Ok(address) => address.to_canonical().is_loopback(),

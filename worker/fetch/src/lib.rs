@@ -66,7 +66,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub use address_policy::AddressPolicy;
 pub use cache::{About, Cache, Stored};
-pub use egress::{Egress, ProxyVariables};
+pub use egress::{Egress, ProxyVariables, is_own};
 pub use error::{FaultOrigin, FetchError};
 pub use giver::{Giver, GiverPatience};
 pub use hold::Hold;

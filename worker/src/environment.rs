@@ -36,9 +36,13 @@ pub(crate) struct Variable {
 }
 
 impl Variable {
-    /// Says why the value cannot be used, and what to do.
+    /// Says why the value cannot be used, and what to do. What a URL has of user, password and query is left out.
     pub(crate) fn refused(&self, why: &str, remedy: &str) -> String {
-        format!("{} is {:?}: {why}\n  {remedy}", self.name, self.value)
+        let shown = match self.value.contains("://") || self.value.contains('@') {
+            true => hearth_crds::shown_url(&self.value),
+            false => self.value.clone(),
+        };
+        format!("{} is {shown:?}: {why}\n  {remedy}", self.name)
     }
 }
 

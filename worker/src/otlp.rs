@@ -1,4 +1,4 @@
-//! OtlpTraces by OTLP: the spans of this process go to a collector, if the environment names one.
+//! Traces by OTLP: the spans of this process go to a collector, if the environment names one.
 //!
 //! No request waits for the collector: spans are put into a bounded queue, from which a thread of its own sends them. What finds no
 //! room there, or cannot be delivered, is dropped and counted; the log says so once each time the collector is lost.
@@ -191,6 +191,8 @@ fn exporter(
         .filter_map(|der| reqwest::Certificate::from_der(der).ok());
     let client = reqwest::blocking::Client::builder()
         .timeout(timeout)
+        // Its headers may hold a key, which is for nobody else.
+        .redirect(reqwest::redirect::Policy::none())
         .tls_certs_merge(roots);
     let client = match url.host_str().is_some_and(hearth_fetch::is_own) {
         true => client.no_proxy(),

@@ -26,7 +26,7 @@ pub fn follows_load(spec: &InferenceDeploymentSpec) -> bool {
 }
 
 /// The observation with the effective spec: in today's fields, with the number of prefill workers from their scaler, and where the
-/// autoscaler of the decode workers asks for none, with the number that they had: they come back by the same plan. Validity is decided
+/// autoscaler of the decode workers asks for none, with the numbers that both had: they come back by the same plan. Validity is decided
 /// before, for the spec as it was written.
 pub(crate) fn resolved(observed: &Observed) -> Cow<'_, Observed> {
     let written = &*observed.deployment;
@@ -36,6 +36,10 @@ pub(crate) fn resolved(observed: &Observed) -> Cow<'_, Observed> {
     }
     if spec.is_emptied() {
         let newest = observed.plans.last().and_then(|plan| spec_of_plan(plan));
+        // Whatever the scaler of the prefill workers says meanwhile is for when they are back.
+        spec.prefill.replicas = newest
+            .as_ref()
+            .map_or(spec.prefill.replicas, |newest| newest.prefill.replicas);
         spec.decode.replicas = newest.and_then(|newest| newest.decode.replicas);
     }
     if spec == written.spec {

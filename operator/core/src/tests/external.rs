@@ -122,6 +122,12 @@ fn prefill_workers_end_and_come_back_with_them() {
     let scaler = cluster.observed.scaler.clone().expect("a scaler");
     let told = scaler.status.expect("a status");
     assert_eq!((scaler.replicas, told.replicas), (2, 0));
+    // Their autoscaler starts nobody.
+    cluster.observed.scaler.as_mut().expect("a scaler").replicas = 1;
+    cluster.settle();
+    assert_eq!(workers(&cluster), 0);
+    assert!(cluster.status().is_at_zero());
+    cluster.observed.scaler.as_mut().expect("a scaler").replicas = 2;
     cluster.change(&with_prefill(1));
     cluster.settle();
     assert_eq!(names(&cluster), before);

@@ -119,13 +119,20 @@ fn endpoint(variables: &OtlpVariables) -> anyhow::Result<Option<Url>> {
     if variables.is_off {
         return Ok(None);
     }
-    let (variable, text) = match (&variables.traces_endpoint, &variables.endpoint) {
-        (Some(own), _) => (own, own.value.clone()),
-        (None, Some(base)) => (base, format!("{}{PATH}", base.value.trim_end_matches('/'))),
+    let (variable, path) = match (&variables.traces_endpoint, &variables.endpoint) {
+        (Some(own), _) => (own, ""),
+        (None, Some(base)) => (base, PATH),
         (None, None) => return Ok(None),
     };
-    let url = Url::parse(&text).ok();
-    let url = url.filter(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
+    let parsed = |text: &str| {
+        let url = Url::parse(text).ok();
+        url.filter(|url| matches!(url.scheme(), "http" | "https") && url.has_host())
+    };
+    // Without a host, the path that is added would be taken for one.
+    let url = parsed(&variable.value).and_then(|url| match path {
+        "" => Some(url),
+        path => parsed(&format!("{}{path}", variable.value.trim_end_matches('/'))),
+    });
     url.map(Some)
         .with_context(|| variable.refused("not a URL", "write one as http://collector:4318"))
 }

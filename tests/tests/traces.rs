@@ -42,7 +42,7 @@ async fn ask(up: &Up, room: &str) -> Value {
 }
 
 /// The span of this name of a rank; there is one, as long as one request was sent.
-fn span<'a>(spans: &'a [ReceivedSpan], (rank, name): Place) -> &'a ReceivedSpan {
+fn span(spans: &[ReceivedSpan], (rank, name): Place) -> &ReceivedSpan {
     let mut found = spans
         .iter()
         .filter(|span| span.process["service.instance.id"] == rank && span.name == name);

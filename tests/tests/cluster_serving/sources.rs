@@ -288,7 +288,7 @@ struct SmallDisk<'a> {
 }
 
 impl<'a> SmallDisk<'a> {
-    const PLACE: &'static str = "/var/lib/hearth/models";
+    const PLACE: &'static str = "/var/lib/hearth";
 
     fn new(cluster: &'a Cluster, node: &'a str) -> Self {
         let disk = Self { cluster, node };

@@ -10,6 +10,7 @@ use hearth_tests::{Up, UpOptions, deployment, hearth, root, run};
 use serde_json::{Value, json};
 use server::Fault;
 use server::hub::HubServer;
+use server::proxy::ProxyServer;
 
 const REPO: &str = "acme/demo";
 
@@ -213,4 +214,60 @@ async fn models_are_pulled_listed_and_removed_but_not_under_a_server() {
     let (code, _, stderr) = models(&["pull", "acme/demo@v9"]);
     assert_eq!(code, 1);
     assert!(stderr.contains("acme/demo at v9 was not found"), "{stderr}");
+}
+
+/// An address for documentation (RFC 5737): only the proxy leads there.
+const FAR: &str = "http://203.0.113.7";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_is_pulled_through_a_proxy_and_served_without_it() {
+    let hub = demo_hub().await;
+    let address = hub.url().replace("http://", "").parse().expect("address");
+    let proxy = ProxyServer::start(address).await;
+    let directory = tempfile::tempdir().expect("directory");
+    let cache = directory.path().join("cache");
+    let pull = |further: &[(&str, &str)]| {
+        run(hearth()
+            .args(["models", "pull", REPO])
+            .env("HEARTH_STATE_DIR", directory.path().join("state"))
+            .env("HEARTH_CACHE", &cache)
+            .env("HF_ENDPOINT", FAR)
+            .env("HTTP_PROXY", proxy.url())
+            .envs(further.iter().copied()))
+    };
+    let (code, _, stderr) = pull(&[("HEARTH_CA_BUNDLE", "/nowhere/ca.pem")]);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(
+        stderr.contains("/nowhere/ca.pem cannot be read"),
+        "{stderr}"
+    );
+    let (code, _, stderr) = pull(&[("HTTPS_PROXY", "socks5://ann:hush@p.lan")]);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(
+        stderr.contains("HTTPS_PROXY is ") && !stderr.contains("hush"),
+        "{stderr}"
+    );
+    assert!(proxy.asked().is_empty());
+    let (code, _, stderr) = pull(&[]);
+    assert_eq!(code, 0, "{stderr}");
+    assert!(!proxy.asked().is_empty());
+
+    // Of its own processes `hearth up` asks no proxy, and of one where nobody listens it would get no answer.
+    let source = json!({"huggingFace": {"repo": REPO}});
+    let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+    let dead = "http://127.0.0.1:9".to_owned();
+    let mut up = Up::spawn(&UpOptions {
+        file: Some(file),
+        arguments: ["--ask", "What is Hearth?", "--once"]
+            .map(str::to_owned)
+            .to_vec(),
+        environment: vec![
+            ("HEARTH_CACHE".to_owned(), cache.display().to_string()),
+            ("HTTP_PROXY".to_owned(), dead.clone()),
+            ("ALL_PROXY".to_owned(), dead),
+        ],
+        ..UpOptions::default()
+    });
+    assert_eq!(up.wait(), 0, "{}", up.output());
+    assert!(up.output().contains("Hearth"), "{}", up.output());
 }

@@ -39,6 +39,11 @@ shape() {
     /usr/sbin/tc qdisc del dev lo root 2> /dev/null || true
     /usr/sbin/tc qdisc add dev lo root netem "$@"
 }
+crawls() {
+    shape rate 40kbit
+    sleep 15
+    shape delay 1ms
+}
 jump() { # SECONDS
     date -s "@$(($(date +%s) + $1))" > /dev/null
 }
@@ -55,6 +60,7 @@ ask disturbed
 shape rate 100mbit
 during slow shape rate 1mbit
 shape delay 1ms
+during crawled crawls
 during jumped jumps
 sed 's/^/LOG /' /decode-0.log /stage-0.log /stage-1.log
 
@@ -103,7 +109,7 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
     };
     let calm = answer("calm");
     assert!(calm.len() > 40, "{output}");
-    for name in ["disturbed", "slow", "jumped", "again"] {
+    for name in ["disturbed", "slow", "crawled", "jumped", "again"] {
         assert_eq!(answer(name), calm, "{output}");
     }
     assert!(
@@ -116,9 +122,12 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
         let time = line.and_then(|time| time.trim().parse().ok());
         time.unwrap_or_else(|| panic!("no {start}in\n{output}"))
     };
-    for name in ["slow", "jumped"] {
+    for name in ["slow", "crawled", "jumped"] {
         let moments = ["BEGINS", "DISTURBS", "ENDS"].map(|what| when(what, name));
         assert!(moments.is_sorted(), "{name}: {moments:?}\n{output}");
+    }
+    for words in [": slow: the way from ", ": no longer slow: the way from "] {
+        assert!(output.contains(words), "{words}\n{output}");
     }
     let lost = output.lines().find(|line| line.contains("is lost"));
     assert_eq!(lost, None, "{output}");

@@ -17,6 +17,7 @@ mod rings;
 mod scaling;
 #[path = "../../../worker/fetch/tests/support/mod.rs"]
 mod server;
+mod soak;
 mod sources;
 mod streams;
 mod uninstall;

@@ -214,7 +214,7 @@ fn wait_until_moved(cluster: &Cluster, node: &str) {
 }
 
 /// Checks a new connection; the Service's rules lag behind its endpoints.
-fn a_new_connection_answers(cluster: &Cluster) {
+pub(super) fn a_new_connection_answers(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let known = &streams::known()[0];
     let body = chat_body("hearth-demo", &known.question, 200);

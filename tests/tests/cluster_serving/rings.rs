@@ -1,11 +1,13 @@
 //! A ring over three nodes, for what no two of them hold: it loses no token when members are killed or replaced, or when a
-//! member's node is drained.
+//! member's node is drained, and leaves a node that is lost.
+
+use std::time::Duration;
 
 use hearth_tests::cluster::{Cluster, Options, condition, toolbox_pod, wait_until};
 use serde_json::{Value, json};
 
 use super::OPTIONS;
-use super::nodes::drain;
+use super::nodes::{a_new_connection_answers, drain};
 use super::release::{self, PATIENCE, deployment, names, patch, pods, said, wait_until_settled};
 use super::streams::{self, Streams};
 use super::virtual_devices::plan_of;
@@ -29,7 +31,12 @@ fn rings_lose_no_token_when_members_die_are_replaced_or_leave_their_node() {
         return;
     };
     let images = cluster.import_hearth();
-    release::install(&cluster, &images, 1);
+    // On the one node that is not lost below.
+    let operator = format!(
+        r"operator.nodeSelector.kubernetes\.io/hostname={}",
+        NODES[0]
+    );
+    release::install_with(&cluster, &images, 1, &[&operator]);
     let node_bytes = least_free_bytes(&cluster);
     cluster.import_toolbox();
     for node in &NODES[1..] {
@@ -53,7 +60,8 @@ fn rings_lose_no_token_when_members_die_are_replaced_or_leave_their_node() {
     members_die(&cluster);
     wait_until_whole(&cluster, &plan);
     members_are_replaced(&cluster);
-    a_members_node_is_drained(&cluster, node_bytes);
+    let drained = a_members_node_is_drained(&cluster, node_bytes);
+    a_members_node_is_lost(&cluster, drained);
 }
 
 fn members_die(cluster: &Cluster) {
@@ -87,13 +95,14 @@ fn members_are_replaced(cluster: &Cluster) {
     );
 }
 
-/// While no two nodes hold the model, the drain waits and the ring answers; once two do, the ring leaves the node.
-fn a_members_node_is_drained(cluster: &Cluster, node_bytes: f64) {
+/// While no two nodes hold the model, the drain waits and the ring answers; once two do, the ring leaves the node, which is returned.
+fn a_members_node_is_drained(cluster: &Cluster, node_bytes: f64) -> &'static str {
     let stages = pods(cluster, "demo", "stage");
     let mut nodes = stages
         .iter()
         .filter_map(|pod| pod["spec"]["nodeName"].as_str());
-    let node = nodes.find(|node| *node != NODES[0]).expect("a node");
+    let node = nodes.find_map(|node| NODES[1..].iter().find(|other| **other == node));
+    let node = *node.expect("a node");
     let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
     streams.wait_for(streams::STREAMS);
     std::thread::scope(|scope| {
@@ -124,6 +133,23 @@ fn a_members_node_is_drained(cluster: &Cluster, node_bytes: f64) {
     println!("{} answers around a drained node", streams.finish());
     let is_there = |pod: &Value| pod["spec"]["nodeName"] == node;
     assert!(!pods(cluster, "demo", "").iter().any(is_there));
+    node
+}
+
+/// A member's node is suddenly gone: a ring of those that are left is planned, here with the node that was drained and is back.
+fn a_members_node_is_lost(cluster: &Cluster, back: &str) {
+    cluster.kubectl(&["uncordon", back]);
+    let lost = NODES[1..].iter().find(|node| **node != back);
+    let lost = lost.expect("a node");
+    cluster.node_named(lost).kill();
+    let left: Vec<_> = NODES.into_iter().filter(|node| node != lost).collect();
+    let wait = "a ring of the nodes that are left";
+    let plan = wait_until(wait, Duration::from_secs(120), || {
+        let plan = plan_of(cluster, &release::infd(cluster, "demo"));
+        (nodes_of(&plan) == left).then_some(plan)
+    });
+    wait_until_whole(cluster, &plan);
+    a_new_connection_answers(cluster);
 }
 
 /// Names of the nodes of a plan's ring, sorted.

@@ -51,11 +51,16 @@ struct Tally {
 impl Streams {
     /// Starts [`STREAMS`] clients that ask `v1` one question after another.
     pub(crate) fn start(v1: &str) -> Self {
+        Self::start_many(v1, STREAMS)
+    }
+
+    /// Starts that many clients.
+    pub(crate) fn start_many(v1: &str, clients: usize) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let tally = Arc::new(Mutex::new(Tally::default()));
         let thread = std::thread::spawn({
             let (v1, stop, tally) = (v1.to_owned(), stop.clone(), tally.clone());
-            move || run(&v1, &stop, &tally)
+            move || run(&v1, clients, &stop, &tally)
         });
         Self {
             stop,
@@ -99,23 +104,30 @@ fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
     tally.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn run(v1: &str, stop: &AtomicBool, tally: &Mutex<Tally>) {
+fn run(v1: &str, clients: usize, stop: &AtomicBool, tally: &Mutex<Tally>) {
     let known = known();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .expect("runtime");
     runtime.block_on(async {
-        let clients = (0..STREAMS).map(|client| ask(v1, &known, client, stop, tally));
+        let first = 0..clients;
+        let clients = first.map(|first| ask(v1, &known, (first, clients), stop, tally));
         futures::future::join_all(clients).await;
     });
 }
 
-async fn ask(v1: &str, known: &[Known], client: usize, stop: &AtomicBool, tally: &Mutex<Tally>) {
-    let mut turn = client;
+/// One client: its first question, and how many come after it until its next one.
+async fn ask(
+    v1: &str,
+    known: &[Known],
+    (mut turn, step): (usize, usize),
+    stop: &AtomicBool,
+    tally: &Mutex<Tally>,
+) {
     while !stop.load(Ordering::Relaxed) {
         let Known { question, answer } = &known[turn % known.len()];
-        turn += STREAMS;
+        turn += step;
         let body = chat_body("hearth-demo", question, MOST_TOKENS);
         let got = chat_stream(v1, &body, |_, _| {}).await;
         let mut tally = lock(tally);

@@ -14,23 +14,29 @@ use v1::parcel::Parcel as Content;
 
 /// Time between two signs of life on an idle way, in either direction.
 pub(super) const BEAT_PERIOD: Duration = Duration::from_millis(500);
-/// Silence after which the other end is lost. Slow links carry a piece in less.
+/// Silence after which the other end is lost. Slow links carry a part of a message in less.
 pub(super) const SILENCE: Duration = Duration::from_secs(4);
-/// Largest part of a message: its arrival is a sign of life, also over a slow link.
-const PIECE_BYTES: usize = 64 << 10;
+/// Metadata of the end of a way: the rank that its receiver has lost.
+pub(super) const LOST: &str = "hearth-lost";
+/// What a member says that is about to end.
+pub(super) const LEFT: &str = "it has left";
 
-/// A message as parcels.
-pub(super) fn pieces(tag: Tag, bytes: &[u8]) -> impl Iterator<Item = v1::Parcel> {
-    let count = bytes.len().div_ceil(PIECE_BYTES).max(1);
+/// A message as parcels of at most `piece_bytes`, which is more than none.
+pub(super) fn pieces(
+    tag: Tag,
+    bytes: &[u8],
+    piece_bytes: usize,
+) -> impl Iterator<Item = v1::Parcel> {
+    let count = bytes.len().div_ceil(piece_bytes).max(1);
     let op = told(tag.op);
     (0..count).map(move |index| {
-        let end = bytes.len().min((index + 1) * PIECE_BYTES);
+        let end = bytes.len().min((index + 1) * piece_bytes);
         parcel(Content::Piece(v1::Piece {
             pass: tag.pass,
             flight: tag.flight,
             layer: tag.layer,
             op: op.into(),
-            data: bytes[index * PIECE_BYTES..end].to_vec(),
+            data: bytes[index * piece_bytes..end].to_vec(),
             more: index + 1 < count,
         }))
     })
@@ -125,7 +131,7 @@ pub(super) async fn run(
             Some(v1::Sign { sign: Some(sign) }) => heard(sign),
             // Of a later version.
             Some(v1::Sign { sign: None }) => {}
-            None => return Err(Status::unavailable("it has left")),
+            None => return Err(Status::unavailable(LEFT)),
         }
     }
 }
@@ -152,6 +158,8 @@ fn parcels(
 mod tests {
     use super::*;
 
+    const PIECE_BYTES: usize = 1000;
+
     #[test]
     fn a_message_is_put_together_from_its_pieces() {
         let given = Tag {
@@ -164,7 +172,7 @@ mod tests {
             let bytes: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
             let mut whole = Vec::new();
             let mut is_last = false;
-            for parcel in pieces(given, &bytes) {
+            for parcel in pieces(given, &bytes, PIECE_BYTES) {
                 let Some(Content::Piece(piece)) = parcel.parcel else {
                     panic!("no piece");
                 };

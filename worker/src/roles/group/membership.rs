@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use futures::Stream;
 use hearth_crds::MOST_WAITING_BYTES;
@@ -24,6 +25,8 @@ pub(super) const EPOCH: &str = "hearth-epoch";
 /// The latest epoch that a head may give: milliseconds of 280,000 years, so that there is always a next one. A head whose clock
 /// is behind the members' epoch is told that one and goes on from it.
 const LATEST_EPOCH: u64 = 1 << 53;
+/// Time for which whoever hears a member's way end waits for the reason.
+const FAREWELL_PATIENCE: Duration = Duration::from_millis(250);
 
 /// Implements `hearth.v1.Group`; clones are the same member.
 #[derive(Clone)]
@@ -343,13 +346,14 @@ impl Membership {
             }
             let mut next_beat = Instant::now();
             loop {
-                if let Some(error) = group.lost() {
-                    yield Err(Status::aborted(error.to_string()));
+                if let Some(why) = group.farewell() {
+                    yield Err(why);
                     return;
                 }
                 // Once it is read to its end, only beats are left.
                 let is_read = arrives.has_changed().is_err();
                 tokio::select! {
+                    () = group.over() => continue,
                     Ok(()) = arrives.changed(), if !is_read => {}
                     () = sleep_until(next_beat) => {
                         next_beat = Instant::now() + BEAT_PERIOD;
@@ -383,8 +387,16 @@ async fn read(
             return Err("the group is over".to_owned());
         }
         let parcel = parcel.map_err(|_| format!("it has said nothing for {SILENCE:?}"))?;
-        let parcel = parcel.map_err(|status| status.message().to_owned())?;
-        let piece = match parcel.ok_or("it has left")?.parcel {
+        let parcel = match parcel {
+            Ok(Some(parcel)) => parcel,
+            ended => {
+                // It may be over for it because it has lost another: it says so where this member's way to it ends.
+                let _ = timeout(FAREWELL_PATIENCE, group.over()).await;
+                let why = ended.err().map(|status| status.message().to_owned());
+                return Err(why.unwrap_or_else(|| link::LEFT.to_owned()));
+            }
+        };
+        let piece = match parcel.parcel {
             Some(Content::Piece(piece)) => piece,
             Some(Content::Beat(beat)) => {
                 head_drains.fetch_or(beat.draining && from == 0, Ordering::Relaxed);

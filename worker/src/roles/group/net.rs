@@ -9,7 +9,9 @@ use hearth_parallel::{Group, GroupError, Mailbox, Message, Op, Tag};
 use hearth_transport::{Clients, Endpoint, v1};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
+use tonic::Status;
 
 use super::link;
 use super::way::Way;
@@ -44,10 +46,12 @@ impl Member {
 pub(super) struct NetGroup {
     pub(super) epoch: u64,
     rank: usize,
-    members: Vec<Member>,
+    members: Arc<[Member]>,
     /// Most bytes of messages that may wait here.
     waiting_bytes: usize,
     mailbox: Arc<Mailbox>,
+    /// Cancelled once the mailbox has ended.
+    over: CancellationToken,
     clients: Clients,
     runtime: Handle,
     links: Mutex<HashMap<usize, Link>>,
@@ -94,6 +98,7 @@ impl NetGroup {
             rank,
             waiting_bytes,
             mailbox: Arc::new(Mailbox::new(waiting_bytes)),
+            over: CancellationToken::new(),
             clients,
             runtime: Handle::current(),
             links: Mutex::default(),
@@ -101,7 +106,7 @@ impl NetGroup {
             is_retiring: AtomicBool::new(false),
             beats: Arc::default(),
             awaited: Mutex::default(),
-            members,
+            members: members.into(),
         }
     }
 
@@ -113,7 +118,7 @@ impl NetGroup {
         &self,
         to: usize,
         join: v1::Join,
-        joined: impl FnMut(Result<v1::Joined, tonic::Status>) + Send + 'static,
+        joined: impl FnMut(Result<v1::Joined, Status>) + Send + 'static,
     ) -> Result<(), GroupError> {
         let link = self.open(to, Some(join), joined)?;
         self.links().insert(to, link);
@@ -188,27 +193,53 @@ impl NetGroup {
 
     /// Records that this member leaves.
     pub(super) fn leave(&self) {
-        self.mailbox.end(GroupError::Left);
+        self.end(GroupError::Left);
         self.links().clear();
+    }
+
+    fn end(&self, error: GroupError) {
+        self.mailbox.end(error);
+        self.over.cancel();
+    }
+
+    /// Waits until this group is over.
+    pub(super) async fn over(&self) {
+        self.over.cancelled().await;
+    }
+
+    /// What another member is told once this group is over: whom this one has lost, and why.
+    pub(super) fn farewell(&self) -> Option<Status> {
+        Some(match self.lost()? {
+            GroupError::Left => Status::unavailable(link::LEFT),
+            GroupError::Lost { member, why } => {
+                let mut status = Status::aborted(why);
+                let rank = (0..self.size()).find(|rank| self.name(*rank) == member);
+                if let Some(rank) = rank {
+                    status.metadata_mut().insert(link::LOST, rank.into());
+                }
+                status
+            }
+            error => Status::aborted(error.to_string()),
+        })
     }
 
     fn open(
         &self,
         to: usize,
         join: Option<v1::Join>,
-        mut joined: impl FnMut(Result<v1::Joined, tonic::Status>) + Send + 'static,
+        mut joined: impl FnMut(Result<v1::Joined, Status>) + Send + 'static,
     ) -> Result<Link, GroupError> {
-        let (member, name) = (&self.members[to], self.name(to));
         // Followers send from a thread of their own.
         let _within = self.runtime.enter();
-        let worker = self.clients.worker(&member.endpoint);
+        let worker = self.clients.worker(&self.members[to].endpoint);
         let worker = worker.map_err(|error| GroupError::Unfit {
-            member: name.clone(),
+            member: self.name(to),
             why: error.to_string(),
         })?;
         let (messages, inbox) = mpsc::unbounded_channel();
         let first = link::hello(self.epoch, self.rank, join);
-        let mailbox = Arc::clone(&self.mailbox);
+        let (mailbox, over) = (Arc::clone(&self.mailbox), self.over.clone());
+        let (members, own) = (Arc::clone(&self.members), self.rank);
         let way = Arc::new(Way::default());
         let (arrives, beats) = (Arc::clone(&way), Arc::clone(&self.beats));
         let task = self.runtime.spawn(async move {
@@ -219,9 +250,10 @@ impl NetGroup {
             };
             let ended = link::run(worker, first, inbox, signs).await;
             if let Err(status) = ended {
-                let why = status.message().to_owned();
+                let error = loss(&members, (own, to), &status);
                 joined(Err(status));
-                mailbox.end(GroupError::Lost { member: name, why });
+                mailbox.end(error);
+                over.cancel();
             }
         });
         Ok(Link {
@@ -264,6 +296,33 @@ impl NetGroup {
     }
 }
 
+/// A member's name in messages to people.
+fn name(members: &[Member], rank: usize) -> String {
+    match members.get(rank) {
+        Some(member) if member.node.is_empty() => {
+            format!("{} ({})", member.name, member.endpoint)
+        }
+        Some(member) => format!("{} on {} ({})", member.name, member.node, member.endpoint),
+        None => format!("rank {rank}"),
+    }
+}
+
+/// Whom a member loses whose way to another has ended: that one, or whom it has lost itself.
+fn loss(members: &[Member], (own, to): (usize, usize), status: &Status) -> GroupError {
+    let told = status.metadata().get(link::LOST);
+    let told = told.and_then(|rank| rank.to_str().ok()?.parse::<usize>().ok());
+    let (why, other) = (status.message(), name(members, to));
+    let (lost, why) = match told {
+        Some(rank) if rank == own => (to, format!("it has lost this rank: {why}")),
+        Some(rank) if rank < members.len() && rank != to => (rank, format!("{why}, says {other}")),
+        _ => (to, why.to_owned()),
+    };
+    GroupError::Lost {
+        member: name(members, lost),
+        why,
+    }
+}
+
 /// Each of these is changed as a whole.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -279,13 +338,7 @@ impl Group for NetGroup {
     }
 
     fn name(&self, rank: usize) -> String {
-        match self.members.get(rank) {
-            Some(member) if member.node.is_empty() => {
-                format!("{} ({})", member.name, member.endpoint)
-            }
-            Some(member) => format!("{} on {} ({})", member.name, member.node, member.endpoint),
-            None => format!("rank {rank}"),
-        }
+        name(&self.members, rank)
     }
 
     fn send(&self, to: usize, tag: Tag, bytes: Vec<u8>) -> Result<(), GroupError> {
@@ -296,7 +349,7 @@ impl Group for NetGroup {
         way.send(bytes.len(), self.waiting_bytes, || self.mailbox.ended())?;
         // Pieces of a message follow each other, whatever other threads send.
         let _one_at_a_time = self.links();
-        for piece in link::pieces(tag, &bytes) {
+        for piece in link::pieces(tag, &bytes, way.piece_bytes()) {
             // Whoever took them says why it does not any more.
             let _ = messages.send(piece);
         }
@@ -334,9 +387,41 @@ impl Group for NetGroup {
     }
 
     fn lose(&self, member: usize, why: &str) {
-        self.mailbox.end(GroupError::Lost {
+        self.end(GroupError::Lost {
             member: self.name(member),
             why: why.to_owned(),
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_member_is_lost_whom_another_has_lost() {
+        let members = ["decode-0", "stage-0", "stage-1"].map(|name| Member {
+            name: name.to_owned(),
+            node: "attic".to_owned(),
+            endpoint: "127.0.0.1:1".parse().expect("an address"),
+        });
+        let told = |lost: Option<&'static str>| {
+            let mut status = Status::aborted("it is silent");
+            if let Some(lost) = lost {
+                let rank = lost.parse().expect("a value");
+                status.metadata_mut().insert(link::LOST, rank);
+            }
+            loss(&members, (0, 2), &status).to_string()
+        };
+        let of = |name: &str, why: &str| {
+            format!("{name} on attic (127.0.0.1:1) is lost to its group: {why}")
+        };
+        let says = "it is silent, says stage-1 on attic (127.0.0.1:1)";
+        assert_eq!(told(Some("1")), of("stage-0", says));
+        let own = "it has lost this rank: it is silent";
+        assert_eq!(told(Some("0")), of("stage-1", own));
+        for lost in [None, Some("2"), Some("3"), Some("x")] {
+            assert_eq!(told(lost), of("stage-1", "it is silent"));
+        }
     }
 }

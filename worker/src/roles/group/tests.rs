@@ -25,6 +25,7 @@ use super::{Membership, Place, Task};
 /// Bytes of messages that may wait at a member.
 const WAITING_BYTES: u64 = 200_000;
 const PATIENCE: Duration = Duration::from_secs(20);
+const PIECE_BYTES: usize = 64 << 10;
 const SOON: Duration = Duration::from_millis(20);
 const TAG: Tag = Tag {
     pass: 0,
@@ -239,7 +240,7 @@ async fn a_message_of_more_than_may_wait_loses_its_sender() {
     let Pair { head, epoch, .. } = two.form().expect("a group");
     let (parcels, signs) = two.call(0, hello(epoch, 1, None)).await;
     let _signs = signs.expect("a way");
-    for piece in pieces(TAG, &vec![0; WAITING_BYTES as usize + 1]) {
+    for piece in pieces(TAG, &vec![0; WAITING_BYTES as usize + 1], PIECE_BYTES) {
         // It may have been hung up on.
         let _ = parcels.send(piece);
     }
@@ -254,11 +255,24 @@ async fn messages_of_more_than_may_wait_together_lose_their_sender() {
     let _signs = signs.expect("a way");
     for layer in 0..3 {
         let tag = Tag { layer, ..TAG };
-        for piece in pieces(tag, &vec![0; WAITING_BYTES as usize / 2]) {
+        for piece in pieces(tag, &vec![0; WAITING_BYTES as usize / 2], PIECE_BYTES) {
             let _ = parcels.send(piece);
         }
     }
     assert_names_the_stage(&*head, "it sends more than anybody takes");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_leaves_for_a_loss_says_whom_it_has_lost() {
+    let two = Two::start().await;
+    let Pair { head, stage, .. } = two.form().expect("a group");
+    stage.lose(0, "it has said nothing");
+    // As its thread does that learns of it.
+    stage.leave();
+    assert_names_the_stage(&*head, "it has lost this rank: it has said nothing");
+    let Pair { head, stage, .. } = two.form().expect("a group");
+    stage.leave();
+    assert_names_the_stage(&*head, "lost to its group: it has left");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -273,9 +287,9 @@ async fn a_second_hello_or_pieces_of_two_messages_lose_their_sender() {
     let Pair { head, epoch, .. } = two.form().expect("a group");
     let (parcels, signs) = two.call(0, hello(epoch, 1, None)).await;
     let _signs = signs.expect("a way");
-    let mut of_two = pieces(TAG, &[0; 100_000]);
+    let mut of_two = pieces(TAG, &[0; 100_000], PIECE_BYTES);
     let other = Tag { layer: 5, ..TAG };
-    for piece in [of_two.next(), pieces(other, &[0]).next()] {
+    for piece in [of_two.next(), pieces(other, &[0], PIECE_BYTES).next()] {
         parcels.send(piece.expect("a piece")).expect("a receiver");
     }
     assert_names_the_stage(&*head, "in the middle of");

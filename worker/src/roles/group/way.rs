@@ -9,6 +9,12 @@ use hearth_transport::v1;
 
 /// Time between two questions whether a sender waits in vain.
 const CHECK_PERIOD: Duration = Duration::from_millis(50);
+/// Part of a message on a way whose rate is not known yet.
+const FIRST_PIECE_BYTES: usize = 4 << 10;
+const LEAST_PIECE_BYTES: usize = 1 << 10;
+const MOST_PIECE_BYTES: usize = 64 << 10;
+/// Time that a part of a message takes at most at the rate of the one before: its arrival is a sign of life.
+const PIECE_PERIOD: Duration = Duration::from_millis(250);
 
 /// Messages on one way. The receiver tells what has come ([`v1::Received`]).
 #[derive(Default)]
@@ -29,6 +35,8 @@ struct State {
     /// When something arrived last, or the first message was sent.
     moved: Option<Instant>,
     pace: Pace,
+    /// Bytes per second of the message that arrived last.
+    rate: Option<f64>,
 }
 
 struct Sent {
@@ -89,6 +97,15 @@ impl Way {
         }
     }
 
+    /// Bytes of a message that are sent as one parcel: fewer where the way is slow.
+    pub(super) fn piece_bytes(&self) -> usize {
+        let rate = self.lock().rate;
+        rate.map_or(FIRST_PIECE_BYTES, |rate| {
+            let bytes = (rate * PIECE_PERIOD.as_secs_f64()) as usize;
+            bytes.clamp(LEAST_PIECE_BYTES, MOST_PIECE_BYTES)
+        })
+    }
+
     /// What is under way, for the head; `None`: nothing.
     pub(super) fn told(&self, to: usize) -> Option<v1::Way> {
         let (state, now) = (self.lock(), Instant::now());
@@ -120,6 +137,10 @@ impl State {
             let since = self.first_since.map_or(first.at, |at| at.max(first.at));
             let took = now.saturating_duration_since(since);
             self.pace.end(first.bytes, took, now);
+            // An empty message tells of the latency alone.
+            if first.bytes > 0 && !took.is_zero() {
+                self.rate = Some(first.bytes as f64 / took.as_secs_f64());
+            }
             self.messages.pop_front();
             self.first_since = Some(now);
         }
@@ -181,6 +202,24 @@ mod tests {
         way.send(100, 100, lives).unwrap();
         let over = way.send(1, 100, || Some(GroupError::Left));
         assert_eq!(over, Err(GroupError::Left));
+    }
+
+    #[test]
+    fn parts_are_smaller_on_a_slow_way() {
+        let way = Way::default();
+        let arrives_after = |bytes, ms| {
+            way.send(bytes, 1 << 20, lives).unwrap();
+            std::thread::sleep(Duration::from_millis(ms));
+            way.arrived(u64::MAX);
+        };
+        assert_eq!(way.piece_bytes(), FIRST_PIECE_BYTES);
+        arrives_after(1 << 20, 1);
+        assert_eq!(way.piece_bytes(), MOST_PIECE_BYTES);
+        arrives_after(1000, 100);
+        let slow = way.piece_bytes();
+        assert!((LEAST_PIECE_BYTES..=2500).contains(&slow), "{slow}");
+        arrives_after(0, 1);
+        assert_eq!(way.piece_bytes(), slow);
     }
 
     #[test]

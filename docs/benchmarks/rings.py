@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Rings of nodes that one machine stands for: what they cost, what rounds and reading ahead gain, and what plans predict.
 
-    docs/benchmarks/rings.py BIN WHAT [--rounds 3] [--tokens 12] [--answers 3]
+    docs/benchmarks/rings.py BIN WHAT [--rounds 3] [--tokens 12] [--answers 3] [--beds NAME...]
 
 BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions, pressure, processes. The model
 is a random Qwen3 of 32 layers, 3.6 GiB. Needs root, 12 GiB of memory and control groups of version 1 (testbed.py). Nothing else
@@ -298,13 +298,15 @@ def prediction(bench, nodes):
 
 def predictions(bench):
     """Where a prediction is off by more than the goal, the machine may have been: that bed is measured twice more, each time with new
-    profiles and a new plan, and the median of the three counts."""
+    profiles and a new plan, and the median of the three counts. Beds of more nodes than CPUs are shown and do not count: their
+    nodes, and the disk, which is memory that the kernel copies, take time from each other that no profile knows of."""
     say("nodes", "k", *(cell for name, _ in PREDICTED for cell in (f"{name}: predicted, ms", "measured", "ratio")))
     say(*["---"] * 8)
     apart = []
-    for name, nodes in BEDS.items():
-        taken = [prediction(bench, nodes)]
-        if any(abs(math.log(a / b)) > math.log(GOAL) for a, b in taken[0][1].values()):
+    for name in bench.args.beds or BEDS:
+        nodes = BEDS[name]
+        taken, counts = [prediction(bench, nodes)], len(nodes) <= CPUS
+        if counts and any(abs(math.log(a / b)) > math.log(GOAL) for a, b in taken[0][1].values()):
             taken += [prediction(bench, nodes) for _ in range(2)]
         cells = []
         for what, _ in PREDICTED:
@@ -313,7 +315,7 @@ def predictions(bench):
                 cells += ["–"] * 3
                 continue
             predicted, ms = pairs[len(pairs) // 2]
-            apart.append(abs(math.log(predicted / ms)))
+            apart += [abs(math.log(predicted / ms))] * counts
             others = f" ({', '.join(f'{a / b:.2f}' for a, b in pairs)})" if len(pairs) > 1 else ""
             cells += [f"{predicted:.0f}", f"{ms:.0f}", f"{predicted / ms:.2f}{others}"]
         plan = taken[0][0]
@@ -330,6 +332,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--answers", type=int, default=3, help="answers of each ring, of which the median counts")
+    parser.add_argument("--beds", nargs="+", choices=BEDS, help="of the predictions (default: all)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before it was done"))  # and leaves nothing behind
     with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp") as folder:

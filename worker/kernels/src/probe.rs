@@ -20,10 +20,13 @@ const PEAK_ROUNDS: usize = 5;
 /// Size of one timed part of the memory.
 const SEGMENT_BYTES: usize = 16 << 20;
 
+/// Least duration of the reads, in seconds: on a shared host, rates are halved and doubled for tens of milliseconds.
+const READ_SECONDS: f64 = 0.5;
+
 /// Measures how fast `threads` threads together read `bytes` bytes of memory, in GB/s (10^9 bytes per second).
 ///
-/// The memory is read part by part, with each of a few prefetch distances; the result is the speed of the
-/// fastest quarter of the parts, which is little affected by neighbours on the machine. `bytes` should be several
+/// The memory is read part by part, again and again, with each of a few prefetch distances; the result is the speed of the
+/// fastest quarter of the parts with the best of these, which is little affected by neighbours on the machine. `bytes` should be several
 /// times the last-level cache; the memory is allocated for the measurement.
 ///
 /// # Errors
@@ -44,23 +47,29 @@ pub fn read_bandwidth_gbps(threads: usize, bytes: usize) -> Result<f64, KernelEr
     };
     let pool = ThreadPool::new(threads)?;
     let pieces = if threads == 1 { 1 } else { threads * 8 };
-    let mut best = 0f64;
-    for prefetch_bytes in PREFETCH_BYTES {
-        let mut rates = Vec::new();
-        for segment in data.chunks(SEGMENT_BYTES / 4) {
-            let piece_elements = segment.len().div_ceil(pieces);
-            let begin = Instant::now();
-            pool.run(pieces, |piece| {
-                let first = (piece.index * piece_elements).min(segment.len());
-                let last = (first + piece_elements).min(segment.len());
-                std::hint::black_box(kernels.read(&segment[first..last], prefetch_bytes));
-            });
-            rates.push(segment.len() as f64 * 4.0 / begin.elapsed().as_secs_f64() / 1e9);
+    let mut rates = PREFETCH_BYTES.map(|_| Vec::new());
+    let all = Instant::now();
+    while rates[0].is_empty() || all.elapsed().as_secs_f64() < READ_SECONDS {
+        for (prefetch_bytes, rates) in PREFETCH_BYTES.into_iter().zip(&mut rates) {
+            for segment in data.chunks(SEGMENT_BYTES / 4) {
+                let piece_elements = segment.len().div_ceil(pieces);
+                let begin = Instant::now();
+                pool.run(pieces, |piece| {
+                    let first = (piece.index * piece_elements).min(segment.len());
+                    let last = (first + piece_elements).min(segment.len());
+                    std::hint::black_box(kernels.read(&segment[first..last], prefetch_bytes));
+                });
+                rates.push(segment.len() as f64 * 4.0 / begin.elapsed().as_secs_f64() / 1e9);
+            }
         }
-        rates.sort_by(f64::total_cmp);
-        best = best.max(rates[rates.len() * 3 / 4]);
     }
-    Ok(best)
+    Ok(rates.into_iter().map(upper_quartile).fold(0.0, f64::max))
+}
+
+/// The rate that a quarter of these exceed.
+fn upper_quartile(mut rates: Vec<f64>) -> f64 {
+    rates.sort_by(f64::total_cmp);
+    rates[rates.len() * 3 / 4]
 }
 
 /// Arithmetic throughput of one core, in GFLOP/s (a multiply-add counts as two).

@@ -182,7 +182,12 @@ SHORT = [Node(name, memory_mib=mib, disk_mbps=500, link_mbit=1000) for name, mib
 
 
 def rounds_and_reading_ahead(bench):
-    with bench.bed(SHORT) as bed:
+    for nodes in [BEDS[name] for name in bench.args.beds or []] or [SHORT]:
+        compare_rounds(bench, nodes)
+
+
+def compare_rounds(bench, nodes):
+    with bench.bed(nodes) as bed:
         profiles = bed.profiles(bench.worker)
         plan = bench.plan(profiles)
         show(plan)
@@ -285,7 +290,10 @@ PREDICTED = (("a token", "tpotMs"), ("first token", "ttftMs"))
 def prediction(bench, nodes):
     """A plan and, of each thing that it predicts, milliseconds predicted and measured."""
     with bench.bed(nodes) as bed:
-        plan = bench.plan(bed.profiles(bench.worker))
+        profiles = bed.profiles(bench.worker)
+        rates = ", ".join(f"{it['node']} {it['memory']['readAllThreadsGbps']:.1f}" for it in profiles)
+        print(f"# GB/s of memory: {rates}")
+        plan = bench.plan(profiles)
         show(plan)
         ttft_ms, tpot_ms, _ = bench.serve(bed, plan, plan["predicted"]["ttftPromptTokens"])
     measured = {"tpotMs": tpot_ms}
@@ -320,7 +328,8 @@ def predictions(bench):
             cells += [f"{predicted:.0f}", f"{ms:.0f}", f"{predicted / ms:.2f}{others}"]
         plan = taken[0][0]
         say(f"{name} ({len(members(plan))} in the ring)", rounds(plan), *cells)
-    print(f"\nA median factor of {math.exp(statistics.median(apart)):.2f}, at most {math.exp(max(apart)):.2f}.")
+    if apart:
+        print(f"\nA median factor of {math.exp(statistics.median(apart)):.2f}, at most {math.exp(max(apart)):.2f}.")
 
 
 def main():
@@ -332,7 +341,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--answers", type=int, default=3, help="answers of each ring, of which the median counts")
-    parser.add_argument("--beds", nargs="+", choices=BEDS, help="of the predictions (default: all)")
+    parser.add_argument("--beds", nargs="+", choices=BEDS, help="of the predictions (default: all) and of the rounds")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before it was done"))  # and leaves nothing behind
     with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp") as folder:

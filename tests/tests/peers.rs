@@ -37,6 +37,16 @@ impl Peers {
     }
 
     fn start_with(count: usize, experts: &str, arguments: Vec<String>) -> Self {
+        Self::planned(count, experts, arguments, |_, _| {})
+    }
+
+    /// The same with a change to the rank at each place.
+    fn planned(
+        count: usize,
+        experts: &str,
+        arguments: Vec<String>,
+        change: impl Fn(usize, &mut Value),
+    ) -> Self {
         let ranks = Ranks::of_demo();
         let endpoints: Vec<String> = (0..count)
             .map(|_| format!("127.0.0.1:{}", free_port()))
@@ -59,6 +69,7 @@ impl Peers {
                     "head": "prefill-0", "place": place, "ranks": count, "experts": experts,
                 });
             }
+            change(place, &mut rank);
             rank
         };
         plan["ranks"] = (0..count).map(of).collect();
@@ -142,10 +153,23 @@ async fn peers_read_prompts_with_the_bits_of_one() {
         want.push(one.ask(number).await);
     }
     drop(one);
-    for (count, experts) in [(2, "SmallEp"), (3, "Ep"), (4, "SmallEp")] {
-        let peers = Peers::start(count, experts);
+    for (count, experts, kv) in [
+        (2, "SmallEp", "Direct"),
+        (3, "Ep", "Direct"),
+        (4, "SmallEp", "Direct"),
+        (4, "Ep", "PassedOn"),
+    ] {
+        // Two on each of two nodes, as far as keys and values are concerned.
+        let passes_on = |place: usize, rank: &mut Value| {
+            if kv == "PassedOn" {
+                rank["node"] = json!(["attic", "cellar"][place / 2]);
+                rank["peers"]["kv"] = json!(kv);
+            }
+        };
+        let peers = Peers::planned(count, experts, Vec::new(), passes_on);
         for (number, want) in want.iter().enumerate() {
-            assert_eq!(peers.ask(number).await, *want, "{count} by {experts}");
+            let got = peers.ask(number).await;
+            assert_eq!(got, *want, "{count} by {experts}, {kv}");
         }
         peers.wait_until_read();
         let head = &peers.members[0];

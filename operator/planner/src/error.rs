@@ -34,6 +34,12 @@ pub enum Advice {
     FreeGpuMemory(u64),
     /// Nothing in the spec helps: the machine needs this many more bytes, or the model is too large for it.
     FreeMemory(u64),
+    /// Nothing in the spec helps: this node of a ring needs this many more bytes.
+    FreeMemoryOf(String, u64),
+    /// Nothing in the spec helps: the disks of these nodes must be measured, so that a ring may read from them.
+    MeasureDisks(String),
+    /// Nothing in the spec helps, and no amount of memory of one node.
+    SmallerModel,
     /// Nothing in the spec helps: Pods must request this much less CPU of the node, in thousandths of a CPU.
     FreeCpu(u64),
     /// Nothing in the spec helps: the machine needs this many more cores.
@@ -87,6 +93,16 @@ impl fmt::Display for Advice {
                 "use a machine with {cores} more core{}",
                 if *cores == 1 { "" } else { "s" }
             ),
+            Self::FreeMemoryOf(node, bytes) => write!(
+                f,
+                "free {} on {node}, add a node, or use a smaller model",
+                format_bytes(*bytes)
+            ),
+            Self::MeasureDisks(nodes) => write!(
+                f,
+                "measure the disks of {nodes}, so that layers may be read from them (hearth-worker profile --disk DIRECTORY)"
+            ),
+            Self::SmallerModel => f.write_str("add a node, or use a smaller model"),
             Self::FreeMemory(bytes) => {
                 write!(f, "free {}, or use a smaller model", format_bytes(*bytes))
             }

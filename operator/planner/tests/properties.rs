@@ -352,7 +352,8 @@ fn follow(
         PlanError::InsufficientMemory { advice, node, .. }
         | PlanError::TooFewCores { advice, node, .. }
         | PlanError::InsufficientCpu { advice, node, .. } => (advice, node.as_str()),
-        PlanError::InsufficientGpuMemory { advice, .. } => (advice, ""),
+        PlanError::InsufficientGpuMemory { advice, .. }
+        | PlanError::NoRoomInRing { advice, .. } => (advice, ""),
         PlanError::TooFewPeers {
             advice: Some(advice),
             ..
@@ -387,6 +388,21 @@ fn follow(
                 assert!(planned.as_ref().err() != Some(error), "{error}");
                 continue;
             }
+            Advice::FreeMemoryOf(node, bytes) => {
+                let mut machines = machines.iter_mut();
+                let machine = machines.find(|machine| machine.node == *node).unwrap();
+                machine.memory.available_bytes += bytes;
+            }
+            Advice::MeasureDisks(nodes) => {
+                for machine in machines.iter_mut().filter(|it| nodes.contains(&it.node)) {
+                    machine.disks = vec![hearth_crds::DiskProfile {
+                        read_gbps: 1.0,
+                        ..hearth_crds::DiskProfile::default()
+                    }];
+                }
+            }
+            // Another model cannot be simulated by changing this one.
+            Advice::SmallerModel => continue,
             Advice::FreeMemory(bytes) => {
                 let machine = machines
                     .iter_mut()
@@ -436,6 +452,9 @@ fn write(changed: &mut InferenceDeploymentSpec, advice: &Advice) {
         Advice::FreeCpu(_)
         | Advice::MoreCores(_)
         | Advice::FreeGpuMemory(_)
+        | Advice::FreeMemoryOf(..)
+        | Advice::MeasureDisks(_)
+        | Advice::SmallerModel
         | Advice::FreeMemory(_) => panic!("{advice} is nothing to write"),
     }
 }

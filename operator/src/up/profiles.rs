@@ -8,7 +8,7 @@ use hearth_crds::NodeProfileStatus;
 use serde::Deserialize;
 use serde_json::Value;
 
-const REMEDY: &str = "write one with: kubectl get nodeprofiles -o yaml > FILE, or hearth-worker profile --json > FILE on each node";
+const REMEDY: &str = "write one with: kubectl get nodeprofiles -o yaml > FILE, or hearth-worker profile --json --scope node --node NAME --disk DIRECTORY > FILE on each node";
 
 /// Nodes by name.
 type Nodes = BTreeMap<String, NodeProfileStatus>;
@@ -22,8 +22,12 @@ pub(super) fn read(files: &[PathBuf]) -> anyhow::Result<Vec<NodeProfileStatus>> 
     let mut nodes = Nodes::new();
     for file in files {
         let text = super::prepare::read(file, REMEDY)?;
-        parse(&text, &mut nodes)
-            .with_context(|| format!("{} has no profiles of nodes\n  {REMEDY}", file.display()))?;
+        parse(&text, &mut nodes).with_context(|| {
+            format!(
+                "{} cannot be read as profiles of nodes\n  {REMEDY}",
+                file.display()
+            )
+        })?;
     }
     Ok(nodes.into_values().collect())
 }
@@ -41,7 +45,10 @@ fn parse(text: &str, nodes: &mut Nodes) -> anyhow::Result<()> {
         for item in items.into_iter().filter(|item| !item.is_null()) {
             let node = profile(item)?;
             if let Some(twice) = nodes.insert(node.node.clone(), node) {
-                bail!("node {} is there twice", twice.node);
+                bail!(
+                    "node {} is there twice: each needs a name of its own (hearth-worker profile --node NAME)",
+                    twice.node
+                );
             }
         }
     }

@@ -128,7 +128,7 @@ async fn a_member_that_falls_silent_is_missed_and_taken_back() {
     println!("it was missed after {took:.2?}");
     wait_for(&ring.members[0], AGAIN);
     let log = ring.members[0].output();
-    assert!(log.contains("stage-0 on "), "{log}");
+    assert!(log.contains("why=\"stage-0 on "), "{log}");
 }
 
 /// It has a 250th of a CPU: its process answers, its computation goes on, and only its times tell that it is slow.

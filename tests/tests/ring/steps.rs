@@ -138,13 +138,14 @@ async fn each_member_killed_at_each_step_costs_seconds_and_no_token() {
         assert!(in_prompt > 0, "{name}: never killed while a prompt is read");
     }
     beyond.sort_unstable();
-    let (median, longest) = (beyond[beyond.len() / 2], beyond[beyond.len() - 1]);
+    let of_100 = |share: usize| beyond[(beyond.len() - 1) * share / 100];
+    let (median, most, longest) = (of_100(50), of_100(75), of_100(100));
     println!(
         "{} kills, beyond the start of a member {median:.2?} in the median, {longest:.2?} at most",
         beyond.len()
     );
-    // Of all kills, since a busy machine may hold one up.
-    assert!(median <= LONGEST_BEYOND_START, "{beyond:.2?}");
+    // Of three in four, since a busy machine may hold one up.
+    assert!(most <= LONGEST_BEYOND_START, "{beyond:.2?}");
 }
 
 /// Kills a member at a step of an answer, and starts it again: also returns after how many pieces that was, and how long its successor

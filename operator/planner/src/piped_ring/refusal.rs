@@ -2,15 +2,17 @@
 
 use hearth_crds::format_bytes;
 
-use super::RingPlanning;
 use super::members::{Member, Members};
 use super::problem::SLOW_DISK_GBPS;
+use super::{RingPlanning, too_old};
 use crate::error::{Advice, PlanError};
-use crate::halda::{Limits, RingError, choose};
+use crate::halda::{Device, Limits, RingError, choose};
 use crate::memory::Demand;
 
 /// Trials of a smaller KV, each with half of the one before.
 const TRIALS: u32 = 12;
+/// Most memory of one node that is suggested, in MiB.
+const MOST_MORE_MIB: u64 = 1 << 22;
 
 impl RingPlanning<'_> {
     /// The error for members of which no ring has room.
@@ -42,11 +44,14 @@ impl RingPlanning<'_> {
             .map(|(member, device)| account(member, device.buffer_bytes))
             .collect();
         accounts.extend(members.refused.iter().cloned());
-        let mut advice: Vec<Advice> = self.smaller_kv(kv_bytes).into_iter().collect();
-        // Where the sum would do, layers are too large for what each node has: how much more would help is not known.
-        let lacks_bytes = needs_bytes.saturating_sub(room_bytes);
-        if lacks_bytes > 0 || advice.is_empty() {
-            advice.push(Advice::FreeMemory(lacks_bytes.max(1 << 20)));
+        if !members.too_old.is_empty() {
+            accounts.push(too_old(&members.too_old));
+        }
+        let mut advice: Vec<Advice> = self.measured_disks(members).into_iter().collect();
+        advice.extend(self.smaller_kv(kv_bytes));
+        if room_bytes < needs_bytes || advice.is_empty() {
+            let more = self.more_memory(members);
+            advice.push(more.unwrap_or(Advice::SmallerModel));
         }
         PlanError::NoRoomInRing {
             weights_bytes: facts.bytes.total(),
@@ -55,6 +60,51 @@ impl RingPlanning<'_> {
             accounts: accounts.join(", "),
             advice,
         }
+    }
+
+    /// Disks that were not measured, where a ring would fit if they are fast enough to be read for each token.
+    fn measured_disks(&self, members: &Members<'_>) -> Option<Advice> {
+        let cpus = members.all.iter().filter(|member| member.gpu.is_none());
+        let unmeasured = cpus.filter(|member| member.rates.disk_gbps <= 0.0);
+        let names: Vec<&str> = unmeasured.map(|member| &*member.name).collect();
+        let fits = self.fits_with(members, |device| {
+            if names.contains(&&*device.name) {
+                device.must_fit = false;
+                device.disk_read_gbps = SLOW_DISK_GBPS;
+            }
+        });
+        (!names.is_empty() && fits).then(|| Advice::MeasureDisks(names.join(", ")))
+    }
+
+    /// The least more memory of one node, of those with the most, with which a ring fits.
+    fn more_memory(&self, members: &Members<'_>) -> Option<Advice> {
+        let cpus = members.all.iter().filter(|member| member.gpu.is_none());
+        let most = cpus.max_by_key(|member| member.memory_bytes())?;
+        let fits = |mib: u64| {
+            self.fits_with(members, |device| {
+                if device.name == most.name {
+                    device.memory_bytes = device.memory_bytes.saturating_add(mib << 20);
+                }
+            })
+        };
+        let (mut less, mut enough) = (0, 1);
+        while !fits(enough) {
+            (less, enough) = (enough, 2 * enough);
+            if enough > MOST_MORE_MIB {
+                return None;
+            }
+        }
+        // To a sixteenth.
+        while enough - less > enough / 16 + 1 {
+            let middle = less.midpoint(enough);
+            match fits(middle) {
+                true => enough = middle,
+                false => less = middle,
+            }
+        }
+        // A twentieth of what is free stays so.
+        let bytes = (enough << 20) / 19 * 20;
+        Some(Advice::FreeMemoryOf(most.name.clone(), bytes))
     }
 
     /// A smaller KV, of which a ring fits.
@@ -98,17 +148,22 @@ impl RingPlanning<'_> {
             demand: &demand,
             ..*self
         };
-        let Ok(members) = Members::of(&planning, &|_| true) else {
-            return false;
-        };
+        let members = Members::of(&planning, &|_| true);
+        members.is_ok_and(|members| planning.fits_with(&members, |_| {}))
+    }
+
+    /// Whether some ring of members has room after a change to each of them, by greedy splits alone.
+    fn fits_with(&self, members: &Members<'_>, change: impl Fn(&mut Device)) -> bool {
         let limits = Limits {
             programs: 0,
             nodes: 0,
             ..Limits::default().shared_by(members.all.len())
         };
-        let problems = planning.problems_by_head(&members);
-        let mut choices = problems.iter().map(|problem| choose(problem, limits));
-        choices.any(|choice| choice.is_ok())
+        let mut problems = self.problems_by_head(members).into_iter();
+        problems.any(|mut problem| {
+            problem.devices.iter_mut().for_each(&change);
+            choose(&problem, limits).is_ok()
+        })
     }
 }
 

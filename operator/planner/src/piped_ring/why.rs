@@ -2,6 +2,7 @@
 
 use hearth_crds::{PlanPrediction, PlanRank, PlanRole, format_bytes};
 
+use super::members::Member;
 use super::problem::UNMEASURED_LINK;
 use super::write::Kept;
 use super::{Chosen, RingPlanning, too_old};
@@ -210,30 +211,50 @@ fn numerics(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
 }
 
 fn left_out(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
-    let dropped = chosen.choice.dropped.iter();
-    not_chosen.extend(dropped.map(|dropped| with_dropped(chosen, dropped)));
+    not_chosen.extend(with_dropped(chosen, |_| true));
 }
 
-/// What a device that was dropped would have made of a ring.
-fn with_dropped(chosen: &Chosen<'_>, dropped: &Dropped) -> String {
+/// What devices that were dropped would have made of a ring.
+fn with_dropped(chosen: &Chosen<'_>, is_meant: impl Fn(&Member<'_>) -> bool) -> Vec<String> {
+    let dropped = chosen.choice.dropped.iter();
+    let meant = dropped.filter(|dropped| is_meant(&chosen.members.all[dropped.device]));
+    let (with, without): (Vec<_>, Vec<_>) =
+        meant.partition(|dropped| dropped.with_tpot_ms.is_some());
+    let name = |dropped: &&Dropped| &*chosen.members.all[dropped.device].name;
+    let mut told: Vec<String> = with
+        .iter()
+        .filter_map(|dropped| with_one(chosen, dropped))
+        .collect();
+    let names: Vec<&str> = without.iter().map(name).collect();
+    if !names.is_empty() {
+        // Of many devices, not all sets are tried.
+        told.push(format!(
+            "{} in the ring: no split of the layers was found with {}",
+            names.join(", "),
+            if names.len() > 1 { "any of them" } else { "it" }
+        ));
+    }
+    told
+}
+
+/// What a device that was dropped would have made of a ring; `None` if no split with it was found.
+fn with_one(chosen: &Chosen<'_>, dropped: &Dropped) -> Option<String> {
     let tpot_ms = chosen.choice.tpot_ms;
     let name = &chosen.members.all[dropped.device].name;
     let ttft = dropped.with_ttft_ms.map_or_else(String::new, ttft);
-    match dropped.with_tpot_ms {
-        // Less than a thousandth faster is no reason to have one more machine that may fail.
-        Some(with_ms) if with_ms <= tpot_ms => {
-            format!(
-                "{name} in the ring: no faster, predicted TPOT {}{ttft}",
-                ms(with_ms)
-            )
-        }
-        Some(with_ms) => format!(
+    let with_ms = dropped.with_tpot_ms?;
+    // Less than a thousandth faster is no reason to have one more machine that may fail.
+    Some(match with_ms <= tpot_ms {
+        true => format!(
+            "{name} in the ring: no faster, predicted TPOT {}{ttft}",
+            ms(with_ms)
+        ),
+        false => format!(
             "{name} in the ring: predicted TPOT {} against {}{ttft}",
             ms(with_ms),
             ms(tpot_ms)
         ),
-        None => format!("{name} in the ring: no split of the layers fits with it"),
-    }
+    })
 }
 
 /// The end of a sentence about a ring that was not chosen. Its flights are the longest, and not those of least time.
@@ -243,9 +264,7 @@ fn ttft(ttft_ms: f64) -> String {
 
 /// What GPUs that a choice left out would have made of its ring.
 pub(super) fn unused_gpus(chosen: &Chosen<'_>) -> Vec<String> {
-    let dropped = chosen.choice.dropped.iter();
-    let gpus = dropped.filter(|dropped| chosen.members.all[dropped.device].gpu.is_some());
-    gpus.map(|dropped| with_dropped(chosen, dropped)).collect()
+    with_dropped(chosen, |member| member.gpu.is_some())
 }
 
 /// What `other` members would have done instead of the chosen ring's; `None` if no ring of them fits.

@@ -4,6 +4,8 @@ mod experts;
 mod gpus;
 mod peers;
 
+use std::collections::BTreeSet;
+
 use hearth_crds::{
     NumaPolicy, Pinning, PlanPrediction, PlanRank, PlanRole, PlanRouting, PrefillMode, Strategy,
     format_bytes,
@@ -28,6 +30,7 @@ pub(crate) fn write(
     gateways(ranks, &mut why);
     moment(draft.nodes, draft.demand.facts, &mut why);
     weights(draft, ranks, &mut why);
+    unmeasured_disks(draft, ranks, &mut why);
     kv(draft, ranks, &mut why);
     cpus(draft, ranks, &mut why);
     gpus::used(draft, ranks, &mut why);
@@ -64,6 +67,24 @@ fn topology(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
         }
         (_, nodes) => format!("hybrid over {}: {devices}", nodes.join(", ")),
     });
+}
+
+/// Disks that are read again and again, of which nobody knows how fast they are.
+fn unmeasured_disks(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    let reading = ranks.iter().filter(|rank| rank.disk_weight_bytes() > 0);
+    let nodes = reading.filter_map(|rank| draft.node_of(rank));
+    let unmeasured: BTreeSet<&str> = nodes
+        .filter(|(_, node)| node.disks.iter().all(|disk| disk.read_gbps <= 0.0))
+        .map(|(_, node)| &*node.node)
+        .collect();
+    if !unmeasured.is_empty() {
+        let nodes: Vec<&str> = unmeasured.into_iter().collect();
+        why.push(format!(
+            "warning: weights are read from disks that were not measured, and are taken for 0.1 GB/s: {}: measure them \
+             (hearth-worker profile --disk DIRECTORY)",
+            nodes.join(", ")
+        ));
+    }
 }
 
 fn weights(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {

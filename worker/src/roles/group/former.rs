@@ -279,7 +279,12 @@ impl NetFormer {
         if let Some(epoch) = known.and_then(|known| known.to_str().ok()?.parse().ok()) {
             self.last_epoch.fetch_max(epoch, Ordering::Relaxed);
         }
-        let why = status.message().to_owned();
+        let why = match call.group.loss(rank, status) {
+            GroupError::Lost { member, why } if member != call.group.name(rank) => {
+                format!("it has lost {member}: {why}")
+            }
+            _ => status.message().to_owned(),
+        };
         call.absent.insert(call.places[rank], why);
     }
 

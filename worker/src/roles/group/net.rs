@@ -202,6 +202,11 @@ impl NetGroup {
         self.over.cancel();
     }
 
+    /// Whom this member loses whose way to another has ended.
+    pub(super) fn loss(&self, to: usize, status: &Status) -> GroupError {
+        loss(&self.members, (self.rank, to), status)
+    }
+
     /// Waits until this group is over.
     pub(super) async fn over(&self) {
         self.over.cancelled().await;

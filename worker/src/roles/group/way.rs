@@ -9,12 +9,15 @@ use hearth_transport::v1;
 
 /// Time between two questions whether a sender waits in vain.
 const CHECK_PERIOD: Duration = Duration::from_millis(50);
-/// Part of a message on a way whose rate is not known yet.
-const FIRST_PIECE_BYTES: usize = 4 << 10;
-const LEAST_PIECE_BYTES: usize = 1 << 10;
+/// Part of a message on a slow way, and where the rate is not known yet: a frame of HTTP/2. Smaller ones would be in the way of a member
+/// that has hardly any CPU.
+const LEAST_PIECE_BYTES: usize = 16 << 10;
 const MOST_PIECE_BYTES: usize = 64 << 10;
-/// Time that a part of a message takes at most at the rate of the one before: its arrival is a sign of life.
-const PIECE_PERIOD: Duration = Duration::from_millis(250);
+/// Time that a part of a message takes at the rate of the message before: its arrival is a sign of life, also where the way is suddenly
+/// a hundred times slower.
+const PIECE_PERIOD: Duration = Duration::from_millis(20);
+/// Time from which on a message that is smaller than a part tells of the rate, too, not of the latency alone.
+const LONG: Duration = Duration::from_secs(1);
 
 /// Messages on one way. The receiver tells what has come ([`v1::Received`]).
 #[derive(Default)]
@@ -100,7 +103,7 @@ impl Way {
     /// Bytes of a message that are sent as one parcel: fewer where the way is slow.
     pub(super) fn piece_bytes(&self) -> usize {
         let rate = self.lock().rate;
-        rate.map_or(FIRST_PIECE_BYTES, |rate| {
+        rate.map_or(LEAST_PIECE_BYTES, |rate| {
             let bytes = (rate * PIECE_PERIOD.as_secs_f64()) as usize;
             bytes.clamp(LEAST_PIECE_BYTES, MOST_PIECE_BYTES)
         })
@@ -137,8 +140,8 @@ impl State {
             let since = self.first_since.map_or(first.at, |at| at.max(first.at));
             let took = now.saturating_duration_since(since);
             self.pace.end(first.bytes, took, now);
-            // An empty message tells of the latency alone.
-            if first.bytes > 0 && !took.is_zero() {
+            let tells_rate = first.bytes >= LEAST_PIECE_BYTES || took >= LONG;
+            if tells_rate && !took.is_zero() {
                 self.rate = Some(first.bytes as f64 / took.as_secs_f64());
             }
             self.messages.pop_front();
@@ -164,7 +167,7 @@ mod tests {
 
     use super::*;
 
-    const LONG: Duration = Duration::from_secs(30);
+    const PATIENCE: Duration = Duration::from_secs(30);
 
     fn lives() -> Option<GroupError> {
         None
@@ -186,7 +189,7 @@ mod tests {
         way.arrived(61);
         let waited = waits.join().unwrap();
         assert!(
-            waited >= Duration::from_millis(200) && waited < LONG,
+            waited >= Duration::from_millis(200) && waited < PATIENCE,
             "{waited:?}"
         );
         assert_eq!(way.told(1).unwrap().bytes, 62);
@@ -212,14 +215,18 @@ mod tests {
             std::thread::sleep(Duration::from_millis(ms));
             way.arrived(u64::MAX);
         };
-        assert_eq!(way.piece_bytes(), FIRST_PIECE_BYTES);
-        arrives_after(1 << 20, 1);
+        assert_eq!(way.piece_bytes(), LEAST_PIECE_BYTES);
+        arrives_after(16 << 20, 1);
         assert_eq!(way.piece_bytes(), MOST_PIECE_BYTES);
+        // At most 2 MB/s.
+        arrives_after(200_000, 100);
+        let slower = way.piece_bytes();
+        assert!((LEAST_PIECE_BYTES..=40_000).contains(&slower), "{slower}");
+        // Latency.
         arrives_after(1000, 100);
-        let slow = way.piece_bytes();
-        assert!((LEAST_PIECE_BYTES..=2500).contains(&slow), "{slow}");
-        arrives_after(0, 1);
-        assert_eq!(way.piece_bytes(), slow);
+        assert_eq!(way.piece_bytes(), slower);
+        arrives_after(1000, 1000);
+        assert_eq!(way.piece_bytes(), LEAST_PIECE_BYTES);
     }
 
     #[test]

@@ -39,6 +39,7 @@ pub use error::ProfileError;
 pub use hardware::{hardware, take_rates};
 pub use kept::{Kept, measure_once};
 pub use meter::{CpuMeter, Gflops, Meter};
+pub use nvml::{GpuPower, NvmlUnavailable, gpu_power, open_nvml};
 pub use placement::{CpuTopology, NumaMemory, cpu_topology, numa_free_bytes, own_memory};
 pub use summary::summary;
 pub use tree::{format_id_list, parse_id_list};

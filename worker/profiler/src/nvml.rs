@@ -49,21 +49,59 @@ pub(crate) struct PcieReading {
     pub max_width: Option<u32>,
 }
 
-/// Reason nothing can be read.
+/// Reason nothing can be read, in words.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum NvmlUnavailable {
+pub enum NvmlUnavailable {
     /// No library, no driver or no GPU, as on most machines.
     NoGpus(String),
     /// GPUs should be present but cannot be read: the user can fix it.
     Trouble(String),
 }
 
+/// Opens the driver's library, for what else than a profile it is needed.
+///
+/// # Errors
+/// It is missing, or cannot be used.
+pub fn open_nvml() -> Result<Nvml, NvmlUnavailable> {
+    open(LIBRARY)
+}
+
+/// Power of one GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuPower {
+    /// UUID as of the driver.
+    pub uuid: String,
+    /// The limit in force, in milliwatts, if the GPU says it.
+    pub limit_milliwatts: Option<u32>,
+    /// What the GPU takes, in milliwatts, if it says so.
+    pub milliwatts: Option<u32>,
+}
+
+/// Reads the power of every GPU that says what it is, in PCI bus order; empty on a machine without any.
+pub fn gpu_power() -> Vec<GpuPower> {
+    let Ok(nvml) = open_nvml() else {
+        return Vec::new();
+    };
+    let devices = 0..nvml.device_count().unwrap_or(0);
+    let read = devices.filter_map(|index| {
+        let device = nvml.device_by_index(index).ok()?;
+        Some(GpuPower {
+            uuid: device.uuid().ok()?,
+            limit_milliwatts: device.power_management_limit().ok(),
+            milliwatts: device.power_usage().ok(),
+        })
+    });
+    read.collect()
+}
+
+fn open(library: &str) -> Result<Nvml, NvmlUnavailable> {
+    let nvml = Nvml::builder().lib_path(OsStr::new(library)).init();
+    nvml.map_err(|error| silence(library, &error))
+}
+
 /// Reads every GPU, in PCI bus order.
 pub(crate) fn read(library: &str) -> Result<Vec<GpuReading>, NvmlUnavailable> {
-    let nvml = Nvml::builder()
-        .lib_path(OsStr::new(library))
-        .init()
-        .map_err(|error| silence(library, &error))?;
+    let nvml = open(library)?;
     let count = nvml
         .device_count()
         .map_err(|error| silence(library, &error))?;

@@ -1,10 +1,12 @@
-//! `/metrics` of an agent: its store of models, over plain HTTP. Names of models are not among them.
+//! `/metrics` of an agent: its store of models and the power of its node's GPUs, over plain HTTP. Names of models are not among them.
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::Context;
+use hearth_profiler::GpuPower;
 use hyper::body::Incoming;
 use hyper::header::CONTENT_TYPE;
 use hyper::server::conn::http1;
@@ -13,6 +15,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
@@ -163,7 +166,39 @@ fn encode(models: &Models) -> Option<String> {
         counter.inc_by(value);
         registry.register(name, help, counter);
     }
+    add_power(&mut registry, &hearth_profiler::gpu_power());
     let mut text = String::new();
     text::encode(&mut text, &registry).ok()?;
     Some(text)
+}
+
+/// Adds what the GPUs say of their power; nothing on a node without GPUs.
+fn add_power(registry: &mut Registry, gpus: &[GpuPower]) {
+    let limits = gpus.iter().map(|gpu| gpu.limit_milliwatts);
+    let taken = gpus.iter().map(|gpu| gpu.milliwatts);
+    for (name, help, values) in [
+        (
+            "hearth_agent_gpu_power_limit_watts",
+            "Power limit of a GPU that is in force",
+            limits.collect::<Vec<_>>(),
+        ),
+        (
+            "hearth_agent_gpu_power_watts",
+            "Power that a GPU takes",
+            taken.collect(),
+        ),
+    ] {
+        let family = Family::<[(&str, String); 1], Gauge<f64, AtomicU64>>::default();
+        let known = gpus
+            .iter()
+            .zip(&values)
+            .filter_map(|(gpu, value)| Some((gpu, (*value)?)));
+        for (gpu, milliwatts) in known {
+            let gauge = family.get_or_create(&[("uuid", gpu.uuid.clone())]);
+            gauge.set(f64::from(milliwatts) / 1000.0);
+        }
+        if values.iter().any(Option::is_some) {
+            registry.register(name, help, family);
+        }
+    }
 }

@@ -42,6 +42,8 @@ enum Command {
     Agent(roles::AgentArgs),
     /// Offer a node's virtual device to its kubelet, as a device plugin does GPUs
     DevicePlugin(roles::DevicePluginArgs),
+    /// Lower the power limits of a node's GPUs while they have no work, and in quiet hours
+    Power(roles::PowerArgs),
     /// Write the logits of every position of a token sequence to a safetensors file
     Logits(tools::LogitsArgs),
     /// Compile the kernels of a GPU architecture ahead of time
@@ -81,6 +83,7 @@ impl Cli {
             Command::Trace(args) => roles::trace(&args),
             Command::Agent(args) => roles::agent(&args, environment),
             Command::DevicePlugin(args) => roles::device_plugin(&args),
+            Command::Power(args) => roles::power(&args),
             #[cfg(feature = "cuda")]
             Command::CudaCompile(args) => tools::cuda_compile(&args, environment),
             Command::Logits(args) => tools::logits(&args, environment),

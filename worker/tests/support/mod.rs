@@ -243,7 +243,7 @@ impl Drop for Agent {
 }
 
 /// Returns an address in use by no one else: its host within 127.0.0.0/8 is unique to this process.
-fn free_address() -> String {
+pub fn free_address() -> String {
     static NEXT: AtomicU16 = AtomicU16::new(10_000);
     // Linux numbers processes with at most 22 bits.
     let [_, high, middle, low] = std::process::id().to_be_bytes();

@@ -52,6 +52,16 @@ app.kubernetes.io/component: {{ .component }}
 {{- if and (not .Values.agent.enabled) (or $authorities $proxies) }}
 {{- fail "caBundle and proxy are for what agents fetch, and agent.enabled is false: leave them empty, or enable the agents" }}
 {{- end }}
+{{- if (.Values.power).enabled }}
+{{- if not (or (.Values.power).idlePercent (.Values.power).quietHours) }}
+{{- fail "power.enabled is true, and neither power.idlePercent nor power.quietHours lowers a limit: set one of them, or leave power.enabled false" }}
+{{- end }}
+{{- range (.Values.power).quietHours }}
+{{- if eq .from .to }}
+{{- fail (printf "power.quietHours has from %s to %s, which ends when it begins: write 00:00 to 24:00 for the whole day, or leave it out" .from .to) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- include "hearth.checkVariables" (dict "path" "operator.env" "variables" .Values.operator.env "own" (list "POD_NAME" "POD_NAMESPACE")) }}
 {{- include "hearth.checkVariables" (dict "path" "agent.env" "variables" .Values.agent.env "own" (list "NODE_NAME" "NVIDIA_VISIBLE_DEVICES")) }}
 {{- range .Values.agent.env }}

@@ -3,6 +3,7 @@
 
 mod install;
 mod metrics;
+mod power;
 mod readme;
 mod store;
 mod tracing;
@@ -32,7 +33,7 @@ const VALUES: [(&str, &str); 5] = [
           hostPath: {allowedPrefixes: [/models, \"/srv/a b/'c'\"]}, agent: {runtimeClassName: nvidia, store: {quota: 200Gi, downloadRate: 20Mi}, virtualDevices: {a.b: 'virtual:memory=8Gi,copy=1GB/s', '*': 'virtual:memory=1Gi'}, devicePluginDirectory: /var/lib/kubelet/device-plugins, directory: /data/hearth, keepModels: 0, diskReservePercent: 20, \
                   fetch: {allowedRanges: [10.43.7.7/32, 'fd00::/64'], clusterRanges: [10.42.0.0/16], hubEndpoint: 'https://hub.lan/hf'}, nodeSelector: {a: b}, affinity: {nodeAffinity: {}}, priorityClassName: low, \
                   podAnnotations: {x: 'y'}}, \
-          tracing: {otlpEndpoint: 'http://collector.monitoring.svc:4318', sampleRatio: 0.1}, \
+          tracing: {otlpEndpoint: 'http://collector.monitoring.svc:4318', sampleRatio: 0.1}, power: {enabled: true, quietHours: [{from: '22:30', to: '24:00', percent: 60}]}, \
           metrics: {serviceMonitor: {enabled: true, labels: {release: prom}}, prometheusRules: {enabled: true, labels: {release: prom}}, dashboard: {enabled: true}}}",
     ),
     (

@@ -134,6 +134,41 @@ fn the_plugin_of_kubectl_says_what_it_needs() {
 }
 
 #[test]
+fn the_api_server_is_asked_through_no_proxy() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = directory.path().join("config");
+    let status = |kubeconfig: &str, arguments: &[&str]| {
+        std::fs::write(&config, kubeconfig).expect("write");
+        let mut command = hearth();
+        // What no cluster has anything to do with, right or wrong.
+        command
+            .envs([
+                ("HTTPS_PROXY", "http://127.0.0.1:9"),
+                ("https_proxy", "no proxy"),
+            ])
+            .env("NO_PROXY", "a,,<local>")
+            .env("HOME", directory.path())
+            .env("KUBECONFIG", &config);
+        let (code, _, stderr) = run(command.args(["cluster", "status"]).args(arguments));
+        assert_eq!(code, 1, "{stderr}");
+        stderr
+    };
+    for arguments in [&[][..], &["--context", "home"]] {
+        let stderr = status(NO_CLUSTER, arguments);
+        let words = "http://127.0.0.1:1 does not answer";
+        assert!(stderr.contains(words), "no {words:?} in {stderr}");
+        let proxied = NO_CLUSTER.replace(
+            "cluster: {server",
+            "cluster: {proxy-url: 'http://ann:hush@proxy.lan:3128', server",
+        );
+        let stderr = status(&proxied, arguments);
+        let words = "proxy-url is http://proxy.lan:3128/, and";
+        assert!(stderr.contains(words), "no {words:?} in {stderr}");
+        assert!(stderr.contains("\n  remove it") && !stderr.contains("hush"));
+    }
+}
+
+#[test]
 fn the_last_deployment_is_shown_when_it_no_longer_runs() {
     let state = tempfile::tempdir().expect("directory");
     for (name, line) in [("newer", "error: no memory"), ("older", "serving")] {

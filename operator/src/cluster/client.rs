@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail};
 use bytes::Bytes;
+use hearth_crds::shown_url;
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full};
 use kube::client::{Body, ClientBuilder, DynBody};
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use serde_json::{Value, json};
 use tower::{BoxError, Layer, Service};
@@ -30,15 +31,19 @@ const NO_KUBECONFIG: &str = "neither a kubeconfig (KUBECONFIG, else ~/.kube/conf
 /// The same for the operator, which takes no such argument.
 const NO_CLUSTER: &str = "neither a kubeconfig (KUBECONFIG, else ~/.kube/config) nor a Pod's service account can be used\n  correct KUBECONFIG, or run this in the cluster";
 
+/// What stands for no proxy in a kubeconfig that names none: kube would look in the environment for one, and what is there is for
+/// the way out of the network, not for the API server.
+const NO_PROXY: &str = "http://no-proxy.invalid";
+
 /// Duration of one watch before it is renewed, in seconds: a connection that died silently is detected soon after.
 pub(crate) const WATCH_SECONDS: u32 = 120;
 
 /// Connects by the usual rules: with the user's kubeconfig, or with the Pod's service account.
 ///
 /// # Errors
-/// There is neither.
+/// There is neither, or it is to be used through a proxy.
 pub(crate) async fn connect(telemetry: Arc<Telemetry>) -> anyhow::Result<Client> {
-    let mut config = Config::infer().await.context(NO_CLUSTER)?;
+    let mut config = usual().await.context(NO_CLUSTER)?;
     config.read_timeout = Some(SILENCE);
     client(config, telemetry)
 }
@@ -48,14 +53,14 @@ pub(crate) async fn connect(telemetry: Arc<Telemetry>) -> anyhow::Result<Client>
 /// like.
 ///
 /// # Errors
-/// The file cannot be read, or has no such context; the message names those that there are.
+/// The file cannot be read, has no such context (the message names those that there are), or asks for a proxy.
 pub(crate) async fn connect_to(
     file: Option<&Path>,
     context: Option<&str>,
     telemetry: Arc<Telemetry>,
 ) -> anyhow::Result<(Client, String)> {
     let mut config = match (file, context) {
-        (None, None) => Config::infer().await.context(NO_KUBECONFIG)?,
+        (None, None) => usual().await.context(NO_KUBECONFIG)?,
         (file, context) => {
             let known = kubeconfig(file)?;
             if let Some(context) = context {
@@ -65,20 +70,56 @@ pub(crate) async fn connect_to(
                 context: context.map(str::to_owned),
                 ..KubeConfigOptions::default()
             };
-            Config::from_custom_kubeconfig(known, &options)
-                .await
-                .map_err(|error| {
-                    anyhow!(
-                        "the kubeconfig cannot be used: {}\n  correct it, or name another: --kubeconfig FILE",
-                        chain(&error)
-                    )
-                })?
+            as_configured(known, &options).await.map_err(|error| {
+                anyhow!(
+                    "the kubeconfig cannot be used: {}\n  correct it, or name another: --kubeconfig FILE",
+                    chain(&error)
+                )
+            })?
         }
     };
     config.read_timeout = None;
     let address = config.cluster_url.to_string();
     let address = address.trim_end_matches('/').to_owned();
     Ok((client(config, telemetry)?, address))
+}
+
+/// The user's own kubeconfig, else the Pod's service account.
+async fn usual() -> anyhow::Result<Config> {
+    let found = match Kubeconfig::read() {
+        Ok(known) => as_configured(known, &KubeConfigOptions::default()).await,
+        Err(error) => Err(error),
+    };
+    let mut config = match found {
+        Ok(config) => config,
+        Err(error) => Config::incluster().map_err(|in_cluster| {
+            anyhow!("kubeconfig: {}; Pod: {}", root(&error), root(&in_cluster))
+        })?,
+    };
+    config.apply_debug_overrides();
+    Ok(config)
+}
+
+/// What a kubeconfig says of one of its contexts; of proxies it has the last word, and not the environment.
+async fn as_configured(
+    mut known: Kubeconfig,
+    options: &KubeConfigOptions,
+) -> Result<Config, KubeconfigError> {
+    let clusters = known.clusters.iter_mut();
+    for cluster in clusters.filter_map(|named| named.cluster.as_mut()) {
+        let own = cluster.proxy_url.take().filter(|url| !url.is_empty());
+        cluster.proxy_url = own.or_else(|| Some(NO_PROXY.to_owned()));
+    }
+    let mut config = Config::from_custom_kubeconfig(known, options).await?;
+    if config.proxy_url == NO_PROXY.parse().ok() {
+        config.proxy_url = None;
+    }
+    // A program that signs in is told of the cluster, too.
+    let program = config.auth_info.exec.as_mut();
+    if let Some(told) = program.and_then(|program| program.cluster.as_mut()) {
+        told.proxy_url = told.proxy_url.take().filter(|url| url != NO_PROXY);
+    }
+    Ok(config)
 }
 
 fn kubeconfig(file: Option<&Path>) -> anyhow::Result<Kubeconfig> {
@@ -123,6 +164,13 @@ fn check_context(known: &Kubeconfig, context: &str) -> anyhow::Result<()> {
 }
 
 fn client(mut config: Config, telemetry: Arc<Telemetry>) -> anyhow::Result<Client> {
+    if let Some(proxy) = &config.proxy_url {
+        bail!(
+            "the kubeconfig's proxy-url is {}, and Hearth reaches the API server through no proxy\n  \
+             remove it if the server can be reached directly; else run kubectl proxy, and use a kubeconfig with its address, http://127.0.0.1:8001, as the server",
+            shown_url(&proxy.to_string())
+        );
+    }
     config.connect_timeout = Some(Duration::from_secs(10));
     config.write_timeout = Some(ANSWER);
     config.reset_reader_on_write = true;

@@ -260,6 +260,8 @@ impl Cluster {
         let config = Config::from_custom_kubeconfig(read, &KubeConfigOptions::default()).await;
         let mut config = config.unwrap_or_else(|error| panic!("kubeconfig: {error}"));
         config.default_retry = false;
+        // kube takes the environment's, which is for the way out of the network.
+        config.proxy_url = None;
         kube::Client::try_from(config).unwrap_or_else(|error| panic!("client: {error}"))
     }
 

@@ -407,7 +407,7 @@ impl Cache {
         self.directory.join("models")
     }
 
-    fn partial(&self) -> PathBuf {
+    pub(crate) fn partial(&self) -> PathBuf {
         self.directory.join("partial")
     }
 }

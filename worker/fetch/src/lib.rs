@@ -39,6 +39,7 @@ mod cache;
 mod connection;
 mod digest;
 mod directory;
+mod disks;
 mod download;
 mod egress;
 mod error;
@@ -179,7 +180,10 @@ pub async fn fetch(
         return Ok(directory);
     }
     cache.create()?;
-    let reserve_bytes = error::reserve_bytes(&cache.lock_file(&key), options);
+    let parts_reserve_bytes = cache.has_models_apart();
+    let parts_reserve_bytes =
+        parts_reserve_bytes.then(|| error::reserve_bytes(&cache.partial(), options));
+    let reserve_bytes = error::reserve_bytes(&cache.models(), options);
     let options = &FetchOptions {
         reserve_bytes,
         ..options.clone()
@@ -189,6 +193,7 @@ pub async fn fetch(
         key: key.clone(),
         shown: source.shown(),
         options: options.clone(),
+        parts_reserve_bytes,
     });
     let reporter = Arc::new(Reporter::new(observer));
     let is_archive = matches!(source.origin(), Origin::Archive { .. });

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
@@ -14,11 +15,14 @@ use crate::digest::{Digest, Hasher};
 use crate::directory::{FILE_MODE, bytes_below, set_mode};
 use crate::lock::Lock;
 use crate::progress::Reporter;
+use crate::room::Room;
 use crate::unpack::{HEAD_BYTES, is_archive};
 use crate::{Cache, FetchError, Key, Phase};
 
 /// Bytes read at a time.
 const CHUNK_BYTES: usize = 1 << 20;
+/// Name of a copy until it is whole, beside its place.
+const COPY: &str = ".copy";
 
 /// Facts from a server about the file that a part belongs to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -260,16 +264,58 @@ impl Part {
         remove_file(&self.path)
     }
 
-    /// Moves the bytes, which are all there, to their place in the model's directory.
+    /// Moves the bytes, which are all there, to their place in the model's directory, or copies them where that is on
+    /// another disk.
     ///
     /// # Errors
-    /// [`FetchError::Cache`], [`FetchError::DiskFull`].
-    pub(crate) fn put(self, target: &Path) -> Result<(), FetchError> {
+    /// [`FetchError::Cache`], [`FetchError::DiskFull`], [`FetchError::NoRoom`].
+    pub(crate) fn put(self, target: &Path, room: &Room) -> Result<(), FetchError> {
         set_mode(&self.path, FILE_MODE)?;
         let synced = self.file.sync_data();
         synced.map_err(FetchError::in_cache(&self.path))?;
-        fs::rename(&self.path, target).map_err(FetchError::in_cache(target))?;
+        match fs::rename(&self.path, target) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {
+                room.make_for_copy(self.len_bytes, SystemTime::now())?;
+                let temporary = target.with_file_name(COPY);
+                let copied = self.copy(&temporary);
+                let copied = copied.and_then(|()| {
+                    fs::rename(&temporary, target).map_err(FetchError::in_cache(target))
+                });
+                if copied.is_err() {
+                    let _ = fs::remove_file(&temporary);
+                }
+                copied?;
+                remove_file(&self.path)?;
+            }
+            Err(error) => return Err(FetchError::file(target, error)),
+        }
         remove_file(&self.facts_path)
+    }
+
+    /// Writes the bytes to another file, and verifies that they are the same.
+    fn copy(&self, to: &Path) -> Result<(), FetchError> {
+        let failed = FetchError::in_cache(to);
+        let mut from = self.reader()?;
+        let mut file = File::create(to).map_err(&failed)?;
+        let mut hasher = self.whose.digest.hasher();
+        let mut chunk = vec![0; CHUNK_BYTES];
+        loop {
+            let read = match from.read(&mut chunk) {
+                Ok(0) => break,
+                Ok(read) => read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(FetchError::file(&self.path, error)),
+            };
+            hasher.update(&chunk[..read]);
+            file.write_all(&chunk[..read]).map_err(&failed)?;
+        }
+        if hasher.digits() != self.digits() {
+            let reason = "its disk gave other bytes than were written to it: check the disk";
+            return Err(FetchError::file(&self.path, io::Error::other(reason)));
+        }
+        set_mode(to, FILE_MODE)?;
+        file.sync_data().map_err(&failed)
     }
 
     fn read_again(&mut self, reporter: &Reporter) -> io::Result<()> {

@@ -150,11 +150,12 @@ impl Fetch<'_> {
             }
             other => other?,
         };
+        let room = Arc::clone(self.room);
         blocking(move || {
             if let Some(directory) = target.parent() {
                 fs::create_dir_all(directory).map_err(FetchError::in_cache(directory))?;
             }
-            part.put(&target)
+            part.put(&target, &room)
         })
         .await
     }

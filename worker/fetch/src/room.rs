@@ -173,13 +173,16 @@ pub(crate) struct Room {
     pub(crate) shown: String,
     /// Limits; [`FetchOptions::reserve_bytes`] is what the percentage amounts to, if that is more.
     pub(crate) options: FetchOptions,
+    /// What is to stay free on the disk of the parts, if models are on another one.
+    pub(crate) parts_reserve_bytes: Option<u64>,
 }
 
 impl Room {
     /// Makes sure that `need_bytes` more can be written, removing models if that is necessary and possible. Blocks.
     ///
     /// # Errors
-    /// [`FetchError::NoRoom`], and then nothing was removed; [`FetchError::Cache`].
+    /// [`FetchError::NoRoom`], and then nothing was removed; [`FetchError::DiskFull`] if it is the disk of the parts;
+    /// [`FetchError::Cache`].
     pub(crate) fn make(
         &self,
         need_bytes: u64,
@@ -188,20 +191,59 @@ impl Room {
     ) -> Result<(), FetchError> {
         // Of a removal that was cut off; nobody else removes what is being fetched.
         self.cache.forget_removed(&self.key)?;
-        let path = self.cache.lock_file(&self.key);
-        let free = free_bytes(&path).unwrap_or(u64::MAX);
-        let reserve_bytes = self.options.reserve_bytes;
+        self.check_parts(need_bytes, what)?;
         let is_fetched_alone = !self.cache.is_fetched_besides(&self.key);
-        if self.options.quota_bytes.is_none()
-            && is_fetched_alone
-            && free >= need_bytes.saturating_add(reserve_bytes)
-        {
+        if self.options.quota_bytes.is_none() && is_fetched_alone && self.has_free(need_bytes) {
             return Ok(());
         }
         let turn = self.turn()?;
         let made = self.make_in_turn(need_bytes, what, now);
         turn.remove();
         made
+    }
+
+    /// Makes sure that a part can be copied to its model, on whose disk it is not; the quota has counted its bytes, and the
+    /// part goes at once. Blocks.
+    ///
+    /// # Errors
+    /// Those of [`Self::make`].
+    pub(crate) fn make_for_copy(&self, bytes: u64, now: SystemTime) -> Result<(), FetchError> {
+        if self.has_free(bytes) {
+            return Ok(());
+        }
+        let what = format!(
+            "{} MiB to copy to the models' disk",
+            bytes.div_ceil(1 << 20)
+        );
+        let turn = self.turn()?;
+        let made = self.make_in_turn(bytes, &what, now);
+        turn.remove();
+        made
+    }
+
+    /// Whether the disk of the models has these bytes besides what is to stay free.
+    fn has_free(&self, bytes: u64) -> bool {
+        let free_bytes = free_bytes(&self.cache.models()).unwrap_or(u64::MAX);
+        free_bytes >= bytes.saturating_add(self.options.reserve_bytes)
+    }
+
+    /// Checks the disk of the parts, if it is one of its own: no model that goes makes room there.
+    fn check_parts(&self, bytes: u64, what: &str) -> Result<(), FetchError> {
+        let Some(reserve_bytes) = self.parts_reserve_bytes else {
+            return Ok(());
+        };
+        let path = self.cache.partial();
+        let free_bytes = free_bytes(&path).unwrap_or(u64::MAX);
+        let need_bytes = bytes.saturating_add(reserve_bytes);
+        if free_bytes >= need_bytes {
+            return Ok(());
+        }
+        Err(FetchError::DiskFull {
+            path,
+            what: format!("{what}, and {} stay free", format_bytes(reserve_bytes)),
+            need_bytes,
+            free_bytes,
+        })
     }
 
     /// Makes room for what is missing of a whole model, and promises it: as long as `lock`, the fetch's own, is held, others leave it
@@ -276,7 +318,7 @@ impl Room {
                 need_bytes,
                 promised_bytes,
                 held_bytes: items.iter().map(|item| item.bytes).sum(),
-                free_bytes: free_bytes(&self.cache.lock_file(&self.key)).unwrap_or(u64::MAX),
+                free_bytes: free_bytes(&self.cache.models()).unwrap_or(u64::MAX),
                 reserve_bytes: self.options.reserve_bytes,
                 quota_bytes: self.options.quota_bytes,
             };
@@ -327,7 +369,7 @@ impl Room {
             shown: self.shown.clone(),
             what: format!(
                 "{what}; {}",
-                told.short(self.cache.path(), demand.is_of_quota())
+                told.short(&self.cache.disk_of_models(), demand.is_of_quota())
             ),
             holds: holds(&shown, &self.options),
             remedy: demand.remedy(&owner),
@@ -512,6 +554,7 @@ mod tests {
                 claims: Claims::by(|_| Claim::Free),
                 ..FetchOptions::default()
             },
+            parts_reserve_bytes: None,
         };
         let makes = |need_bytes: u64| {
             let made = room('b').make(need_bytes, "it", SystemTime::now());
@@ -531,5 +574,16 @@ mod tests {
         assert!(!makes(300) && makes(200), "a file of it has arrived");
         drop(lock);
         assert!(makes(300), "nobody fetches it any more");
+        // Parts on a disk of their own: no model makes room there.
+        let apart = Room {
+            parts_reserve_bytes: Some(1 << 60),
+            ..room('b')
+        };
+        let error = apart.make(1, "it", SystemTime::now()).unwrap_err();
+        let is_of_parts = |path: &Path| path == cache.partial();
+        assert!(
+            matches!(&error, FetchError::DiskFull { path, .. } if is_of_parts(path)),
+            "{error}"
+        );
     }
 }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
+mod disks;
 mod random_faults;
 mod seeds;
 #[path = "../support/mod.rs"]

@@ -149,7 +149,7 @@ async fn serve(args: &AgentArgs, limits: Limits) -> anyhow::Result<()> {
     let service = AgentService {
         node: Node::start(
             &args.stand_in.node,
-            &args.cache_dir,
+            models.cache(),
             args.stand_in.device(),
             args.from_device_plugin,
         ),

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use hearth_crds::{GpuProfile, NodeProfileStatus};
+use hearth_fetch::Cache;
 use hearth_profiler::{
     Kept, Measured, ProfileOptions, Scope, available_on_node_bytes, hardware, observe, take_rates,
 };
@@ -50,25 +51,31 @@ impl Node {
     /// Takes the rates stored by an earlier agent, or starts measuring. Requires a tokio runtime.
     pub(super) fn start(
         name: &str,
-        cache_dir: &Path,
+        cache: &Cache,
         device: Option<VirtualDevice>,
         from_device_plugin: bool,
     ) -> Arc<Self> {
+        let disk = cache.disk_of_models();
         let first = "this node is being measured; ask again in some seconds";
         let node = Arc::new(Self {
             options: ProfileOptions {
                 node: Some(name.to_owned()),
                 scope: Scope::Node,
-                disk: Some(cache_dir.to_owned()),
+                disk: Some(disk.clone()),
                 ..ProfileOptions::default()
             },
-            kept: cache_dir.join(KEPT),
+            kept: cache.path().join(KEPT),
             device,
             from_device_plugin,
             state: Mutex::new(State::Measuring(first.to_owned())),
             spare: Mutex::default(),
         });
-        match Kept::read(&node.kept) {
+        // Models may be on another disk by now.
+        let is_of_disk = |kept: &Kept| {
+            let mut disks = kept.profile.disks.iter();
+            disks.all(|measured| Path::new(&measured.path) == disk)
+        };
+        match Kept::read(&node.kept).filter(is_of_disk) {
             Some(kept) => {
                 tracing::info!(measured_at = kept.profile.measured_at, "rates are kept");
                 *node.lock() = State::Measured(Box::new(kept));

@@ -7,7 +7,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
@@ -15,6 +15,7 @@ use reqwest::redirect::Policy;
 use reqwest::{ClientBuilder, Url};
 
 use crate::digest::sha256_of;
+use crate::names::Names;
 
 /// Policy on the addresses that may be fetched from.
 #[derive(Clone, Debug, Default)]
@@ -98,6 +99,8 @@ pub(crate) struct Guard {
     has_met_any: Arc<AtomicBool>,
     /// SHA-256 of the URLs and resolved addresses of one attempt.
     asked: Arc<Mutex<BTreeSet<String>>>,
+    /// Addresses of the hosts that a proxy may be asked for.
+    names: Arc<Names>,
 }
 
 impl Guard {
@@ -108,6 +111,7 @@ impl Guard {
             has_met_inside: Arc::default(),
             has_met_any: Arc::default(),
             asked: Arc::default(),
+            names: Arc::default(),
         }
     }
 
@@ -165,7 +169,7 @@ impl Guard {
 
     /// Whether a proxy may be asked for the URL: for nothing that is this machine's own or the cluster's, which is
     /// reached directly or not at all. A name that this machine cannot resolve `within` this time is the proxy's to
-    /// resolve. Whoever answers behind the proxy counts as non-public from then on.
+    /// resolve. What was resolved counts for a minute. Whoever answers behind the proxy counts as non-public from then on.
     pub(crate) async fn yields_to_proxy(&self, url: &Url, within: Duration) -> bool {
         if !self.policy.is_limited() {
             return true;
@@ -174,10 +178,14 @@ impl Guard {
         let addresses: Vec<IpAddr> = match host.parse() {
             Ok(address) => vec![address],
             Err(_) => {
-                let lookup = tokio::net::lookup_host((host, 0));
-                let found = tokio::time::timeout(within, lookup).await;
-                let found = found.ok().and_then(Result::ok).into_iter().flatten();
-                found.map(|address| address.ip()).collect()
+                let lookup = async {
+                    let lookup = tokio::net::lookup_host((host, 0));
+                    let found = tokio::time::timeout(within, lookup).await;
+                    let found = found.ok().and_then(Result::ok).into_iter().flatten();
+                    found.map(|address| address.ip()).collect()
+                };
+                let now = Instant::now();
+                self.names.addresses(host, now, lookup).await
             }
         };
         if addresses.iter().any(|one| self.policy.is_inside(*one)) {
@@ -427,6 +435,22 @@ mod tests {
             let anywhere = Guard::new(&AddressPolicy::anywhere());
             assert!(anywhere.yields_to_proxy(&url, patience).await);
             assert!(!anywhere.keeps_back());
+        }
+    }
+
+    #[tokio::test]
+    async fn what_a_name_resolved_to_decides_for_the_next_requests_too() {
+        let guard = Guard::new(&policy());
+        for (host, address, is_for_it) in [
+            ("hub.invalid", "203.0.113.7", true),
+            ("inside.invalid", "10.42.0.7", false),
+        ] {
+            let found = async { vec![address.parse().unwrap()] };
+            guard.names.addresses(host, Instant::now(), found).await;
+            let url = Url::parse(&format!("http://{host}/x")).unwrap();
+            // Without it these names are unknown here, and the proxy's to resolve.
+            let yields = guard.clone().yields_to_proxy(&url, Duration::ZERO).await;
+            assert_eq!(yields, is_for_it, "{host}");
         }
     }
 

@@ -48,6 +48,7 @@ mod hold;
 mod line;
 mod listing;
 mod lock;
+mod names;
 mod part;
 mod place;
 mod progress;

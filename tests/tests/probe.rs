@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use axum::Router;
 use axum::extract::State;
 use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
+use axum::response::IntoResponse;
 use axum::routing::{get, post};
 use hearth_tests::{Up, free_port, hearth, run};
 use serde_json::json;
@@ -58,20 +58,25 @@ fn an_endpoint_that_is_not_there_is_told() {
     assert!(errors.contains("--ask"), "{errors}");
 }
 
-/// An endpoint whose first answers to questions are refusals.
+/// An endpoint whose first answers to questions are refusals, with a status and in words.
 struct Endpoint {
     url: String,
     asked: Arc<AtomicUsize>,
 }
 
 impl Endpoint {
-    /// Refuses this often, and then streams these lines.
+    /// Refuses this often, as one that starts, and then streams these lines.
     async fn start(refusals: usize, lines: &'static str) -> Self {
+        let starts = json!({"error": {"message": "the pool starts"}}).to_string();
+        Self::refusing(refusals, (StatusCode::SERVICE_UNAVAILABLE, starts), lines).await
+    }
+
+    async fn refusing(refusals: usize, refusal: (StatusCode, String), lines: &'static str) -> Self {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);
         let answer = move |State(asked): State<Arc<AtomicUsize>>| async move {
             match asked.fetch_add(1, Ordering::Relaxed) < refusals {
-                true => refusal(),
+                true => refusal.into_response(),
                 false => lines.into_response(),
             }
         };
@@ -92,11 +97,6 @@ impl Endpoint {
     }
 }
 
-fn refusal() -> Response {
-    let body = json!({"error": {"message": "the pool starts"}}).to_string();
-    (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
-}
-
 const ANSWER: &str =
     "data: {\"choices\": [{\"delta\": {\"content\": \"fire\"}}]}\n\ndata: [DONE]\n\n";
 const CUT: &str = "data: {\"choices\": [{\"delta\": {\"content\": \"fi\"}}]}\n\n";
@@ -111,6 +111,35 @@ async fn a_pool_that_starts_is_waited_for_if_asked_to() {
     let (code, answer, errors) = probe(&[&endpoint.url, "--ask", "x", "--wait", "10m"]);
     assert_eq!((code, answer.as_str()), (0, "fire\n"), "{errors}");
     assert_eq!(endpoint.asked(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_that_stays_one_is_told_at_once_with_what_to_do() {
+    let unknown = json!({"error": {"message": "demo is not served here"}}).to_string();
+    let refusals = [
+        (401, String::new(), ["has a key", "--api-key KEY"]),
+        (
+            403,
+            "<h1>no entry</h1>".to_owned(),
+            ["403 Forbidden: <h1>no entry", "to let you in"],
+        ),
+        (
+            404,
+            "page not found\n".to_owned(),
+            ["404 Not Found: page not found", "http://host:8080/v1"],
+        ),
+        (404, unknown, ["demo is not served here", ""]),
+    ];
+    for (status, text, words) in refusals {
+        let status = StatusCode::from_u16(status).expect("a status");
+        let endpoint = Endpoint::refusing(usize::MAX, (status, text), ANSWER).await;
+        let (code, answer, errors) = probe(&[&endpoint.url, "--ask", "x", "--wait", "1m"]);
+        assert_eq!((code, answer.as_str()), (1, ""), "{errors}");
+        for words in words {
+            assert!(errors.contains(words), "no {words:?} in {errors}");
+        }
+        assert_eq!(endpoint.asked(), 1, "{status} was asked again");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

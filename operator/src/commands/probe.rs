@@ -2,14 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use hearth_crds::DurationText;
 use serde_json::json;
 
 use crate::commands::chat::base_url;
 use crate::http;
-use crate::http::openai::Client;
+use crate::http::openai::{Client, Refusal};
 use crate::terminal::ui;
 
 const EXAMPLES: &str = "Examples:\n  hearth probe http://127.0.0.1:8080/health\n  \
@@ -29,7 +29,7 @@ const ANSWER_PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) struct ProbeArgs {
     /// URL to check; with --ask that of an OpenAI endpoint, with or without /v1
     url: String,
-    /// Keep retrying for this long
+    /// Keep retrying for this long; with --ask not after a refusal that stays one, such as 401, 403 or 404
     #[arg(long, value_name = "DURATION", default_value = "0s")]
     wait: DurationText,
     /// Ask the model this and print its answer as it comes
@@ -79,30 +79,54 @@ async fn health(client: &reqwest::Client, url: &str) -> anyhow::Result<String> {
     Ok(answer)
 }
 
-/// Asks until there is an answer. What was printed cannot be taken back: from the first piece on nothing is tried again.
+/// Asks until there is an answer, or a refusal that stays one. What was printed cannot be taken back: from the first piece on
+/// nothing is tried again. All attempts together take no longer than `--wait`, or than one may take.
 async fn ask(args: &ProbeArgs, question: &str) -> anyhow::Result<()> {
-    let until = Instant::now() + args.wait.get();
+    let began = Instant::now();
+    let wait = args.wait.get();
     let base = match base_url(&args.url) {
         Ok(base) => base,
         Err(remedy) => bail!("{} is no endpoint\n  {remedy}", args.url),
     };
     let model = args.model.as_deref().unwrap_or_default();
     let mut client = Client::new(&base, model, args.api_key.as_deref(), None)?;
+    let mut before = None;
     loop {
         let mut is_begun = false;
+        let patience = patience(wait, began.elapsed());
         let attempt = answer(&mut client, question, &mut is_begun);
-        let outcome = match tokio::time::timeout(ANSWER_PATIENCE, attempt).await {
+        let outcome = match tokio::time::timeout(patience, attempt).await {
             Ok(outcome) => outcome,
-            Err(_) => Err(anyhow::anyhow!(
-                "{base} did not finish its answer within {} s\n  hearth logs, or kubectl hearth logs, shows what it does",
-                ANSWER_PATIENCE.as_secs()
-            )),
+            Err(_) => {
+                let slow = anyhow!(
+                    "{base} did not finish its answer within {} s\n  hearth logs, or kubectl hearth logs, shows what it does",
+                    patience.as_secs()
+                );
+                // It had less time than an answer may take: why it had to be asked again says more.
+                let said = before.take();
+                let said = said.filter(|_| !is_begun && patience < ANSWER_PATIENCE);
+                Err(said.unwrap_or(slow))
+            }
         };
         match outcome {
-            Err(_) if !is_begun && Instant::now() < until => tokio::time::sleep(AGAIN).await,
+            Err(error) if !is_begun && may_mend(&error) && began.elapsed() < wait => {
+                before = Some(error);
+                tokio::time::sleep(AGAIN).await;
+            }
             outcome => return outcome,
         }
     }
+}
+
+/// Time for an attempt that begins after `elapsed`: the attempts together take no longer than `wait`, or than one may.
+fn patience(wait: Duration, elapsed: Duration) -> Duration {
+    let left = wait.max(ANSWER_PATIENCE).saturating_sub(elapsed);
+    left.min(ANSWER_PATIENCE)
+}
+
+/// Whether asking again may help: an endpoint that cannot be reached may be starting.
+fn may_mend(error: &anyhow::Error) -> bool {
+    error.downcast_ref().is_none_or(Refusal::may_mend)
 }
 
 /// Prints the answer as it comes. `is_begun` tells whether anything was printed.
@@ -123,4 +147,24 @@ async fn answer(client: &mut Client, question: &str, is_begun: &mut bool) -> any
         );
     }
     ui::print_data("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_attempts_end_with_the_wait_or_with_one_answer() {
+        for (wait_s, elapsed_s, patience_s) in [
+            (0, 0, 120),
+            (5, 4, 116),
+            (240, 0, 120),
+            (240, 120, 120),
+            (240, 200, 40),
+            (240, 241, 0),
+        ] {
+            let [wait, elapsed] = [wait_s, elapsed_s].map(Duration::from_secs);
+            assert_eq!(patience(wait, elapsed).as_secs(), patience_s, "{wait_s}");
+        }
+    }
 }

@@ -4,7 +4,11 @@ use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 use futures::StreamExt;
+use reqwest::StatusCode;
 use serde_json::{Value, json};
+
+/// Characters of an unexpected answer that are shown.
+const SHOWN_CHARS: usize = 200;
 
 /// A client of one OpenAI endpoint.
 pub(crate) struct Client {
@@ -131,21 +135,62 @@ impl Client {
     }
 }
 
-/// Returns the response, or the endpoint's own error message.
+/// An answer of the endpoint that is no success.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub(crate) struct Refusal {
+    status: StatusCode,
+    /// The endpoint's own words, and what to do where these do not say.
+    message: String,
+}
+
+impl Refusal {
+    /// Whether the same request may succeed later with nothing done about it: the endpoint starts, or is busy.
+    pub(crate) fn may_mend(&self) -> bool {
+        let is_for_now = matches!(
+            self.status,
+            StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY | StatusCode::TOO_MANY_REQUESTS
+        );
+        is_for_now || self.status.is_server_error()
+    }
+}
+
+/// Returns the response, or why the endpoint refuses.
 async fn checked(response: reqwest::Response) -> anyhow::Result<reqwest::Response> {
     let status = response.status();
     if status.is_success() {
         return Ok(response);
     }
-    let body: Value = response.json().await.unwrap_or_default();
-    if status == reqwest::StatusCode::UNAUTHORIZED {
-        bail!(
+    let text = response.text().await.unwrap_or_default();
+    let body: Value = serde_json::from_str(&text).unwrap_or_default();
+    let message = match (status, body["error"]["message"].as_str()) {
+        (StatusCode::UNAUTHORIZED, _) => {
             "the endpoint lets in whoever has a key, and was given none that it knows\n  \
              give it one: --api-key KEY, or HEARTH_API_KEY"
-        );
+                .to_owned()
+        }
+        (_, Some(message)) => message.to_owned(),
+        (_, None) => in_words(status, &text),
+    };
+    bail!(Refusal { status, message })
+}
+
+/// Says what an answer without an error of the API is.
+fn in_words(status: StatusCode, text: &str) -> String {
+    let mut words = format!("the endpoint answered {status}");
+    let line = text.trim().lines().next().unwrap_or_default();
+    if !line.is_empty() {
+        let shown: String = line.chars().take(SHOWN_CHARS).collect();
+        words += &format!(": {shown}");
     }
-    match body["error"]["message"].as_str() {
-        Some(message) => bail!("{message}"),
-        None => bail!("the endpoint answered {status}"),
-    }
+    words += match status {
+        StatusCode::FORBIDDEN => {
+            "\n  what stands in front of it, such as an ingress, has to let you in"
+        }
+        StatusCode::NOT_FOUND => {
+            "\n  name the address of an OpenAI endpoint, such as http://host:8080/v1"
+        }
+        _ => "",
+    };
+    words
 }

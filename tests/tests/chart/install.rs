@@ -237,6 +237,9 @@ fn helm_test_serves_the_demo_where_deployments_are_served_and_asks_it() {
         let arguments = asks["spec"]["containers"][0]["args"].as_array();
         let arguments = arguments.expect("arguments");
         assert!(arguments.contains(&json!(url)), "{arguments:?}");
+        // Helm waits for five minutes.
+        let deadline_s = asks["spec"]["activeDeadlineSeconds"].as_u64();
+        assert!(deadline_s.is_some_and(|it| it < 300), "{deadline_s:?}");
         // Both belong to the test alone, and what is asked is there first.
         let weight = |object: &Value| {
             let annotations = &object["metadata"]["annotations"];

@@ -7,9 +7,12 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::State;
+use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use http::{HeaderMap, StatusCode};
-use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use opentelemetry_proto::tonic::collector::trace::v1::{
+    ExportTracePartialSuccess, ExportTraceServiceRequest, ExportTraceServiceResponse,
+};
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue, any_value};
 use opentelemetry_proto::tonic::trace::v1::{Span, status::StatusCode as SpanStatus};
 use prost::Message;
@@ -51,6 +54,8 @@ struct Received {
     spans: Mutex<Vec<ReceivedSpan>>,
     /// Headers of the last call.
     headers: Mutex<HeaderMap>,
+    /// Spans of each call that it rejects, though it answers 200.
+    rejects: i64,
 }
 
 impl OtlpReceiver {
@@ -59,12 +64,23 @@ impl OtlpReceiver {
     /// # Panics
     /// When there is none.
     pub fn start() -> Self {
+        Self::rejecting(0)
+    }
+
+    /// The same of one that answers 200, and says that it has rejected so many spans of the call.
+    ///
+    /// # Panics
+    /// When there is no free port.
+    pub fn rejecting(rejects: i64) -> Self {
         let listener = std::net::TcpListener::bind("127.0.0.1:0")
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
             .unwrap_or_else(|error| panic!("no collector: {error}"));
         let address = listener.local_addr();
         let address = address.unwrap_or_else(|error| panic!("no collector: {error}"));
-        let received = Arc::new(Received::default());
+        let received = Arc::new(Received {
+            rejects,
+            ..Received::default()
+        });
         let router = Router::new()
             .route("/v1/traces", post(take))
             .with_state(Arc::clone(&received));
@@ -125,13 +141,9 @@ fn locked<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-async fn take(
-    State(received): State<Arc<Received>>,
-    headers: HeaderMap,
-    body: Bytes,
-) -> StatusCode {
+async fn take(State(received): State<Arc<Received>>, headers: HeaderMap, body: Bytes) -> Response {
     let Ok(request) = ExportTraceServiceRequest::decode(body) else {
-        return StatusCode::BAD_REQUEST;
+        return StatusCode::BAD_REQUEST.into_response();
     };
     *locked(&received.headers) = headers;
     for resource in request.resource_spans {
@@ -141,7 +153,14 @@ async fn take(
         let spans = spans.map(|span| received_span(span, &process));
         locked(&received.spans).extend(spans);
     }
-    StatusCode::OK
+    let partial_success = ExportTracePartialSuccess {
+        rejected_spans: received.rejects,
+        error_message: "no room in the attic".to_owned(),
+    };
+    let answer = ExportTraceServiceResponse {
+        partial_success: (received.rejects > 0).then_some(partial_success),
+    };
+    answer.encode_to_vec().into_response()
 }
 
 fn received_span(span: Span, process: &BTreeMap<String, String>) -> ReceivedSpan {

@@ -70,6 +70,13 @@ fn log_lines(up: &Up) -> Vec<(String, String)> {
     lines
 }
 
+/// How often a rank has logged a line with these words.
+fn said(up: &Up, rank: &str, words: &str) -> usize {
+    let lines = log_lines(up).into_iter();
+    let of_rank = lines.filter(|(file, _)| file.starts_with(rank));
+    of_rank.filter(|(_, line)| line.contains(words)).count()
+}
+
 /// Whether a rank has a thread that sends traces.
 fn sends_traces(up: &Up, rank: &str) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", up.pid(rank))).expect("threads");
@@ -198,11 +205,6 @@ async fn without_a_collector_nothing_is_sent_and_the_answers_are_the_same() {
         assert_eq!(ask(&lost, "office").await["choices"], expected["choices"]);
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let said = |up: &Up, rank: &str, words: &str| {
-        let lines = log_lines(up).into_iter();
-        let of_rank = lines.filter(|(file, _)| file.starts_with(rank));
-        of_rank.filter(|(_, line)| line.contains(words)).count()
-    };
     let deadline = Instant::now() + Duration::from_secs(60);
     while said(&lost, "gateway-0", "traces cannot be delivered") == 0 {
         assert!(Instant::now() < deadline, "nobody says so: {}", lost.logs());
@@ -234,4 +236,41 @@ fn an_address_that_is_none_is_said_at_the_start() {
     let mut wrong = Up::spawn(&up(&[(ENDPOINT, "collector:4318")]));
     wrong.wait_for_output("OTEL_EXPORTER_OTLP_ENDPOINT is \"collector:4318\": not a URL");
     assert_ne!(wrong.wait(), 0, "{}", wrong.output());
+}
+
+#[test]
+fn headers_that_cannot_be_sent_are_said_at_the_start_without_their_keys() {
+    let mut wrong = Up::spawn(&up(&[
+        (ENDPOINT, "http://127.0.0.1:9"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "api key=hush"),
+    ]));
+    wrong.wait_for_output("OTEL_EXPORTER_OTLP_HEADERS cannot be used: its part 1 begins with no");
+    assert_ne!(wrong.wait(), 0, "{}", wrong.output());
+    assert!(!wrong.output().contains("hush"), "{}", wrong.output());
+}
+
+#[tokio::test]
+async fn spans_that_a_collector_rejects_are_counted_as_lost() {
+    let collector = OtlpReceiver::rejecting(1);
+    let mut up = Up::start(&up(&[
+        (ENDPOINT, collector.endpoint()),
+        ("OTEL_BSP_SCHEDULE_DELAY", "100"),
+    ]));
+    ask(&up, "office").await;
+    collector.wait_for(|spans| spans.len() >= SPANS.len());
+    // What the last batches were answered is known once the processes have ended.
+    up.signal_up(Signal::INT);
+    assert_eq!(up.wait(), 0, "{}", up.output());
+    for rank in RANKS {
+        let words = [
+            "the collector rejects spans",
+            "no room in the attic",
+            "rejected=1",
+        ];
+        for words in words {
+            assert_eq!(said(&up, rank, words), 1, "{rank}: {words}: {}", up.logs());
+        }
+        assert_eq!(said(&up, rank, "spans were not delivered"), 1, "{rank}");
+    }
+    assert_eq!(said(&up, "gateway-0", "traces are delivered again"), 0);
 }

@@ -44,10 +44,15 @@ impl Variable {
         };
         format!("{} is {shown:?}: {why}\n  {remedy}", self.name)
     }
+
+    /// The same without the value, which may hold a secret.
+    pub(crate) fn refused_unseen(&self, why: &str, remedy: &str) -> String {
+        format!("{} cannot be used: {why}\n  {remedy}", self.name)
+    }
 }
 
-/// Those of OpenTelemetry's variables that are read here; its library reads the others: headers, compression, batches, limits and
-/// attributes of the process.
+/// Those of OpenTelemetry's variables that are read here; its library reads the others, compression, batches, limits and
+/// attributes of the process, and the headers once more.
 pub(crate) struct OtlpVariables {
     /// `OTEL_SDK_DISABLED`, or `OTEL_TRACES_EXPORTER` without `otlp`: no traces, whatever the rest says.
     pub(crate) is_off: bool,
@@ -59,6 +64,8 @@ pub(crate) struct OtlpVariables {
     pub(crate) protocol: Option<Variable>,
     /// `OTEL_EXPORTER_OTLP_TRACES_TIMEOUT`, or `OTEL_EXPORTER_OTLP_TIMEOUT`, in milliseconds.
     pub(crate) timeout: Option<Variable>,
+    /// `OTEL_EXPORTER_OTLP_TRACES_HEADERS`, or `OTEL_EXPORTER_OTLP_HEADERS`.
+    pub(crate) headers: Option<Variable>,
     /// `OTEL_TRACES_SAMPLER`.
     pub(crate) sampler: Option<Variable>,
     /// `OTEL_TRACES_SAMPLER_ARG`.
@@ -86,6 +93,8 @@ impl OtlpVariables {
                 .or_else(|| variable("OTEL_EXPORTER_OTLP_PROTOCOL")),
             timeout: variable("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
                 .or_else(|| variable("OTEL_EXPORTER_OTLP_TIMEOUT")),
+            headers: variable("OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+                .or_else(|| variable("OTEL_EXPORTER_OTLP_HEADERS")),
             sampler: variable("OTEL_TRACES_SAMPLER"),
             sampler_argument: variable("OTEL_TRACES_SAMPLER_ARG"),
             service_name: filled("OTEL_SERVICE_NAME"),

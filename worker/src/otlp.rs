@@ -1,7 +1,8 @@
 //! Traces by OTLP: the spans of this process go to a collector, if the environment names one.
 //!
 //! No request waits for the collector: spans are put into a bounded queue, from which a thread of its own sends them. What finds no
-//! room there, or cannot be delivered, is dropped and counted; the log says so once each time the collector is lost.
+//! room there, cannot be delivered or is rejected, is dropped and counted; the log says so once each time the collector is lost, or
+//! begins to reject.
 
 use std::error::Error;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,13 +16,16 @@ use hearth_transport::spans::{KeyValue, Tracer};
 use opentelemetry::trace::TracerProvider;
 use opentelemetry_http::{HttpClient, HttpError, Request, Response};
 use opentelemetry_otlp::{Protocol, RetryPolicy, WithExportConfig, WithHttpConfig};
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceResponse;
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
 use opentelemetry_sdk::resource::{EnvResourceDetector, TelemetryResourceDetector};
 use opentelemetry_sdk::trace::{
     BatchSpanProcessor, SdkTracerProvider, Span, SpanData, SpanExporter, SpanProcessor,
 };
+use prost::Message;
 use reqwest::Url;
+use reqwest::header::{HeaderName, HeaderValue};
 
 use crate::environment::{Environment, OtlpVariables, Variable};
 
@@ -66,6 +70,7 @@ impl OtlpTraces {
         };
         check_protocol(variables.protocol.as_ref())?;
         check_sampler(variables)?;
+        check_headers(variables.headers.as_ref())?;
         let tally = Arc::new(Tally {
             // The rest may hold a password.
             collector: url.origin().ascii_serialization(),
@@ -175,6 +180,56 @@ fn check_sampler(variables: &OtlpVariables) -> anyhow::Result<()> {
     }
 }
 
+/// The library would leave out what it cannot send. Values may be keys, and so may what stands where a name should.
+fn check_headers(headers: Option<&Variable>) -> anyhow::Result<()> {
+    let Some(headers) = headers else {
+        return Ok(());
+    };
+    const REMEDY: &str = "write name=value,name=value; what a value has besides ASCII letters, digits and signs, and its commas, in percent-encoding";
+    let entries = headers.value.split(',').map(str::trim);
+    for (number, entry) in (1..).zip(entries).filter(|(_, entry)| !entry.is_empty()) {
+        let refused = |why: String| headers.refused_unseen(&why, REMEDY);
+        let Some((name, value)) = entry.split_once('=') else {
+            bail!(refused(format!("its part {number} has no \"=\"")));
+        };
+        let Ok(name) = name.trim().parse::<HeaderName>() else {
+            bail!(refused(format!(
+                "its part {number} begins with no name of a header"
+            )));
+        };
+        let value = value.trim();
+        let value = percent_decoded(value).unwrap_or_else(|| value.to_owned());
+        if value.is_empty() || HeaderValue::from_str(&value).is_err() {
+            bail!(refused(format!(
+                "{name} has no value that a header can have"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// What a percent-encoded text stands for; `None` if it is none, and then stands for itself.
+fn percent_decoded(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, after @ ..] = rest {
+        rest = match (first, after) {
+            (b'%', [high, low, after @ ..]) => {
+                let digit = |byte: &u8| char::from(*byte).to_digit(16);
+                let byte = 16 * digit(high)? + digit(low)?;
+                bytes.push(u8::try_from(byte).ok()?);
+                after
+            }
+            (b'%', _) => return None,
+            (other, after) => {
+                bytes.push(*other);
+                after
+            }
+        };
+    }
+    String::from_utf8(bytes).ok()
+}
+
 fn timeout(variable: Option<&Variable>) -> anyhow::Result<Duration> {
     let Some(variable) = variable else {
         return Ok(TIMEOUT);
@@ -251,7 +306,11 @@ struct Tally {
     delivered: AtomicU64,
     /// Whether the last batch was not delivered.
     is_failing: AtomicBool,
-    /// Why the last call failed.
+    /// Whether spans of the last batch that was delivered were rejected.
+    is_rejecting: AtomicBool,
+    /// How many of the last answer's batch were.
+    rejected: AtomicU64,
+    /// Why the last call failed, or spans of it were rejected.
     cause: Mutex<String>,
 }
 
@@ -261,8 +320,34 @@ impl Tally {
         ended.saturating_sub(self.delivered.load(Ordering::Relaxed))
     }
 
+    /// Notes what the answer of success says: a collector may take a batch and reject some of its spans (`partial_success`).
+    fn answered(&self, body: &[u8]) {
+        let answer = ExportTraceServiceResponse::decode(body).unwrap_or_default();
+        let partial = answer.partial_success.unwrap_or_default();
+        let rejected = u64::try_from(partial.rejected_spans).unwrap_or(0);
+        self.rejected.store(rejected, Ordering::Relaxed);
+        self.note_cause(partial.error_message);
+    }
+
+    fn note_cause(&self, cause: String) {
+        *self.cause.lock().unwrap_or_else(PoisonError::into_inner) = cause;
+    }
+
     fn delivered(&self, spans: u64) {
-        self.delivered.fetch_add(spans, Ordering::Relaxed);
+        let rejected = self.rejected.swap(0, Ordering::Relaxed).min(spans);
+        self.delivered
+            .fetch_add(spans - rejected, Ordering::Relaxed);
+        let was_rejecting = self.is_rejecting.swap(rejected > 0, Ordering::Relaxed);
+        if rejected > 0 && !was_rejecting {
+            let cause = self.cause.lock().unwrap_or_else(PoisonError::into_inner);
+            tracing::warn!(
+                collector = self.collector,
+                rejected,
+                spans,
+                cause = *cause,
+                "the collector rejects spans, which are dropped; requests go on"
+            );
+        }
         if self.is_failing.swap(false, Ordering::Relaxed) {
             tracing::info!(collector = self.collector, "traces are delivered again");
         }
@@ -349,15 +434,14 @@ impl HttpClient for Collector {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let outcome = self.client.send_bytes(request).await;
         let cause = match &outcome {
-            Ok(response) if response.status().is_success() => return outcome,
+            Ok(response) if response.status().is_success() => {
+                self.tally.answered(response.body());
+                return outcome;
+            }
             Ok(response) => format!("it answers {}", response.status()),
             Err(error) => innermost(error.as_ref()),
         };
-        *self
-            .tally
-            .cause
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = cause;
+        self.tally.note_cause(cause);
         outcome
     }
 }
@@ -448,5 +532,46 @@ mod tests {
         let never = variables(&[("OTEL_EXPORTER_OTLP_TIMEOUT", "soon")]);
         let error = timeout(never.timeout.as_ref()).unwrap_err();
         assert!(error.to_string().contains("milliseconds"), "{error}");
+    }
+
+    #[test]
+    fn headers_that_cannot_be_sent_are_refused_and_no_key_is_shown() {
+        let check = |name: &'static str, value: &str| {
+            let read = variables(&[(name, value)]);
+            check_headers(read.headers.as_ref()).map_err(|error| error.to_string())
+        };
+        const ALL: &str = "OTEL_EXPORTER_OTLP_HEADERS";
+        const OWN: &str = "OTEL_EXPORTER_OTLP_TRACES_HEADERS";
+        for value in [
+            "",
+            "x-lab=attic",
+            " x-lab = attic , authorization=Basic%20a2V5,",
+            "x=1%2C2,y=a=b",
+            "x=100%",
+        ] {
+            assert_eq!(check(ALL, value), Ok(()), "{value:?}");
+        }
+        for (name, value, words) in [
+            (ALL, "hush", "its part 1 has no \"=\""),
+            (OWN, "x-lab=attic,hush", "its part 2 has no \"=\""),
+            (ALL, "x-lab=attic,hu sh=1", "its part 2 begins with no name"),
+            (OWN, "api-key=hush%0A", "api-key has no value"),
+            (ALL, "api-key=hüsh", "api-key has no value"),
+            (ALL, "api-key=", "api-key has no value"),
+        ] {
+            let error = check(name, value).unwrap_err();
+            assert!(
+                error.starts_with(&format!("{name} cannot be used: ")),
+                "{error}"
+            );
+            assert!(
+                error.contains(words) && error.contains("\n  write name=value"),
+                "{error}"
+            );
+            assert!(
+                !error.contains("hush") && !error.contains("hu sh"),
+                "{error}"
+            );
+        }
     }
 }

@@ -19,12 +19,14 @@ const FIRST_FETCHES: usize = 4;
 const FETCH_POLL: Duration = Duration::from_secs(2);
 
 /// Progress of a fetch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Download {
     pub(crate) bytes: u64,
     pub(crate) total_bytes: u64,
     /// Rate over the last few seconds; 0 if nothing arrives.
     pub(crate) bytes_per_second: u64,
+    /// The node that gives it; `None` for its source.
+    pub(crate) from_node: Option<String>,
 }
 
 impl Download {
@@ -34,6 +36,7 @@ impl Download {
             bytes,
             total_bytes: bytes,
             bytes_per_second: 0,
+            from_node: None,
         }
     }
 }
@@ -48,12 +51,7 @@ pub(crate) fn fetched(
     let in_use = in_use(observed);
     if let (Some(model), None) = (told, more) {
         let mut step = ModelStep::of(ModelState::Known(Box::new(model.clone())));
-        step.download = in_use
-            .iter()
-            .find_map(|name| match observed.fetches.get(name) {
-                Some(FetchView::Ready { bytes, .. }) => Some(Download::all_of(*bytes)),
-                _ => None,
-            });
+        step.download = here(observed, &in_use);
         step.fetch_on = in_use;
         return step;
     }
@@ -63,7 +61,8 @@ pub(crate) fn fetched(
     };
     let mut step = ModelStep::of(ModelState::Unknown(nowhere(candidates)));
     step.state = fetch_verdict(observed, &wanted, told, candidates);
-    step.download = download(observed, &wanted);
+    step.fetching = furthest(observed, &wanted).map(|(_, download)| download);
+    step.download = here(observed, &wanted).or_else(|| step.fetching.clone());
     step.look_again = (!wanted.is_empty()).then_some(FETCH_POLL);
     step.fetch_on = wanted;
     for name in in_use {
@@ -178,24 +177,24 @@ fn furthest<'a>(observed: &'a Observed, asked: &'a [String]) -> Option<(&'a str,
             bytes,
             total_bytes,
             bytes_per_second,
-            ..
+            from_node,
         }) = observed.fetches.get(name)
+            && best.as_ref().is_none_or(|(_, best)| *bytes > best.bytes)
         {
             let download = Download {
                 bytes: *bytes,
                 total_bytes: *total_bytes,
                 bytes_per_second: *bytes_per_second,
+                from_node: from_node.clone(),
             };
-            if best.is_none_or(|(_, best)| download.bytes > best.bytes) {
-                best = Some((name, download));
-            }
+            best = Some((name, download));
         }
     }
     best
 }
 
 /// Whole percent of a download; `None` while its size is unknown.
-pub(crate) fn percent(download: Download) -> Option<u32> {
+pub(crate) fn percent(download: &Download) -> Option<u32> {
     let percent =
         (u128::from(download.bytes) * 100).checked_div(u128::from(download.total_bytes))?;
     u32::try_from(percent.min(100)).ok()
@@ -204,40 +203,34 @@ pub(crate) fn percent(download: Download) -> Option<u32> {
 /// Describes the progress; changes with each whole percent, not with each byte.
 fn progress(observed: &Observed, asked: &[String]) -> Option<String> {
     let (node, download) = furthest(observed, asked)?;
-    let Some(percent) = percent(download) else {
+    let Some(percent) = percent(&download) else {
         return Some(format!("the download has begun on {node}"));
     };
-    let from = match observed.fetches.get(node) {
-        Some(FetchView::Fetching {
-            from_node: Some(giver),
-            ..
-        }) => format!(" from {giver} over the LAN"),
-        _ => String::new(),
-    };
-    let words = fetch_words(observed, download).unwrap_or_default();
-    let rate = words.strip_prefix(&percent_words(percent));
+    let giver = download.from_node.as_ref();
+    let from = giver.map_or_else(String::new, |giver| format!(" from {giver} over the LAN"));
+    let words = fetch_words(observed, &download).unwrap_or_default();
+    let rate = words.find(", ").map_or("", |at| &words[at..]);
     Some(format!(
-        "{} of {} on {node}{from}{}",
+        "{} of {} on {node}{from}{rate}",
         percent_words(percent),
         format_bytes(download.total_bytes),
-        rate.unwrap_or_default()
     ))
 }
 
-/// Share, rate and remaining time of a download that is not complete: `43 %, 110.5 MiB/s, 3 min left`. They change with
-/// each whole percent, as the status does, not with each byte.
-pub(crate) fn fetch_words(observed: &Observed, download: Download) -> Option<String> {
+/// Share, giver, rate and remaining time of a download that is not complete: `43 % from attic, 110.5 MiB/s, 3 min left`, without
+/// a giver if the source is. They change with each whole percent, as the status does, not with each byte.
+pub(crate) fn fetch_words(observed: &Observed, download: &Download) -> Option<String> {
     let percent = percent(download).filter(|_| download.bytes < download.total_bytes)?;
     let mut words = percent_words(percent);
     let status = observed.deployment.status.as_ref();
     let told = status.and_then(|status| status.model.as_ref());
-    let same = told.filter(|told| {
-        (told.percent, told.total_bytes) == (Some(percent), Some(download.total_bytes))
-    });
     // Until a rate is known, the first one is waited for.
-    let same = same.and_then(|told| told.fetch.clone());
-    if let Some(same) = same.filter(|same| same.len() > words.len() && same.starts_with(&words)) {
+    let same = told.and_then(|told| told.fetch.clone());
+    if let Some(same) = same.filter(|same| same.contains(", ") && same.starts_with(&words)) {
         return Some(same);
+    }
+    if let Some(giver) = &download.from_node {
+        words += &format!(" from {giver}");
     }
     if download.bytes_per_second > 0 {
         words += &format!(", {}/s", format_bytes(download.bytes_per_second));
@@ -253,12 +246,12 @@ fn percent_words(percent: u32) -> String {
     format!("{percent} %")
 }
 
-fn download(observed: &Observed, asked: &[String]) -> Option<Download> {
-    let ready = asked
+/// The model on one of the nodes that have it.
+fn here(observed: &Observed, asked: &[String]) -> Option<Download> {
+    asked
         .iter()
         .find_map(|name| match observed.fetches.get(name) {
             Some(FetchView::Ready { bytes, .. }) => Some(Download::all_of(*bytes)),
             _ => None,
-        });
-    ready.or_else(|| furthest(observed, asked).map(|(_, download)| download))
+        })
 }

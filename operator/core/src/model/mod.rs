@@ -61,7 +61,10 @@ pub(crate) struct ModelStep {
     pub(crate) create: Vec<Pod>,
     pub(crate) end: Vec<PodEnd>,
     pub(crate) fetch_on: Vec<String>,
+    /// What is there of it: on a node that has it, else on the one that is furthest along.
     pub(crate) download: Option<Download>,
+    /// The fetch that is furthest along, also while other nodes have the model.
+    pub(crate) fetching: Option<Download>,
     pub(crate) look_again: Option<Duration>,
 }
 
@@ -73,6 +76,7 @@ impl ModelStep {
             end: Vec::new(),
             fetch_on: Vec::new(),
             download: None,
+            fetching: None,
             look_again: None,
         }
     }
@@ -92,6 +96,7 @@ impl ModelStep {
                 self.fetch_on.push(node.clone());
             }
         }
+        self.fetching = self.fetching.or_else(|| other.fetching.clone());
         let both = [self.look_again, other.look_again];
         self.look_again = both.into_iter().flatten().min();
         self

@@ -554,7 +554,8 @@ impl StatusInput<'_> {
             .status
             .as_ref()
             .and_then(|status| status.model.as_ref());
-        let download = self.model.and_then(|model| model.download);
+        let download = self.model.and_then(|model| model.download.as_ref());
+        let fetching = self.model.and_then(|model| model.fetching.as_ref());
         let now = download.map(download_status);
         let (downloaded_bytes, total_bytes, percent) = match (now, old) {
             // Bytes are updated with each new percent only.
@@ -574,12 +575,12 @@ impl StatusInput<'_> {
             downloaded_bytes,
             total_bytes,
             percent,
-            fetch: download.and_then(|download| fetch_words(self.observed, download)),
+            fetch: fetching.and_then(|fetching| fetch_words(self.observed, fetching)),
         }
     }
 }
 
-fn download_status(download: Download) -> (Option<u64>, Option<u64>, Option<u32>) {
+fn download_status(download: &Download) -> (Option<u64>, Option<u64>, Option<u32>) {
     match percent(download) {
         Some(percent) => (
             Some(download.bytes),

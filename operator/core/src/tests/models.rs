@@ -303,6 +303,8 @@ fn a_download_shows_its_percent() {
         message.contains("42 % of 1000 B on attic from office over the LAN"),
         "{message}"
     );
+    let model = cluster.status().model.clone().unwrap();
+    assert_eq!(model.fetch.as_deref(), Some("42 % from office"));
     let decision = set(&mut cluster, ready(), fetching(600));
     assert!(decision.create_plan.is_some());
     cluster.settle();
@@ -412,6 +414,21 @@ fn a_plan_for_two_nodes_waits_until_both_have_the_model() {
         .find(|name| *name != "attic")
         .unwrap()
         .clone();
+    // The second node takes it from the first: that is what is told, while the first has all of it.
+    let from_attic = FetchView::Fetching {
+        bytes: 420,
+        total_bytes: 1000,
+        bytes_per_second: 10,
+        from_node: Some("attic".to_owned()),
+    };
+    cluster.observed.fetches.insert(other.clone(), from_attic);
+    assert!(cluster.reconcile().create_plan.is_none());
+    let model = cluster.status().model.clone().unwrap();
+    let words = "42 % from attic, 10 B/s, 58 s left";
+    assert_eq!(
+        (model.percent, model.fetch.as_deref()),
+        (Some(100), Some(words))
+    );
     cluster.observed.fetches.insert(other.clone(), ready());
     decision = cluster.reconcile();
     assert!(decision.create_plan.is_some());

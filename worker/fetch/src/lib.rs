@@ -181,9 +181,8 @@ pub async fn fetch(
         return Ok(directory);
     }
     cache.create()?;
-    let parts_reserve_bytes = cache.has_models_apart();
-    let parts_reserve_bytes =
-        parts_reserve_bytes.then(|| error::reserve_bytes(&cache.partial(), options));
+    let of_parts = || error::reserve_bytes(&cache.partial(), options);
+    let parts_reserve_bytes = cache.has_models_apart().then(of_parts);
     let reserve_bytes = error::reserve_bytes(&cache.models(), options);
     let options = &FetchOptions {
         reserve_bytes,

@@ -32,8 +32,9 @@ impl Names {
         names.retain(|_, (at, _)| !is_old(*at));
         if names.len() >= MOST_NAMES {
             let oldest = names.iter().min_by_key(|(_, (at, _))| *at);
-            let oldest = oldest.map(|(name, _)| name.clone());
-            oldest.and_then(|name| names.remove(&name));
+            if let Some(oldest) = oldest.map(|(name, _)| name.clone()) {
+                names.remove(&oldest);
+            }
         }
         names.insert(host.to_owned(), (now, found.clone()));
         found

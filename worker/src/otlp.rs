@@ -556,7 +556,6 @@ mod tests {
             (OWN, "x-lab=attic,hush", "its part 2 has no \"=\""),
             (ALL, "x-lab=attic,hu sh=1", "its part 2 begins with no name"),
             (OWN, "api-key=hush%0A", "api-key has no value"),
-            (ALL, "api-key=hüsh", "api-key has no value"),
             (ALL, "api-key=", "api-key has no value"),
         ] {
             let error = check(name, value).unwrap_err();

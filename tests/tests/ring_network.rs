@@ -94,19 +94,7 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
     let routes = json!({"workers": [
         {"name": "decode-0", "role": "Decode", "endpoint": endpoints[0]},
     ]});
-    let body = |(prompt, max_tokens): (String, u32)| {
-        json!({
-            "model": "hearth-demo", "prompt": prompt, "max_tokens": max_tokens,
-            "temperature": 1, "seed": 7, "ignore_eos": true,
-        })
-    };
-    // The rows of long prompts, which nobody has read yet, travel over slow links.
-    let asked = [
-        ("What is Hearth? ".repeat(8), 64),
-        ("Who reads the plan? ".repeat(20), 16),
-        ("Where are its layers? ".repeat(20), 16),
-    ];
-    let [first, second, third] = asked.map(body);
+    let [first, second, third] = questions();
     let output = Vm::default()
         .memory_mib(2048)
         .worker()
@@ -161,4 +149,21 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
         .any(|line| line.starts_with("CRAWLED ") && line.contains(": slow: the way from "));
     assert!(names_the_way || lost("CRAWLED ") > 0, "{output}");
     assert_eq!(lost("JUMPED "), lost("CRAWLED "), "{output}");
+}
+
+/// Requests with their own prompts.
+fn questions() -> [serde_json::Value; 3] {
+    let body = |(prompt, max_tokens): (String, u32)| {
+        json!({
+            "model": "hearth-demo", "prompt": prompt, "max_tokens": max_tokens,
+            "temperature": 1, "seed": 7, "ignore_eos": true,
+        })
+    };
+    // The rows of long prompts, which nobody has read yet, travel over slow links.
+    let asked = [
+        ("What is Hearth? ".repeat(8), 64),
+        ("Who reads the plan? ".repeat(20), 16),
+        ("Where are its layers? ".repeat(20), 16),
+    ];
+    asked.map(body)
 }

@@ -95,12 +95,13 @@ impl fmt::Display for Advice {
             ),
             Self::FreeMemoryOf(node, bytes) => write!(
                 f,
-                "free {} on {node}, add a node, or use a smaller model",
-                format_bytes(*bytes)
+                "free {} MiB on {node}, add a node, or use a smaller model",
+                bytes.div_ceil(1 << 20)
             ),
             Self::MeasureDisks(nodes) => write!(
                 f,
-                "measure the disks of {nodes}, so that layers may be read from them (hearth-worker profile --disk DIRECTORY)"
+                "measure the disks of {nodes}, from which layers may be read at 0.2 GB/s and more (hearth-worker profile \
+                 --disk DIRECTORY --probe-disk; in a cluster the agent says why it has not)"
             ),
             Self::SmallerModel => f.write_str("add a node, or use a smaller model"),
             Self::FreeMemory(bytes) => {

@@ -388,9 +388,6 @@ fn follow(
                 assert!(planned.as_ref().err() != Some(error), "{error}");
                 continue;
             }
-            Advice::FreeMemoryOf(..) | Advice::MeasureDisks(_) => mend(&mut machines, advice),
-            // Another model cannot be simulated by changing this one.
-            Advice::SmallerModel => continue,
             Advice::FreeMemory(bytes) => {
                 let machine = machines
                     .iter_mut()
@@ -412,24 +409,6 @@ fn follow(
             "{error}\nafter {advice}: {}",
             planned.unwrap_err()
         );
-    }
-}
-
-/// Does what advice says about the nodes of a ring.
-fn mend(machines: &mut [NodeProfileStatus], advice: &Advice) {
-    for machine in machines {
-        match advice {
-            Advice::FreeMemoryOf(node, bytes) if machine.node == *node => {
-                machine.memory.available_bytes += bytes;
-            }
-            Advice::MeasureDisks(nodes) if nodes.contains(&machine.node) => {
-                machine.disks = vec![hearth_crds::DiskProfile {
-                    read_gbps: 1.0,
-                    ..hearth_crds::DiskProfile::default()
-                }];
-            }
-            _ => {}
-        }
     }
 }
 

@@ -262,19 +262,22 @@ fn what_no_ring_has_room_for_is_said_with_a_change_that_fits() {
     let smaller = yaml(&format!("memory: {mib}Mi"), 4096);
     let spec: hearth_crds::InferenceDeploymentSpec = serde_norway::from_str(&smaller).unwrap();
     plan(&plan_input(&spec, &qwen3_30b(), &boxes())).expect("what was suggested fits");
+}
 
+#[test]
+fn a_refusal_names_disks_to_measure_and_memory_to_free_with_which_a_ring_fits() {
     let mut unmeasured = [machine("attic", 8, 9), machine("cellar", 4, 9)];
     for node in &mut unmeasured {
         node.disks.clear();
+        node.memory.total_bytes = 32 * GIB;
     }
-    let error = refused(&yaml("", 4096), &unmeasured);
+    let whole = spec(RING);
+    let plan_on = |nodes: &[NodeProfileStatus]| plan(&plan_input(&whole, &qwen3_30b(), nodes));
+    let error = plan_on(&unmeasured).unwrap_err().to_string();
     assert!(
         error.contains("its disk was not measured, so that all of its layers must fit"),
         "{error}"
     );
-    let whole: hearth_crds::InferenceDeploymentSpec =
-        serde_norway::from_str(&yaml("", 4096)).unwrap();
-    let plan_on = |nodes: &[NodeProfileStatus]| plan(&plan_input(&whole, &qwen3_30b(), nodes));
     let Err(PlanError::NoRoomInRing { advice, .. }) = plan_on(&unmeasured) else {
         panic!("{error}");
     };
@@ -292,12 +295,36 @@ fn what_no_ring_has_room_for_is_said_with_a_change_that_fits() {
                 told.push(name.clone());
                 let node = nodes.iter_mut().find(|node| node.node == *name).unwrap();
                 node.memory.available_bytes += bytes;
+                assert!(node.memory.available_bytes <= node.memory.total_bytes);
             }
             _ => panic!("{error}"),
         }
         plan_on(&nodes).unwrap_or_else(|still| panic!("{error}\nafter {advice}: {still}"));
     }
     assert_eq!(told, ["attic, cellar", "cellar"]);
+    // Of a machine that others use little of, nothing can be freed.
+    for node in &mut unmeasured {
+        node.memory.total_bytes = 10 * GIB;
+    }
+    let error = plan_on(&unmeasured).unwrap_err().to_string();
+    assert!(
+        error.contains("measure the disks of attic, cellar")
+            && error.contains("add a node, or use a smaller model")
+            && !error.contains("free "),
+        "{error}"
+    );
+    // What reads from them nevertheless says so.
+    let hybrid = spec("strategy: Hybrid\n");
+    let plan_of = |nodes: &[NodeProfileStatus]| {
+        plan(&plan_input(&hybrid, &qwen3_30b(), nodes)).map(|plan| plan.why.join("\n"))
+    };
+    let why = plan_of(&unmeasured).unwrap();
+    assert!(why.contains("disks that were not measured"), "{why}");
+    for node in &mut unmeasured {
+        node.disks = boxes()[0].disks.clone();
+    }
+    let why = plan_of(&unmeasured).unwrap();
+    assert!(!why.contains("not measured"), "{why}");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use hearth_crds::NodeProfileStatus;
 use serde::Deserialize;
 use serde_json::Value;
 
-const REMEDY: &str = "write one with: kubectl get nodeprofiles -o yaml > FILE, or hearth-worker profile --json --scope node --node NAME --disk DIRECTORY > FILE on each node";
+const REMEDY: &str = "write one with: kubectl get nodeprofiles -o yaml > FILE, or hearth-worker profile --json --scope node --node NAME --disk DIRECTORY --probe-disk > FILE on each node";
 
 /// Nodes by name.
 type Nodes = BTreeMap<String, NodeProfileStatus>;

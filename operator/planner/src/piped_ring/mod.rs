@@ -19,7 +19,7 @@ use hearth_crds::{
 use crate::draft::DEFAULT_STALL_MS;
 use crate::error::PlanError;
 use crate::estimator::Estimator;
-use crate::halda::{self, Choice, Limits, Problem, Simulator};
+use crate::halda::{self, Choice, Limits, Problem, RingError, Simulator};
 use crate::input::PlanInput;
 use crate::memory::Demand;
 
@@ -208,23 +208,30 @@ impl RingPlanning<'_> {
         let all = Members::of(self, &|_| true)?;
         let refused = all.refused.clone();
         if all.all.iter().all(|member| member.gpu.is_none()) {
-            let chosen = self.best(all)?;
+            let chosen = self.best(&all);
+            let chosen = chosen.map_err(|error| self.refusal(&all, error))?;
             return Ok(chosen.without(refused));
         }
-        let on_cpus = Members::of(self, &|_| false).and_then(|members| self.best(members));
-        let with_gpus = match self.best(all) {
+        let best_of = |may_use: &dyn Fn(&GpuProfile) -> bool| {
+            let members = Members::of(self, may_use).ok()?;
+            self.best(&members).ok()
+        };
+        let on_cpus = best_of(&|_| false);
+        let with_gpus = match self.best(&all) {
             Ok(with_gpus) => with_gpus,
-            Err(error) => return Ok(on_cpus.map_err(|_| error)?.without(refused)),
+            Err(error) => {
+                let on_cpus = on_cpus.ok_or_else(|| self.refusal(&all, error))?;
+                return Ok(on_cpus.without(refused));
+            }
         };
         let unused = why::unused_gpus(&with_gpus);
         if !with_gpus.uses_gpus() {
-            return Ok(on_cpus?.without(refused).without(unused));
+            let on_cpus = on_cpus.unwrap_or(with_gpus);
+            return Ok(on_cpus.without(refused).without(unused));
         }
         let fewer = match unused.is_empty() {
             true => None,
-            false => Members::of(self, &|gpu| with_gpus.uses(gpu))
-                .and_then(|members| self.best(members))
-                .ok(),
+            false => best_of(&|gpu| with_gpus.uses(gpu)),
         };
         let is_better = |fewer: &Chosen<'_>| fewer.choice.tpot_ms <= with_gpus.choice.tpot_ms;
         let on_gpus = match fewer.filter(is_better) {
@@ -232,28 +239,27 @@ impl RingPlanning<'_> {
             None => with_gpus,
         };
         match on_cpus {
-            Ok(on_cpus) if on_cpus.choice.tpot_ms <= on_gpus.choice.tpot_ms => {
+            Some(on_cpus) if on_cpus.choice.tpot_ms <= on_gpus.choice.tpot_ms => {
                 let slower = why::other_ring("GPUs in the ring", Some(&on_gpus), &on_cpus);
                 Ok(on_cpus.without(refused).without(vec![slower]))
             }
             on_cpus => {
-                let slower = why::other_ring("the CPUs alone", on_cpus.as_ref().ok(), &on_gpus);
+                let slower = why::other_ring("the CPUs alone", on_cpus.as_ref(), &on_gpus);
                 Ok(on_gpus.without(refused).without(vec![slower]))
             }
         }
     }
 
     /// The best ring of members, whichever of them is its head.
-    fn best<'a>(&self, members: Members<'a>) -> Result<Chosen<'a>, PlanError> {
-        match halda::choose_head(&self.problems_by_head(&members), Limits::default()) {
-            Ok((head, choice)) => Ok(Chosen {
-                members: members.led_by(head),
-                choice,
-                passes: self.longest_passes(),
-                left_out: Vec::new(),
-            }),
-            Err(error) => Err(self.refusal(&members, error)),
-        }
+    fn best<'a>(&self, members: &Members<'a>) -> Result<Chosen<'a>, RingError> {
+        let problems = self.problems_by_head(members);
+        let (head, choice) = halda::choose_head(&problems, Limits::default())?;
+        Ok(Chosen {
+            members: members.led_by(head),
+            choice,
+            passes: self.longest_passes(),
+            left_out: Vec::new(),
+        })
     }
 
     /// What Halda is asked, with each of the members as the head.

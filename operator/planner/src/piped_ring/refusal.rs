@@ -11,8 +11,6 @@ use crate::memory::Demand;
 
 /// Trials of a smaller KV, each with half of the one before.
 const TRIALS: u32 = 12;
-/// Most memory of one node that is suggested, in MiB.
-const MOST_MORE_MIB: u64 = 1 << 22;
 
 impl RingPlanning<'_> {
     /// The error for members of which no ring has room.
@@ -66,33 +64,36 @@ impl RingPlanning<'_> {
     fn measured_disks(&self, members: &Members<'_>) -> Option<Advice> {
         let cpus = members.all.iter().filter(|member| member.gpu.is_none());
         let unmeasured = cpus.filter(|member| member.rates.disk_gbps <= 0.0);
-        let names: Vec<&str> = unmeasured.map(|member| &*member.name).collect();
+        let (names, nodes): (Vec<&str>, Vec<&str>) = unmeasured
+            .map(|member| (&*member.name, &*member.node.node))
+            .unzip();
         let fits = self.fits_with(members, |device| {
             if names.contains(&&*device.name) {
                 device.must_fit = false;
                 device.disk_read_gbps = SLOW_DISK_GBPS;
             }
         });
-        (!names.is_empty() && fits).then(|| Advice::MeasureDisks(names.join(", ")))
+        (!names.is_empty() && fits).then(|| Advice::MeasureDisks(nodes.join(", ")))
     }
 
-    /// The least more memory of one node, of those with the most, with which a ring fits.
+    /// The least more memory of one node, of those with the most, with which a ring fits: of what others use there now.
     fn more_memory(&self, members: &Members<'_>) -> Option<Advice> {
         let cpus = members.all.iter().filter(|member| member.gpu.is_none());
         let most = cpus.max_by_key(|member| member.memory_bytes())?;
+        let memory = &most.node.memory;
+        let used_bytes = memory.total_bytes.saturating_sub(memory.available_bytes);
         let fits = |mib: u64| {
             self.fits_with(members, |device| {
                 if device.name == most.name {
-                    device.memory_bytes = device.memory_bytes.saturating_add(mib << 20);
+                    // A twentieth of what is free stays so.
+                    let more_bytes = (mib << 20) / 20 * 19;
+                    device.memory_bytes = device.memory_bytes.saturating_add(more_bytes);
                 }
             })
         };
-        let (mut less, mut enough) = (0, 1);
-        while !fits(enough) {
-            (less, enough) = (enough, 2 * enough);
-            if enough > MOST_MORE_MIB {
-                return None;
-            }
+        let (mut less, mut enough) = (0, used_bytes >> 20);
+        if enough == 0 || !fits(enough) {
+            return None;
         }
         // To a sixteenth.
         while enough - less > enough / 16 + 1 {
@@ -102,9 +103,7 @@ impl RingPlanning<'_> {
                 false => less = middle,
             }
         }
-        // A twentieth of what is free stays so.
-        let bytes = (enough << 20) / 19 * 20;
-        Some(Advice::FreeMemoryOf(most.name.clone(), bytes))
+        Some(Advice::FreeMemoryOf(most.node.node.clone(), enough << 20))
     }
 
     /// A smaller KV, of which a ring fits.

@@ -81,7 +81,7 @@ fn unmeasured_disks(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>
         let nodes: Vec<&str> = unmeasured.into_iter().collect();
         why.push(format!(
             "warning: weights are read from disks that were not measured, and are taken for 0.1 GB/s: {}: measure them \
-             (hearth-worker profile --disk DIRECTORY)",
+             (hearth-worker profile --disk DIRECTORY --probe-disk; in a cluster the agent says why it has not)",
             nodes.join(", ")
         ));
     }

@@ -42,7 +42,7 @@ shape() {
 }
 crawls() {
     shape rate 40kbit
-    sleep 25
+    sleep 20
     shape delay 1ms
 }
 tell() { # NAME
@@ -161,9 +161,9 @@ fn questions() -> [serde_json::Value; 3] {
     };
     // The rows of long prompts, which nobody has read yet, travel over slow links.
     let asked = [
-        ("What is Hearth? ".repeat(8), 64),
-        ("Who reads the plan? ".repeat(20), 16),
-        ("Where are its layers? ".repeat(20), 16),
+        ("What is Hearth? ".repeat(8), 32),
+        ("Who reads the plan? ".repeat(12), 12),
+        ("Where are its layers? ".repeat(12), 12),
     ];
     asked.map(body)
 }

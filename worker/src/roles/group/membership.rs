@@ -389,12 +389,12 @@ async fn read(
         let parcel = parcel.map_err(|_| format!("it has said nothing for {SILENCE:?}"))?;
         let parcel = match parcel {
             Ok(Some(parcel)) => parcel,
-            ended => {
+            Ok(None) => {
                 // It may be over for it because it has lost another: it says so where this member's way to it ends.
                 let _ = timeout(FAREWELL_PATIENCE, group.over()).await;
-                let why = ended.err().map(|status| status.message().to_owned());
-                return Err(why.unwrap_or_else(|| link::LEFT.to_owned()));
+                return Err(link::LEFT.to_owned());
             }
+            Err(status) => return Err(status.message().to_owned()),
         };
         let piece = match parcel.parcel {
             Some(Content::Piece(piece)) => piece,

@@ -2,6 +2,9 @@
 //! machine without it has no GPUs.
 
 use std::ffi::OsStr;
+use std::sync::{Mutex, Once, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use nvml_wrapper::enum_wrappers::device::Clock;
 use nvml_wrapper::error::NvmlError;
@@ -11,6 +14,12 @@ use nvml_wrapper::{Device, Nvml};
 pub(crate) const LIBRARY: &str = "libnvidia-ml.so.1";
 /// `MigMode::current` of a GPU that is partitioned into instances.
 const MIG_IS_ON: u32 = 1;
+/// Time between two readings of the GPUs' power.
+const POWER_PERIOD: Duration = Duration::from_secs(10);
+/// Time between two attempts to open a library that has no GPUs to read.
+const OPEN_PERIOD: Duration = Duration::from_secs(60);
+/// Age from which on a reading says nothing of the present: the driver hangs, or is gone.
+const POWER_AGE: Duration = Duration::from_secs(60);
 
 /// Data of one GPU; anything that the library does not report is `None`.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -77,11 +86,42 @@ pub struct GpuPower {
     pub milliwatts: Option<u32>,
 }
 
-/// Reads the power of every GPU that says what it is, in PCI bus order; empty on a machine without any.
+/// The last reading of the power, and when it was taken.
+static POWER: Mutex<Option<(Instant, Vec<GpuPower>)>> = Mutex::new(None);
+
+/// The power of every GPU that says what it is, in PCI bus order, as of the last seconds; empty on a machine without any, and where
+/// nothing was read yet or within a minute. Does not wait for the driver: from the first call on, a thread reads it.
 pub fn gpu_power() -> Vec<GpuPower> {
-    let Ok(nvml) = open_nvml() else {
-        return Vec::new();
-    };
+    static READER: Once = Once::new();
+    READER.call_once(|| {
+        let reader = thread::Builder::new().name("gpu-power".to_owned());
+        // Without a thread there is nothing to say.
+        let _ = reader.spawn(keep_reading);
+    });
+    let last = POWER.lock().unwrap_or_else(PoisonError::into_inner);
+    let last = last.as_ref().filter(|(at, _)| at.elapsed() < POWER_AGE);
+    last.map(|(_, gpus)| gpus.clone()).unwrap_or_default()
+}
+
+/// Reads the power for ever. The library stays open: without persistence mode, each opening initialises idle GPUs anew.
+fn keep_reading() {
+    let mut opened: Option<Nvml> = None;
+    loop {
+        let nvml = opened.take().or_else(|| open_nvml().ok());
+        let gpus = nvml.as_ref().map(power).unwrap_or_default();
+        if gpus.is_empty() {
+            // A driver that was replaced may answer the next time.
+            drop(nvml);
+            thread::sleep(OPEN_PERIOD);
+            continue;
+        }
+        *POWER.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), gpus));
+        opened = nvml;
+        thread::sleep(POWER_PERIOD);
+    }
+}
+
+fn power(nvml: &Nvml) -> Vec<GpuPower> {
     let devices = 0..nvml.device_count().unwrap_or(0);
     let read = devices.filter_map(|index| {
         let device = nvml.device_by_index(index).ok()?;

@@ -9,6 +9,7 @@ mod support;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -80,6 +81,14 @@ impl Node {
             .env("LD_LIBRARY_PATH", self.directory.path())
             .env("FAKE_NVML_DIR", self.directory.path())
             .env_remove("RUST_LOG");
+        // SAFETY: signal is async-signal-safe.
+        unsafe {
+            command.pre_exec(|| {
+                // Who runs the tests may ignore it (`nohup`).
+                libc::signal(libc::SIGHUP, libc::SIG_DFL);
+                Ok(())
+            });
+        }
         command
     }
 
@@ -141,8 +150,12 @@ impl Power {
 
     /// Terminates it like a kubelet does.
     fn terminate(&mut self) {
+        self.end_by(rustix::process::Signal::TERM);
+    }
+
+    fn end_by(&mut self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
         let status = self.child.wait().unwrap();
         assert_eq!(status.code(), Some(0), "{}", self.log());
     }
@@ -315,11 +328,22 @@ fn agents_tell_what_gpus_take() {
             ("FAKE_NVML_DIR", directory),
         ],
     });
-    let mut connection = TcpStream::connect(address).unwrap();
-    let ask = "GET /metrics HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n";
-    connection.write_all(ask.as_bytes()).unwrap();
-    let mut metrics = String::new();
-    connection.read_to_string(&mut metrics).unwrap();
+    let scrape = || {
+        let mut connection = TcpStream::connect(&address).unwrap();
+        let ask = "GET /metrics HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n";
+        connection.write_all(ask.as_bytes()).unwrap();
+        let mut metrics = String::new();
+        connection.read_to_string(&mut metrics).unwrap();
+        metrics
+    };
+    // The first scrape begins the readings, and does not wait for them.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let mut metrics = scrape();
+    while !metrics.contains("hearth_agent_gpu_power") {
+        assert!(Instant::now() < deadline, "no reading: {metrics}");
+        std::thread::sleep(Duration::from_millis(50));
+        metrics = scrape();
+    }
     for line in [
         "hearth_agent_gpu_power_limit_watts{uuid=\"GPU-0\"} 400.0\n",
         "hearth_agent_gpu_power_limit_watts{uuid=\"GPU-1\"} 400.0\n",
@@ -331,6 +355,29 @@ fn agents_tell_what_gpus_take() {
         !metrics.contains("power_watts{uuid=\"GPU-1\"}"),
         "{metrics}"
     );
+}
+
+#[test]
+fn a_gpu_that_no_longer_says_whether_it_works_gets_its_limit_back() {
+    let node = Node::new(1);
+    let mut power = node.start(&["--idle-percent=50", "--idle-after=500ms"]);
+    power.until("the idle GPU's limit", || node.watts(0) == 225);
+    fs::write(node.file(0, "use"), "?").unwrap();
+    power.until("the owner's limit", || node.watts(0) == 400);
+    power.terminate();
+}
+
+#[test]
+fn a_terminal_that_closes_ends_it_and_one_record_is_one_process_s() {
+    let quiet = quiet_now(&TimeZone::UTC, 60);
+    let node = Node::new(1);
+    let mut power = node.start(&[&quiet]);
+    power.until("the limit of quiet hours", || node.watts(0) == 270);
+    let mut second = node.start(&[&quiet]);
+    second.says("which another process uses");
+    assert!(!second.child.wait().unwrap().success());
+    power.end_by(rustix::process::Signal::HUP);
+    assert_eq!(node.watts(0), 400);
 }
 
 #[test]

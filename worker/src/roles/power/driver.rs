@@ -12,7 +12,7 @@ pub(super) struct Gpu<'nvml> {
     device: Device<'nvml>,
     name: String,
     uuid: String,
-    /// Whether it says how busy it is. One that does not counts as busy.
+    /// Whether it says how busy it is. One that does not, or cannot at the moment, counts as busy.
     pub(super) reports_work: bool,
 }
 
@@ -25,20 +25,12 @@ pub(super) struct Reading {
     pub(super) works: bool,
 }
 
-/// The GPUs of this node that can be read, having said which cannot; `None` if there is none at all.
-pub(super) fn gpus(nvml: &Nvml) -> Option<Vec<Gpu<'_>>> {
-    let count = nvml.device_count().ok().filter(|count| *count > 0)?;
-    let read = (0..count).filter_map(|index| {
-        let gpu = gpu(nvml, index);
-        let told = |error: &NvmlError| {
-            tracing::warn!("GPU {index} cannot be read, and is left alone: {error}");
-        };
-        gpu.inspect_err(told).ok()
-    });
-    Some(read.collect())
+/// How many GPUs this node has; `None` if there is none.
+pub(super) fn count(nvml: &Nvml) -> Option<u32> {
+    nvml.device_count().ok().filter(|count| *count > 0)
 }
 
-fn gpu(nvml: &Nvml, index: u32) -> Result<Gpu<'_>, NvmlError> {
+pub(super) fn gpu(nvml: &Nvml, index: u32) -> Result<Gpu<'_>, NvmlError> {
     let device = nvml.device_by_index(index)?;
     Ok(Gpu {
         name: device.name()?,
@@ -64,12 +56,11 @@ impl Gpu<'_> {
     }
 
     pub(super) fn read(&self) -> Result<Reading, NvmlError> {
-        let works = match self.reports_work {
-            true => {
-                let busy = self.device.utilization_rates()?;
-                busy.gpu > 0 || busy.memory > 0
-            }
-            false => true,
+        let busy = self.reports_work.then(|| self.device.utilization_rates());
+        let works = match busy {
+            Some(Ok(busy)) => busy.gpu > 0 || busy.memory > 0,
+            // Who cannot say it may well be at work.
+            Some(Err(_)) | None => true,
         };
         Ok(Reading {
             milliwatts: self.device.power_management_limit()?,
@@ -88,6 +79,11 @@ impl fmt::Display for Gpu<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({})", self.name, self.uuid)
     }
+}
+
+/// Whether asking again is in vain.
+pub(super) fn is_final(error: &NvmlError) -> bool {
+    is_lacking(error) || matches!(error, NvmlError::NoPermission)
 }
 
 /// Whether the device or its driver lacks what was asked for, now and later.

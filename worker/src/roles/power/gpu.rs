@@ -1,10 +1,53 @@
 //! One GPU under the policy: reads it, makes the changes that are due, and keeps the record of its owner's limit.
 
+use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
-use super::driver::{Gpu, is_lacking};
+use super::driver::{self, Gpu, is_final, is_lacking};
 use super::policy::{Change, Limit, Moment, Others, Policy};
 use super::record::{Lowered, Record};
+
+/// GPUs that could not be read yet: their indices, each with the last complaint, which is not repeated.
+pub(super) struct Unread(Vec<(u32, String)>);
+
+impl Unread {
+    pub(super) fn new(count: u32) -> Self {
+        Self((0..count).map(|index| (index, String::new())).collect())
+    }
+
+    /// Those that can be read by now. One that never will is left alone.
+    pub(super) fn found<'nvml>(
+        &mut self,
+        nvml: &'nvml Nvml,
+        policy: &Policy,
+        record: &mut Record,
+        now: Moment,
+    ) -> Vec<Governed<'nvml>> {
+        let mut found = Vec::new();
+        self.0.retain_mut(|(index, told)| {
+            let gpu = driver::gpu(nvml, *index).map_err(|error| (format!("GPU {index}"), error));
+            let governed = gpu.and_then(|gpu| Governed::found(gpu, policy, record, now));
+            let (what, error) = match governed {
+                Ok(governed) => {
+                    found.push(governed);
+                    return false;
+                }
+                Err(unread) => unread,
+            };
+            let outcome = match is_final(&error) {
+                true => "it is left alone",
+                false => "it is tried again every minute",
+            };
+            let words = format!("{what} cannot be read: {}\n  {outcome}", refusal(&error));
+            if *told != words {
+                tracing::warn!("{words}");
+                *told = words;
+            }
+            !is_final(&error)
+        });
+        found
+    }
+}
 
 /// A GPU whose limit can be set, as far as is known.
 pub(super) struct Governed<'nvml> {
@@ -17,26 +60,21 @@ pub(super) struct Governed<'nvml> {
 }
 
 impl<'nvml> Governed<'nvml> {
-    /// A GPU as it was found; `None` if it does not say its limits.
-    pub(super) fn found(
+    /// A GPU as it was found.
+    ///
+    /// # Errors
+    /// What it does not say, and why.
+    fn found(
         gpu: Gpu<'nvml>,
         policy: &Policy,
         record: &mut Record,
         now: Moment,
-    ) -> Option<Self> {
+    ) -> Result<Self, (String, NvmlError)> {
         let read = gpu
             .bounds()
             .and_then(|bounds| Ok((bounds, gpu.read()?.milliwatts)));
-        let (bounds, in_force) = match read {
-            Ok(read) => read,
-            Err(error) => {
-                let why = refusal(&error);
-                tracing::warn!(
-                    "the power limits of {gpu} cannot be read: {why}\n  it is left alone"
-                );
-                return None;
-            }
-        };
+        let (bounds, in_force) =
+            read.map_err(|error| (format!("the power limits of {gpu}"), error))?;
         let owners = record.owners_milliwatts(gpu.uuid(), in_force);
         let limit = Limit::found(bounds, in_force, owners, now);
         tracing::info!(
@@ -58,7 +96,7 @@ impl<'nvml> Governed<'nvml> {
             told: String::new(),
         };
         governed.note(record);
-        Some(governed)
+        Ok(governed)
     }
 
     /// Reads the GPU and makes the change that is due, if any.
@@ -145,6 +183,17 @@ impl<'nvml> Governed<'nvml> {
             }
         }
         match self.gpu.set(to) {
+            Ok(in_force) if !change.is_kept(in_force) => {
+                self.limit.changed(change, in_force);
+                self.tell(format!(
+                    "the power limit of {} was set to the owner's {} W, but is {} W\n  set it again: nvidia-smi -i {} -pl {}",
+                    self.gpu,
+                    watts(to),
+                    watts(in_force),
+                    self.gpu.uuid(),
+                    watts(to)
+                ));
+            }
             Ok(in_force) => {
                 let verb = if to < from { "falls" } else { "rises" };
                 tracing::info!(
@@ -162,7 +211,7 @@ impl<'nvml> Governed<'nvml> {
     }
 
     fn refused(&mut self, error: &NvmlError, milliwatts: u32) {
-        self.is_left_alone = is_lacking(error) || matches!(error, NvmlError::NoPermission);
+        self.is_left_alone = is_final(error);
         let outcome = match self.is_left_alone {
             true => "it is left alone",
             false => "it is tried again",

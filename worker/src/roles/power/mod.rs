@@ -17,17 +17,19 @@ use clap::Args;
 use hearth_crds::DurationText;
 use hearth_profiler::{NvmlUnavailable, open_nvml};
 use jiff::Timestamp;
+use nvml_wrapper::Nvml;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
 use crate::signals;
-use gpu::Governed;
+use gpu::{Governed, Unread};
 use hours::{QuietHours, Zone};
 use policy::{Idle, Moment, Policy};
 use record::Record;
 
 /// Time between two readings of a GPU. With the driver's sample, work is seen within about a second.
 const PERIOD: Duration = Duration::from_millis(250);
-/// Time between two attempts to find GPUs.
+/// Time between two attempts to find GPUs, and to read those that could not be read yet.
 const AGAIN_AFTER: Duration = Duration::from_secs(60);
 
 /// Arguments of `power`.
@@ -86,9 +88,9 @@ pub(crate) fn run(args: &PowerArgs) -> anyhow::Result<()> {
 }
 
 /// Looks for GPUs until there are some, and then keeps their limits.
-async fn serve(policy: &Policy, mut record: Record) {
+async fn serve(policy: &Policy, record: Record) {
     let start = Instant::now();
-    let mut ending = pin!(signals::termination());
+    let mut ending = pin!(told_to_end());
     let (mut told, mut pause) = (String::new(), Duration::ZERO);
     loop {
         // Signals are waited for before anything is set that the end would have to take back.
@@ -98,11 +100,10 @@ async fn serve(policy: &Policy, mut record: Record) {
             () = tokio::time::sleep(pause) => {}
         }
         let why = match open_nvml() {
-            Ok(nvml) => match driver::gpus(&nvml) {
-                Some(gpus) => {
-                    let found = |gpu| Governed::found(gpu, policy, &mut record, now(start));
-                    let gpus = gpus.into_iter().filter_map(found).collect();
-                    return keep(gpus, policy, record, start, ending).await;
+            Ok(nvml) => match driver::count(&nvml) {
+                Some(count) => {
+                    let unread = Unread::new(count);
+                    return keep(&nvml, unread, policy, record, start, ending).await;
                 }
                 None => "the driver has none".to_owned(),
             },
@@ -117,7 +118,8 @@ async fn serve(policy: &Policy, mut record: Record) {
 }
 
 async fn keep(
-    mut gpus: Vec<Governed<'_>>,
+    nvml: &Nvml,
+    mut unread: Unread,
     policy: &Policy,
     mut record: Record,
     start: Instant,
@@ -125,6 +127,8 @@ async fn keep(
 ) {
     let mut ticks = tokio::time::interval(PERIOD);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut gpus: Vec<Governed<'_>> = Vec::new();
+    let mut look_at = Duration::ZERO;
     loop {
         tokio::select! {
             biased;
@@ -132,10 +136,45 @@ async fn keep(
             _ = ticks.tick() => {}
         }
         let now = now(start);
+        if now.elapsed >= look_at {
+            gpus.extend(unread.found(nvml, policy, &mut record, now));
+            look_at = now.elapsed + AGAIN_AFTER;
+        }
         gpus.iter_mut()
             .for_each(|gpu| gpu.step(policy, &mut record, now));
     }
     gpus.iter_mut().for_each(|gpu| gpu.end(&mut record));
+}
+
+/// Completes on SIGTERM, on Ctrl-C, and when its terminal is closed, unless it was started to outlive that (`nohup`).
+async fn told_to_end() {
+    let hangups = match ignores_hangups() {
+        true => None,
+        false => signal(SignalKind::hangup()).ok(),
+    };
+    let hung_up = async {
+        match hangups {
+            Some(mut hangups) => {
+                hangups.recv().await;
+            }
+            None => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        () = signals::termination() => {}
+        () = hung_up => {}
+    }
+}
+
+/// Whether who started this process made it ignore SIGHUP.
+fn ignores_hangups() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    // The first bit is the first signal's, which is SIGHUP.
+    ignored.is_some_and(|mask| mask & 1 != 0)
 }
 
 fn now(start: Instant) -> Moment {

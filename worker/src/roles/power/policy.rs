@@ -128,6 +128,13 @@ pub(super) struct Change {
     cause: Option<Cause>,
 }
 
+impl Change {
+    /// Whether the limit that is in force after the change is the wanted one, as far as it is the owner's: the driver may round it.
+    pub(super) fn is_kept(&self, in_force_milliwatts: u32) -> bool {
+        self.cause.is_some() || in_force_milliwatts.abs_diff(self.to_milliwatts) <= MOST_ROUNDED
+    }
+}
+
 /// Whether another program has set the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Others {
@@ -142,6 +149,8 @@ pub(super) enum Others {
 /// How often other programs may set the limit within [`INSISTING`].
 const MOST_OVERRULED: usize = 3;
 const INSISTING: Duration = Duration::from_secs(60);
+/// By how many milliwatts a driver may round the owner's limit. What is further off was not set.
+const MOST_ROUNDED: u32 = 5000;
 
 impl Limit {
     /// The limit of a GPU as it was found. `owners_milliwatts`: the owner's, if an earlier process has set the one in force.
@@ -226,10 +235,13 @@ impl Limit {
         })
     }
 
-    /// Takes note of a change that was made; the driver may have rounded it.
+    /// Takes note of a change that was made; the driver may have rounded it. The owner's limit stays what it was where it did not
+    /// come into force.
     pub(super) fn changed(&mut self, change: Change, in_force_milliwatts: u32) {
+        let is_kept = change.is_kept(in_force_milliwatts);
         match change.cause {
             Some(cause) => self.applied(change.to_milliwatts, in_force_milliwatts, Some(cause)),
+            None if !is_kept => self.applied(change.to_milliwatts, in_force_milliwatts, None),
             None => {
                 self.owners_milliwatts = in_force_milliwatts;
                 self.applied(in_force_milliwatts, in_force_milliwatts, None);
@@ -406,5 +418,20 @@ mod tests {
         limit.changed(change, 445_000);
         assert_eq!(limit.due(&policy, moment(4, NOON)), None);
         assert_eq!(limit.back(), None);
+    }
+
+    #[test]
+    fn a_limit_that_does_not_rise_is_not_taken_for_the_owner_s() {
+        let policy = policy(None, &["22:00-06:00=60"]);
+        let mut limit = found(450_000);
+        step(&mut limit, &policy, moment(1, NIGHT)).unwrap();
+        let change = limit.due(&policy, moment(2, NOON)).unwrap();
+        assert!(!change.is_kept(270_000));
+        limit.changed(change, 270_000);
+        assert_eq!(limit.owners_milliwatts(), 450_000);
+        // It is not set again and again, but at the end.
+        assert_eq!(limit.read(270_000, true, moment(3, NOON)), Others::Quiet);
+        assert_eq!(limit.due(&policy, moment(3, NOON)), None);
+        assert_eq!(limit.back().unwrap().to_milliwatts, 450_000);
     }
 }

@@ -2,20 +2,24 @@
 //! were that process's own.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 
 /// Name of the file in its directory.
 const FILE: &str = "limits.json";
+/// Name of the file that is locked by the process whose record it is.
+const LOCK: &str = "lock";
 
 /// GPUs whose limits are not their owners', by UUID.
 pub(super) struct Record {
     directory: PathBuf,
     gpus: BTreeMap<String, Lowered>,
+    /// Locked for as long as it is open: two processes would take each other's limits for the owner's.
+    _lock: File,
 }
 
 /// A GPU whose limit was lowered.
@@ -29,14 +33,26 @@ pub(super) struct Lowered {
 }
 
 impl Record {
-    /// Reads the record in a directory, which is created if it does not exist.
+    /// Reads the record in a directory, which is created if it does not exist, and keeps it from other processes.
     ///
     /// # Errors
-    /// The directory cannot be written to: no limit could be lowered without the risk that it stays so.
+    /// The directory cannot be written to: no limit could be lowered without the risk that it stays so. Or another process has it.
     pub(super) fn open(directory: &Path) -> anyhow::Result<Self> {
+        let unwritable = || {
+            format!(
+                "--state-dir is {}, which cannot be written to\n  no limit is lowered without a record of the owner's: name a directory \
+                 that this user may write to",
+                directory.display()
+            )
+        };
+        std::fs::create_dir_all(directory).with_context(unwritable)?;
         let mut record = Self {
             directory: directory.to_owned(),
             gpus: BTreeMap::new(),
+            _lock: lock(
+                directory,
+                File::create(directory.join(LOCK)).with_context(unwritable)?,
+            )?,
         };
         let path = directory.join(FILE);
         match std::fs::read(&path) {
@@ -48,21 +64,12 @@ impl Record {
                     path.display()
                 ),
             },
-            // What lies on the way to it is found out below.
-            Err(error)
-                if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
                 return Err(error).with_context(|| format!("{} cannot be read", path.display()));
             }
         }
-        let written = std::fs::create_dir_all(directory).and_then(|()| record.write());
-        written.with_context(|| {
-            format!(
-                "--state-dir is {}, which cannot be written to\n  no limit is lowered without a record of the owner's: name a directory \
-                 that this user may write to",
-                directory.display()
-            )
-        })?;
+        record.write().with_context(unwritable)?;
         Ok(record)
     }
 
@@ -105,6 +112,23 @@ impl Record {
     }
 }
 
+/// Locks the file of a directory until it is closed.
+fn lock(directory: &Path, file: File) -> anyhow::Result<File> {
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => bail!(
+            "--state-dir is {}, which another process uses\n  one process sets the power limits of a machine: end the other one first",
+            directory.display()
+        ),
+        Err(TryLockError::Error(error)) => Err(error).with_context(|| {
+            format!(
+                "--state-dir is {}, where no file can be locked",
+                directory.display()
+            )
+        }),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -122,6 +146,12 @@ mod tests {
         let directory = directory.path().join("deep/er");
         let mut record = Record::open(&directory).unwrap();
         record.keep("GPU-1", lowered(&[225_000, 270_000])).unwrap();
+        let Err(error) = Record::open(&directory) else {
+            panic!("two processes have one record");
+        };
+        let error = error.to_string();
+        assert!(error.contains("another process uses"), "{error}");
+        drop(record);
         let mut next = Record::open(&directory).unwrap();
         for own in [225_000, 270_000] {
             assert_eq!(next.owners_milliwatts("GPU-1", own), Some(450_000));
@@ -129,6 +159,7 @@ mod tests {
         assert_eq!(next.owners_milliwatts("GPU-1", 300_000), None);
         assert_eq!(next.owners_milliwatts("GPU-2", 225_000), None);
         next.keep("GPU-1", None).unwrap();
+        drop(next);
         let last = Record::open(&directory).unwrap();
         assert_eq!(last.owners_milliwatts("GPU-1", 225_000), None);
     }

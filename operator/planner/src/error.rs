@@ -4,6 +4,7 @@ use std::fmt;
 
 use hearth_crds::{FieldError, format_bytes};
 
+use crate::disks;
 use crate::gpus::LEAST_CAPABILITY;
 use crate::ring_error::RingError;
 
@@ -100,8 +101,9 @@ impl fmt::Display for Advice {
             ),
             Self::MeasureDisks(nodes) => write!(
                 f,
-                "measure the disks of {nodes}, from which layers may be read at 0.2 GB/s and more (hearth-worker profile \
-                 --disk DIRECTORY --probe-disk; in a cluster the agent says why it has not)"
+                "measure the disks of {nodes}, from which layers may be read at {} GB/s and more ({})",
+                disks::SLOW_GBPS,
+                disks::REMEDY
             ),
             Self::SmallerModel => f.write_str("add a node, or use a smaller model"),
             Self::FreeMemory(bytes) => {

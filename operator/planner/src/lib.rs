@@ -13,6 +13,7 @@ mod advice;
 mod candidates;
 mod checks;
 mod cpus;
+mod disks;
 mod draft;
 mod error;
 mod estimator;

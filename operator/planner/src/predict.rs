@@ -9,6 +9,7 @@ use hearth_crds::{
 };
 
 use crate::cpus::CpuSet;
+use crate::disks;
 use crate::node_ranks::DenseModules;
 use crate::operations::Operations;
 use crate::ring::RingLengths;
@@ -144,13 +145,17 @@ impl Rates {
         read_ms.max(flops / 1e9 / self.gflops * 1e3)
     }
 
-    /// Milliseconds to read `bytes` from the disk. Without a measurement, a slow one is assumed: 0.1 GB/s.
-    pub(crate) fn disk_ms(&self, bytes: f64) -> f64 {
-        let gbps = match self.disk_gbps > 0.0 {
+    /// GB/s at which the disk is taken to be read.
+    pub(crate) fn assumed_disk_gbps(&self) -> f64 {
+        match self.disk_gbps > 0.0 {
             true => self.disk_gbps,
-            false => 0.1,
-        };
-        bytes / 1e9 / gbps * 1e3
+            false => disks::UNMEASURED_GBPS,
+        }
+    }
+
+    /// Milliseconds to read `bytes` from the disk.
+    pub(crate) fn disk_ms(&self, bytes: f64) -> f64 {
+        bytes / 1e9 / self.assumed_disk_gbps() * 1e3
     }
 
     /// Milliseconds that `operations` in all layers add to a step besides their bytes and products.

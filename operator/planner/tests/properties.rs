@@ -352,8 +352,7 @@ fn follow(
         PlanError::InsufficientMemory { advice, node, .. }
         | PlanError::TooFewCores { advice, node, .. }
         | PlanError::InsufficientCpu { advice, node, .. } => (advice, node.as_str()),
-        PlanError::InsufficientGpuMemory { advice, .. }
-        | PlanError::NoRoomInRing { advice, .. } => (advice, ""),
+        PlanError::InsufficientGpuMemory { advice, .. } => (advice, ""),
         PlanError::TooFewPeers {
             advice: Some(advice),
             ..

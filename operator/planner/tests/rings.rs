@@ -278,6 +278,8 @@ fn a_refusal_names_disks_to_measure_and_memory_to_free_with_which_a_ring_fits() 
         error.contains("its disk was not measured, so that all of its layers must fit"),
         "{error}"
     );
+    // One line says it, one that these are remedies, and each of two has its own.
+    assert!(error.lines().count() <= 4, "{error}");
     let Err(PlanError::NoRoomInRing { advice, .. }) = plan_on(&unmeasured) else {
         panic!("{error}");
     };

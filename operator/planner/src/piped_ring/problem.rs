@@ -4,6 +4,7 @@ use hearth_crds::PlanMlaForm;
 
 use super::members::{Member, Members};
 use super::{Passes, RingPlanning};
+use crate::disks;
 use crate::halda::{Device, Head, Layer, LayerTimes, Link, Problem, Prompt};
 use crate::link::{LinkRates, measured_link};
 use crate::operations::Operations;
@@ -21,10 +22,6 @@ const LOOPBACK: Link = Link {
 };
 /// Milliseconds of a message between two processes beside its way over the network: it passes two runtimes and HTTP/2.
 const MESSAGE_MS: f64 = 0.2;
-/// GB/s below which a disk is too slow to be read at each token: then all layers of a node must fit into its memory.
-pub(super) const SLOW_DISK_GBPS: f64 = 0.2;
-/// GB/s of a disk that was not measured.
-const UNMEASURED_DISK_GBPS: f64 = 0.1;
 
 impl Members<'_> {
     /// What Halda is asked: about one stream.
@@ -46,12 +43,9 @@ impl Members<'_> {
             name: member.name.clone(),
             memory_bytes: member.memory_bytes(),
             buffer_bytes: self.buffer_bytes(planning, member),
-            disk_read_gbps: match member.rates.disk_gbps {
-                gbps if gbps > 0.0 => gbps,
-                _ => UNMEASURED_DISK_GBPS,
-            },
+            disk_read_gbps: member.rates.assumed_disk_gbps(),
             map_ms_per_gb: member.rates.map_ms_per_gb,
-            must_fit: member.gpu.is_some() || member.rates.disk_gbps < SLOW_DISK_GBPS,
+            must_fit: member.gpu.is_some() || member.rates.disk_gbps < disks::SLOW_GBPS,
             cpus: self.times(planning, member, passes, streams),
             gpu: None,
         });

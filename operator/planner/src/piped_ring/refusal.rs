@@ -3,8 +3,8 @@
 use hearth_crds::format_bytes;
 
 use super::members::{Member, Members};
-use super::problem::SLOW_DISK_GBPS;
 use super::{RingPlanning, too_old};
+use crate::disks;
 use crate::error::{Advice, PlanError};
 use crate::halda::{Device, Limits, RingError, choose};
 use crate::memory::Demand;
@@ -67,13 +67,16 @@ impl RingPlanning<'_> {
         let (names, nodes): (Vec<&str>, Vec<&str>) = unmeasured
             .map(|member| (&*member.name, &*member.node.node))
             .unzip();
+        if names.is_empty() {
+            return None;
+        }
         let fits = self.fits_with(members, |device| {
             if names.contains(&&*device.name) {
                 device.must_fit = false;
-                device.disk_read_gbps = SLOW_DISK_GBPS;
+                device.disk_read_gbps = disks::SLOW_GBPS;
             }
         });
-        (!names.is_empty() && fits).then(|| Advice::MeasureDisks(nodes.join(", ")))
+        fits.then(|| Advice::MeasureDisks(nodes.join(", ")))
     }
 
     /// The least more memory of one node, of those with the most, with which a ring fits: of what others use there now.
@@ -175,7 +178,7 @@ fn account(member: &Member<'_>, buffer_bytes: u64) -> String {
         (None, gbps) if gbps <= 0.0 => {
             "; its disk was not measured, so that all of its layers must fit"
         }
-        (None, gbps) if gbps < SLOW_DISK_GBPS => {
+        (None, gbps) if gbps < disks::SLOW_GBPS => {
             "; its disk is slow, so that all of its layers must fit"
         }
         (None, _) => "",

@@ -218,16 +218,13 @@ fn left_out(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
 fn with_dropped(chosen: &Chosen<'_>, is_meant: impl Fn(&Member<'_>) -> bool) -> Vec<String> {
     let dropped = chosen.choice.dropped.iter();
     let meant = dropped.filter(|dropped| is_meant(&chosen.members.all[dropped.device]));
-    let (with, without): (Vec<&Dropped>, Vec<&Dropped>) =
-        meant.partition(|dropped| dropped.with_tpot_ms.is_some());
-    let mut told: Vec<String> = with
-        .iter()
-        .filter_map(|dropped| with_one(chosen, dropped))
-        .collect();
-    let names: Vec<&str> = without
-        .iter()
-        .map(|dropped| &*chosen.members.all[dropped.device].name)
-        .collect();
+    let (mut told, mut names) = (Vec::new(), Vec::new());
+    for dropped in meant {
+        match with_one(chosen, dropped) {
+            Some(words) => told.push(words),
+            None => names.push(&*chosen.members.all[dropped.device].name),
+        }
+    }
     if !names.is_empty() {
         // Of many devices, not all sets are tried.
         told.push(format!(

@@ -6,6 +6,7 @@ use hearth_crds::{
 };
 
 use crate::cpus::format_cpu_list;
+use crate::disks;
 use crate::draft::{Draft, ranks_of};
 use crate::link::LinkRates;
 use crate::node_ranks::DenseModules;
@@ -202,7 +203,7 @@ fn on_host(draft: &Draft<'_>, rank: &PlanRank) -> Option<String> {
 fn disk_rate(measured_gbps: f64) -> String {
     match measured_gbps > 0.0 {
         true => format!("{measured_gbps:.1}"),
-        false => "0.1 (assumed: it was not measured)".to_owned(),
+        false => format!("{} (assumed: it was not measured)", disks::UNMEASURED_GBPS),
     }
 }
 

@@ -12,6 +12,7 @@ use hearth_crds::{
 };
 
 use crate::cpus::{CpuLack, core_count, format_cpu_list};
+use crate::disks;
 use crate::draft::{Draft, ranks_of};
 use crate::memory::PREFILL_BATCH;
 use crate::node_ranks::NodeRanks;
@@ -80,9 +81,10 @@ fn unmeasured_disks(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>
     if !unmeasured.is_empty() {
         let nodes: Vec<&str> = unmeasured.into_iter().collect();
         why.push(format!(
-            "warning: weights are read from disks that were not measured, and are taken for 0.1 GB/s: {}: measure them \
-             (hearth-worker profile --disk DIRECTORY --probe-disk; in a cluster the agent says why it has not)",
-            nodes.join(", ")
+            "warning: weights are read from disks that were not measured, and are taken for {} GB/s: {}: measure them ({})",
+            disks::UNMEASURED_GBPS,
+            nodes.join(", "),
+            disks::REMEDY
         ));
     }
 }

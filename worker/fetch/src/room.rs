@@ -197,7 +197,7 @@ impl Room {
             return Ok(());
         }
         let turn = self.turn()?;
-        let made = self.make_in_turn(need_bytes, what, now);
+        let made = self.make_in_turn((need_bytes, self.options.quota_bytes), what, now);
         turn.remove();
         made
     }
@@ -216,7 +216,7 @@ impl Room {
             bytes.div_ceil(1 << 20)
         );
         let turn = self.turn()?;
-        let made = self.make_in_turn(bytes, &what, now);
+        let made = self.make_in_turn((bytes, None), &what, now);
         turn.remove();
         made
     }
@@ -260,7 +260,7 @@ impl Room {
     ) -> Result<(), FetchError> {
         self.cache.forget_removed(&self.key)?;
         let turn = self.turn()?;
-        let made = self.make_in_turn(missing_bytes, what, now);
+        let made = self.make_in_turn((missing_bytes, self.options.quota_bytes), what, now);
         let made = made.and_then(|()| lock.promise(whole_bytes));
         turn.remove();
         made
@@ -309,7 +309,12 @@ impl Room {
         }
     }
 
-    fn make_in_turn(&self, need_bytes: u64, what: &str, now: SystemTime) -> Result<(), FetchError> {
+    fn make_in_turn(
+        &self,
+        (need_bytes, quota_bytes): (u64, Option<u64>),
+        what: &str,
+        now: SystemTime,
+    ) -> Result<(), FetchError> {
         for attempt in 1.. {
             // In this order: what arrives in between counts twice, and not nowhere.
             let promised_bytes = self.cache.promised_bytes(&self.key)?;
@@ -320,7 +325,7 @@ impl Room {
                 held_bytes: items.iter().map(|item| item.bytes).sum(),
                 free_bytes: free_bytes(&self.cache.models()).unwrap_or(u64::MAX),
                 reserve_bytes: self.options.reserve_bytes,
-                quota_bytes: self.options.quota_bytes,
+                quota_bytes,
             };
             let chosen = choose(&items, demand.missing_bytes());
             let Some(chosen) = chosen.filter(|_| attempt <= ATTEMPTS) else {

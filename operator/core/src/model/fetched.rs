@@ -221,16 +221,19 @@ fn progress(observed: &Observed, asked: &[String]) -> Option<String> {
 /// a giver if the source is. They change with each whole percent, as the status does, not with each byte.
 pub(crate) fn fetch_words(observed: &Observed, download: &Download) -> Option<String> {
     let percent = percent(download).filter(|_| download.bytes < download.total_bytes)?;
-    let mut words = percent_words(percent);
+    let giver = download.from_node.as_ref();
+    let giver = giver.map_or_else(String::new, |giver| format!(" from {giver}"));
+    let mut words = percent_words(percent) + &giver;
     let status = observed.deployment.status.as_ref();
     let told = status.and_then(|status| status.model.as_ref());
     // Until a rate is known, the first one is waited for.
     let same = told.and_then(|told| told.fetch.clone());
-    if let Some(same) = same.filter(|same| same.contains(", ") && same.starts_with(&words)) {
+    let has_rate = |same: &String| {
+        let rest = same.strip_prefix(&words);
+        rest.is_some_and(|rest| rest.starts_with(", "))
+    };
+    if let Some(same) = same.filter(has_rate) {
         return Some(same);
-    }
-    if let Some(giver) = &download.from_node {
-        words += &format!(" from {giver}");
     }
     if download.bytes_per_second > 0 {
         words += &format!(", {}/s", format_bytes(download.bytes_per_second));

@@ -15,7 +15,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build programs test test-oldest test-gpu bench-gpu test-cluster cluster check fmt bench images release manifests crds clean help
+.PHONY: demo build programs test test-oldest test-gpu bench-gpu test-long test-cluster cluster check fmt bench images release manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -47,6 +47,11 @@ test-gpu: ## The CUDA backend's tests on this machine's GPU
 bench-gpu: ## Measure the CUDA backend on this machine's GPU
 	@scripts/bootstrap.sh gpu
 	@docs/benchmarks/gpu.sh
+
+# Not part of `make test`: ten minutes of streams through scaling, and first tokens of a large model from zero.
+test-long: ## Tests on Kubernetes that take minutes, or measure
+	@scripts/bootstrap.sh cluster cargo build --workspace --bins --tests
+	@cargo test --workspace --test cluster_serving -- --ignored --nocapture --test-threads 1
 
 # Somebody's cluster is used only when it is named here: never one that the environment happens to name.
 test-cluster: export HEARTH_TEST_KUBECONFIG = $(if $(filter command,$(origin KUBECONFIG)),$(abspath $(KUBECONFIG)))

@@ -113,6 +113,7 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
         let line = output.lines().find_map(|line| line.strip_prefix(&start));
         line.unwrap_or_else(|| panic!("no {start}in\n{output}"))
     };
+    assert!(answer("calm").len() > 40, "{output}");
     for (name, same) in [
         ("calm", "disturbed"),
         ("calm", "jumped"),

@@ -24,18 +24,24 @@ const SIZES: [(&str, usize); 6] = [
     ("decode", 1),
 ];
 
-#[test]
-#[ignore = "takes ten minutes"]
-fn streams_lose_nothing_while_pools_grow_and_shrink_for_ten_minutes() {
+/// One with Hearth.
+fn cluster() -> Option<Cluster> {
     let options = Options {
         breaks: false,
         ..OPTIONS
     };
-    let Some(cluster) = Cluster::start_or_skip(&options) else {
-        return;
-    };
+    let cluster = Cluster::start_or_skip(&options)?;
     let images = cluster.import_hearth();
     release::install(&cluster, &images, 1);
+    Some(cluster)
+}
+
+#[test]
+#[ignore = "takes ten minutes: make test-long runs it"]
+fn streams_lose_nothing_while_pools_grow_and_shrink_for_ten_minutes() {
+    let Some(cluster) = cluster() else {
+        return;
+    };
     let scaling = |most: u32| json!({"mode": "External", "maxReplicas": most});
     let spec = json!({
         "prefill": {"scaling": scaling(2)},
@@ -71,22 +77,16 @@ fn streams_lose_nothing_while_pools_grow_and_shrink_for_ten_minutes() {
 
 /// Prints the parts of the times, for docs/benchmarks.md.
 #[test]
-#[ignore = "takes minutes, and measures"]
+#[ignore = "takes minutes, and measures: make test-long runs it"]
 fn first_tokens_of_a_gibibyte_from_zero_in_parts() {
-    let options = Options {
-        breaks: false,
-        ..OPTIONS
-    };
-    let Some(cluster) = Cluster::start_or_skip(&options) else {
+    let Some(cluster) = cluster() else {
         return;
     };
-    let images = cluster.import_hearth();
-    release::install(&cluster, &images, 1);
     let directory = open_directory();
     let model = directory.path().join("model");
     make_a_gibibyte(directory.path(), &model);
     let spec = json!({
-        "model": {"source": {"builtin": null, "hostPath": {"path": model}}, "contextLength": 512},
+        "model": {"source": {"hostPath": {"path": model}}, "contextLength": 512},
         "prefill": {"mode": "Chunked"},
         "decode": {"scaling": {"mode": "Auto", "minReplicas": 0, "maxReplicas": 1}},
         "autoscaling": {"scaleToZeroAfter": "10s"},

@@ -80,7 +80,7 @@ fn each_alert_says_what_it_is_and_what_to_do() {
 #[test]
 fn dashboard_and_alerts_ask_only_for_metrics_that_there_are() {
     let mut written = BTreeSet::new();
-    for directory in ["worker/server/src", "operator/src"] {
+    for directory in ["worker/server/src", "worker/src/roles/agent", "operator/src"] {
         names_in(&root().join(directory), &mut written);
     }
     let is_written = |name: &str| written.contains(name);
@@ -122,7 +122,8 @@ fn each_panel_has_its_place_and_is_about_what_was_chosen() {
         let targets = panel["targets"].as_array().into_iter().flatten();
         for target in targets {
             let query = target["expr"].as_str().expect("a query");
-            let is_of_all = ["hearth_operator_", "hearth_node_"].map(|word| query.contains(word));
+            let of_all = ["hearth_operator_", "hearth_node_", "hearth_agent_"];
+            let is_of_all = of_all.map(|word| query.contains(word));
             let is_chosen =
                 query.contains("namespace=~\"$namespace\"") && query.contains("=~\"$deployment\"");
             assert!(is_chosen || is_of_all.contains(&true), "{title}: {query}");

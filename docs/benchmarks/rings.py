@@ -4,8 +4,8 @@
     docs/benchmarks/rings.py BIN WHAT [--rounds 3] [--tokens 12] [--answers 3] [--beds NAME...]
 
 BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions, pressure, processes. The model
-is a random Qwen3 of 32 layers, 3.6 GiB. Needs root, 12 GiB of memory and control groups of version 1 (testbed.py). Nothing else
-should run.
+is a random Qwen3 of 32 layers, 3.6 GiB, and in two beds of the predictions one with experts, 2.6 GiB. Needs root, 16 GiB of memory
+and control groups of version 1 (testbed.py). Nothing else should run.
 """
 
 import argparse
@@ -24,7 +24,8 @@ import tempfile
 from testbed import Bed, Bystander, Disk, Node, complete, prompt_of
 
 HERE = pathlib.Path(__file__).resolve().parent
-DISK_MIB = 4200
+DISK_MIB = 6900
+DENSE, MOE = "qwen3-ring", "qwen3-moe-ring"
 # Room beside weights and KV where a plan does not tell it: a process, its buffers and a gateway.
 FIXED_BYTES = 160 << 20
 
@@ -43,11 +44,16 @@ spec:
 
 class Bench:
     def __init__(self, args, folder, disk):
-        self.args, self.folder = args, pathlib.Path(folder)
+        self.args, self.folder, self.disk = args, pathlib.Path(folder), disk
         self.hearth, self.worker = (str(pathlib.Path(args.bin) / name) for name in ("hearth", "hearth-worker"))
-        self.file, self.model = self.folder / "deployment.yaml", disk / "model"
+        self.file = self.folder / "deployment.yaml"
+        self.use(DENSE)
+
+    def use(self, config):
+        """Makes this the model of what follows."""
+        self.model = self.disk / config
         if not self.model.exists():
-            config = HERE / "configs/qwen3-ring.json"
+            config = HERE / f"configs/{config}.json"
             make = [self.worker, "random", "--config", str(config), "--dtype", "bf16", "--out", str(self.model)]
             subprocess.run(make, check=True, capture_output=True)
             for file in (HERE / "../../models/hearth-demo").glob("tokenizer*"):
@@ -173,8 +179,10 @@ def show(plan):
     for rank in members(plan):
         residency = rank["residency"]
         windows = " ".join(f"{w['firstLayer']}+{w['layers']}" for w in rank["ring"]["windows"])
-        sizes = [residency[name] >> 20 for name in ("weightBytes", "budgetBytes")] + [residency.get("readAheadBytes", 0) >> 20]
-        print(f"# {rank['node']}: {windows}; {sizes[1]} of {sizes[0]} MiB, {sizes[2]} to read ahead")
+        sizes = [residency[name] >> 20 for name in ("weightBytes", "budgetBytes")]
+        ahead = f"{residency['readAheadBytes'] >> 20} MiB" if "readAheadBytes" in residency else "two modules"
+        ahead = f", {ahead} to read ahead" if residency["policy"] == "MmapPrefetch" else ""
+        print(f"# {rank['node']}: {windows}; {sizes[1]} of {sizes[0]} MiB{ahead}")
     print(f"# predicted: {plan['predicted']['tpotMs']} ms a token, {plan['predicted']['ttftMs']} ms to the first")
 
 
@@ -182,7 +190,7 @@ SHORT = [Node(name, memory_mib=mib, disk_mbps=500, link_mbit=1000) for name, mib
 
 
 def rounds_and_reading_ahead(bench):
-    for nodes in [BEDS[name] for name in bench.args.beds or []] or [SHORT]:
+    for nodes in [BEDS[name] for name in bench.args.beds or [] if name in BEDS] or [SHORT]:
         compare_rounds(bench, nodes)
 
 
@@ -280,6 +288,11 @@ BEDS = {
     "three short": [Node("attic", 1400, 600, 1000, "0"), Node("cellar", 1300, 600, 1000, "1"), Node("office", 1300, 600, 1000, "1")],
     "four short": [Node(node.name, node.memory_mib, 500, 1000, cpu) for node, cpu in zip(SHORT, "0011")],
 }
+# Beds whose model has experts: all of them have room, and not all.
+MOE_BEDS = {
+    "experts": two((1900, 500), (1700, 500)),
+    "short of experts": two((1500, 800), (1300, 800)),
+}
 CPUS = 2
 
 
@@ -311,8 +324,9 @@ def predictions(bench):
     say("nodes", "k", *(cell for name, _ in PREDICTED for cell in (f"{name}: predicted, ms", "measured", "ratio")))
     say(*["---"] * 8)
     apart = []
-    for name in bench.args.beds or BEDS:
-        nodes = BEDS[name]
+    for name in bench.args.beds or [*BEDS, *MOE_BEDS]:
+        nodes = (BEDS | MOE_BEDS)[name]
+        bench.use(MOE if name in MOE_BEDS else DENSE)
         taken, counts = [prediction(bench, nodes)], len(nodes) <= CPUS
         if counts and any(abs(math.log(a / b)) > math.log(GOAL) for a, b in taken[0][1].values()):
             taken += [prediction(bench, nodes) for _ in range(2)]
@@ -341,13 +355,15 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--answers", type=int, default=3, help="answers of each ring, of which the median counts")
-    parser.add_argument("--beds", nargs="+", choices=BEDS, help="of the predictions (default: all) and of the rounds")
+    beds = [*BEDS, *MOE_BEDS]
+    parser.add_argument("--beds", nargs="+", choices=beds, help="of the predictions (default: all) and, but for those with experts, of the rounds")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before it was done"))  # and leaves nothing behind
     with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp") as folder:
         with Disk(folder, DISK_MIB) as disk:
             bench = Bench(args, folder, disk.path)
             for name in args.what:
+                bench.use(DENSE)
                 what[name](bench)
 
 

@@ -63,7 +63,12 @@ async fn only_holders_of_a_key_are_served() {
 
 /// Asserts that a gateway that has answered exports what the dashboard and the alerts ask of gateways.
 fn assert_dashboard_is_answered(metrics: &Metrics) {
-    let of_others = ["hearth_operator_", "hearth_deployment_", "hearth_node_", "hearth_agent_"];
+    let of_others = [
+        "hearth_operator_",
+        "hearth_deployment_",
+        "hearth_node_",
+        "hearth_agent_",
+    ];
     // They appear with the first one.
     let rare = ["hearth_failovers_total", "hearth_clients_cut_total"];
     let names = metrics.names();

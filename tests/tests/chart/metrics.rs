@@ -80,7 +80,11 @@ fn each_alert_says_what_it_is_and_what_to_do() {
 #[test]
 fn dashboard_and_alerts_ask_only_for_metrics_that_there_are() {
     let mut written = BTreeSet::new();
-    for directory in ["worker/server/src", "worker/src/roles/agent", "operator/src"] {
+    for directory in [
+        "worker/server/src",
+        "worker/src/roles/agent",
+        "operator/src",
+    ] {
         names_in(&root().join(directory), &mut written);
     }
     let is_written = |name: &str| written.contains(name);

@@ -1,10 +1,12 @@
 //! A ring with its gateway, and questions to it.
 
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use futures::future::join_all;
 use hearth_tests::{
-    Answer, RING_MEMBERS, Rank, Ranks, RingMember, chat_body, chat_stream, free_port,
+    Answer, RING_MEMBERS, Rank, Ranks, RingMember, chat_body, chat_stream, free_port, root, run,
+    worker,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -18,7 +20,6 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A ring with its gateway.
 pub(crate) struct Ring {
-    pub(crate) ranks: Ranks,
     pub(crate) plan: Value,
     pub(crate) endpoints: Vec<String>,
     pub(crate) members: Vec<Rank>,
@@ -27,6 +28,8 @@ pub(crate) struct Ring {
     /// Of every member.
     arguments: Vec<String>,
     pub(crate) gateway: Rank,
+    /// With the members' logs, which they print as they are dropped where a test fails.
+    pub(crate) ranks: Ranks,
 }
 
 impl Ring {
@@ -40,8 +43,8 @@ impl Ring {
     }
 
     /// A ring of other members than [`RING_MEMBERS`].
-    pub(crate) fn start_of(planned: &'static [RingMember]) -> Self {
-        Self::of(planned, |_| {}, &[]).started()
+    pub(crate) fn start_of(planned: &'static [RingMember], edit: impl FnOnce(&mut Value)) -> Self {
+        Self::of(planned, edit, &[]).started()
     }
 
     fn started(mut self) -> Self {
@@ -66,11 +69,12 @@ impl Ring {
         edit: impl FnOnce(&mut Value),
         arguments: &[&str],
     ) -> Self {
-        let ranks = Ranks::of_demo();
+        let mut ranks = Ranks::of_demo();
         let addresses = planned.iter().map(|_| format!("127.0.0.1:{}", free_port()));
         let endpoints: Vec<String> = addresses.collect();
         let mut plan = ranks.ring_plan_of(planned, &endpoints);
         edit(&mut plan);
+        ranks.edit(|of_gateway| of_gateway["model"] = plan["model"].clone());
         let gateway = gateway(&ranks);
         Self {
             members: Vec::new(),
@@ -155,12 +159,48 @@ pub(crate) async fn streams(
 
 /// What one process that has all layers answers.
 pub(crate) async fn expected(numbers: std::ops::Range<usize>) -> Vec<Answer> {
-    let ranks = Ranks::of_demo();
+    expected_of(|_| {}, numbers).await
+}
+
+/// The same with another plan.
+pub(crate) async fn expected_of(
+    edit: impl FnOnce(&mut Value),
+    numbers: std::ops::Range<usize>,
+) -> Vec<Answer> {
+    let mut ranks = Ranks::of_demo();
+    ranks.edit(edit);
     let mut decode = ranks.start("decode", "decode-0", &[]);
     decode.wait_until_ready();
     let gateway = gateway(&ranks);
     ranks.route_to(&[&decode]);
     answers(&gateway, numbers).await
+}
+
+/// A random Qwen3 of as many layers as the demo has, with its tokenizer.
+pub(crate) fn dense_model(directory: &Path) -> PathBuf {
+    let config = json!({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "tie_word_embeddings": true, "bos_token_id": 0, "eos_token_id": 1, "rope_theta": 10000.0,
+        "attention_bias": false,
+    });
+    let (file, model) = (directory.join("config.json"), directory.join("model"));
+    std::fs::write(&file, config.to_string()).expect("a file");
+    let mut make = worker();
+    make.args(["random", "--dtype", "bf16", "--config"])
+        .arg(file);
+    let (code, _, said) = run(make.arg("--out").arg(&model));
+    assert_eq!(code, 0, "{said}");
+    for file in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ] {
+        let from = root().join("models/hearth-demo").join(file);
+        std::fs::copy(from, model.join(file)).expect("a copy");
+    }
+    model
 }
 
 pub(crate) fn wait_until(what: &str, holds: impl Fn() -> bool) {

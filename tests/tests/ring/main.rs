@@ -7,13 +7,21 @@ mod steps;
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use harness::{AGAIN, Ring, answers, answers_that_begin, expected, streams, wait_until};
+use harness::{
+    AGAIN, Ring, answers, answers_that_begin, dense_model, expected, expected_of, streams,
+    wait_until,
+};
 use hearth_tests::{RING_MEMBERS, RingMember, Up, UpOptions, root};
 use rustix::process::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Time that a process gets for its answers once it is told to end, by default.
 const GRACE: Duration = Duration::from_secs(30);
+
+const TWO_IN_TWO_ROUNDS: [RingMember; 2] = [
+    ("decode", "decode-0", &[[0, 1], [2, 1]]),
+    ("stage", "stage-0", &[[1, 1], [3, 1]]),
+];
 
 #[tokio::test]
 async fn a_ring_answers_as_one_process_and_loses_nothing_when_members_die() {
@@ -62,10 +70,7 @@ async fn rings_of_two_and_of_four_answer_as_one_process() {
             ("decode", "decode-0", &[[0, 3]]),
             ("stage", "stage-0", &[[3, 1]]),
         ],
-        &[
-            ("decode", "decode-0", &[[0, 1], [2, 1]]),
-            ("stage", "stage-0", &[[1, 1], [3, 1]]),
-        ],
+        &TWO_IN_TWO_ROUNDS,
         &[
             ("decode", "decode-0", &[[0, 1]]),
             ("stage", "stage-0", &[[1, 1]]),
@@ -74,7 +79,7 @@ async fn rings_of_two_and_of_four_answer_as_one_process() {
         ],
     ];
     for members in rings {
-        let mut ring = Ring::start_of(members);
+        let mut ring = Ring::start_of(members, |_| {});
         assert_eq!(answers(&ring.gateway, 0..8).await, want, "{members:?}");
         let last = members.len() - 1;
         ring.kill(last);
@@ -102,6 +107,48 @@ async fn a_member_may_have_its_layers_on_a_device() {
     ring.members[1].wait();
     ring.members[1] = ring.process(1, &[]);
     assert_eq!(answers(&ring.gateway, 0..4).await, want);
+}
+
+/// As the planner has it where no node has memory for its layers: the demo's experts, and dense layers half of which stay.
+#[tokio::test]
+async fn members_that_read_their_weights_for_each_token_answer_as_one_process() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let dense = dense_model(directory.path());
+    let demo = root().join("models/hearth-demo");
+    for (model, budgets) in [
+        (demo, [1_500_000, 1_200_000]),
+        (dense, [2_700_000, 1_700_000]),
+    ] {
+        let of_model = |plan: &mut Value| plan["model"]["path"] = json!(model);
+        let want = expected_of(of_model, 0..4).await;
+        let mut ring = Ring::start_of(&TWO_IN_TWO_ROUNDS, |plan| {
+            of_model(plan);
+            let ranks = plan["ranks"].as_array_mut().into_iter().flatten();
+            for (rank, budget_bytes) in ranks.zip(budgets) {
+                rank["residency"] = json!({
+                    "policy": "MmapPrefetch", "weightBytes": 2 * budget_bytes, "budgetBytes": budget_bytes,
+                });
+            }
+        });
+        assert_eq!(answers(&ring.gateway, 0..4).await, want, "{model:?}");
+        for place in [1, 0] {
+            let mut victim = ring.members.remove(place);
+            let (begins, mut begun) = tokio::sync::mpsc::unbounded_channel();
+            let asked = answers_that_begin(&ring.gateway, 0..4, |number| {
+                // After the first one nobody listens.
+                let _ = begins.send(number);
+            });
+            let restarted = async {
+                begun.recv().await;
+                victim.signal(Signal::KILL);
+                victim.wait();
+                ring.process(place, &[])
+            };
+            let (got, member) = tokio::join!(asked, restarted);
+            assert_eq!(got, want, "{model:?}: {place}");
+            ring.members.insert(place, member);
+        }
+    }
 }
 
 #[tokio::test]

@@ -16,8 +16,10 @@ const CHUNK_TOKENS: u32 = 16;
 /// Parts of the prompt's time in each of which a member is killed.
 const PROMPT_PARTS: u32 = 4;
 
-/// Longest time without a token beyond what its successor takes to be there.
+/// Longest time without a token beyond what its successor takes to be there, for three kills of four.
 const LONGEST_BEYOND_START: Duration = Duration::from_secs(3);
+/// The same for every kill, since a busy machine may hold one up.
+const NEVER_BEYOND_START: Duration = Duration::from_secs(10);
 
 /// When a member is killed.
 #[derive(Clone, Copy, Debug)]
@@ -144,8 +146,8 @@ async fn each_member_killed_at_each_step_costs_seconds_and_no_token() {
         "{} kills, beyond the start of a member {median:.2?} in the median, {longest:.2?} at most",
         beyond.len()
     );
-    // Of three in four, since a busy machine may hold one up.
     assert!(most <= LONGEST_BEYOND_START, "{beyond:.2?}");
+    assert!(longest <= NEVER_BEYOND_START, "{beyond:.2?}");
 }
 
 /// Kills a member at a step of an answer, and starts it again: also returns after how many pieces that was, and how long its successor

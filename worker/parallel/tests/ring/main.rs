@@ -9,6 +9,8 @@ mod harness;
 #[path = "../support/mod.rs"]
 mod support;
 
+use std::sync::atomic::Ordering;
+
 use harness::run_ring;
 use hearth_parallel::Route;
 use support::{Files, run_whole};
@@ -55,6 +57,26 @@ fn rings_give_the_bits_of_one_process(case: &str) {
         for flight_rows in [usize::MAX, 16] {
             let got = run_ring(&files, &route, flight_rows);
             assert!(got == want, "{case}: {windows:?}, flights of {flight_rows}");
+        }
+    }
+}
+
+/// Dense layers, of which the same ones stay, and experts, which stay by chance.
+#[test]
+fn rings_whose_nodes_have_half_the_memory_give_the_same_bits() {
+    for case in ["qwen3", "llama3", "qwen3_moe", "deepseek_v3_fp8"] {
+        let mut files = Files::of(case, LAYERS);
+        let want = run_whole(&files);
+        files.is_short = true;
+        for windows in [&[7, 6][..], &[2, 2], &[3, 2, 2], &[2, 1, 1], &[2, 2, 2, 1]] {
+            let route = Route::around(windows, LAYERS).unwrap();
+            for flight_rows in [usize::MAX, 16] {
+                let got = run_ring(&files, &route, flight_rows);
+                assert!(got == want, "{case}: {windows:?}, flights of {flight_rows}");
+                // Each of the five passes needs all layers, of which half stay at most.
+                let released = files.releases.swap(0, Ordering::Relaxed);
+                assert!(released > LAYERS, "{case}: {windows:?}: {released} were");
+            }
         }
     }
 }

@@ -2,11 +2,15 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use hearth_formats::{Checkpoint, ModelConfig, RandomCheckpoint, write_random};
 use hearth_kernels::{BlockId, CpuBackend, CpuKv, CpuOptions, KvDType, Span};
-use hearth_model::{Batch, ExpansionRoom, Model, ModelError, ModuleSpec, Part, modules, tensors};
-use hearth_residency::Resident;
+use hearth_model::{
+    Batch, ExpansionRoom, Model, ModelError, ModuleId, ModuleSpec, Part, Residency, modules,
+    tensors,
+};
+use hearth_residency::{MmapPrefetch, MmapPrefetchOptions, PrefetchEvent, ReadAhead, Resident};
 
 const BLOCK_TOKENS: usize = 16;
 const BLOCKS: usize = 12;
@@ -18,6 +22,10 @@ pub(crate) struct Files {
     pub(crate) config: ModelConfig,
     /// Whether latent attention is computed with expanded keys and values.
     pub(crate) expands: bool,
+    /// Whether the weights of a part pass through half of the memory that they need.
+    pub(crate) is_short: bool,
+    /// Modules that were released for want of memory.
+    pub(crate) releases: Arc<AtomicUsize>,
     checkpoint: Checkpoint,
     _directory: tempfile::TempDir,
 }
@@ -52,6 +60,8 @@ impl Files {
         write_random(directory.path(), &random, &mut |_, _| {}).unwrap();
         Self {
             expands: false,
+            is_short: false,
+            releases: Arc::default(),
             checkpoint: Checkpoint::open(directory.path()).unwrap(),
             config: ModelConfig::read(directory.path()).unwrap(),
             _directory: directory,
@@ -69,14 +79,46 @@ impl Files {
             ..CpuOptions::default()
         };
         let backend = Arc::new(CpuBackend::new(options).unwrap());
-        let policy = Resident::open(&self.checkpoint, modules, Arc::clone(&backend)).unwrap();
-        let model = Model::new(self.config.clone(), backend, Arc::new(policy)).unwrap();
+        let policy: Arc<dyn Residency<CpuBackend>> = match self.is_short {
+            true => Arc::new(self.passing(modules, &backend)),
+            false => {
+                let backend = Arc::clone(&backend);
+                Arc::new(Resident::open(&self.checkpoint, modules, backend).unwrap())
+            }
+        };
+        let model = Model::new(self.config.clone(), backend, policy).unwrap();
         match self.expands {
             true => model
                 .with_expanded_latents(ExpansionRoom::of(1 << 16))
                 .unwrap(),
             false => model,
         }
+    }
+
+    /// Some modules that are read ahead of their use, and released after it.
+    fn passing(
+        &self,
+        modules: Vec<ModuleSpec>,
+        backend: &Arc<CpuBackend>,
+    ) -> MmapPrefetch<CpuBackend> {
+        // A token reads one row of the embedding.
+        let counted = modules.iter().filter(|it| it.id != ModuleId::Embedding);
+        let sizes = counted.map(|it| it.stored_bytes(&self.checkpoint));
+        let (all_bytes, largest_bytes) = (sizes.clone().sum::<u64>(), sizes.max().unwrap());
+        let releases = Arc::clone(&self.releases);
+        let options = MmapPrefetchOptions {
+            budget_bytes: (all_bytes / 2).max(largest_bytes),
+            lookahead: 2,
+            read_ahead: ReadAhead::Bytes(all_bytes / 4),
+            is_short: true,
+            listener: Some(Box::new(move |event| {
+                if matches!(event, PrefetchEvent::Released(_)) {
+                    releases.fetch_add(1, Ordering::Relaxed);
+                }
+            })),
+            ..MmapPrefetchOptions::default()
+        };
+        MmapPrefetch::open(&self.checkpoint, modules, Arc::clone(backend), options).unwrap()
     }
 }
 

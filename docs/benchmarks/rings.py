@@ -51,7 +51,8 @@ class Bench:
 
     def use(self, config):
         """Makes this the model of what follows."""
-        self.model = self.disk / config
+        # Requests name the folder.
+        self.model = self.disk / config / "model"
         if not self.model.exists():
             config = HERE / f"configs/{config}.json"
             make = [self.worker, "random", "--config", str(config), "--dtype", "bf16", "--out", str(self.model)]

@@ -5,9 +5,10 @@
 
 NAME is an InferenceDeployment that scales to zero, of the cluster that kubectl talks to; URL its endpoint, with /v1. Each round waits
 until the workers have ended, asks, and watches the Pods meanwhile: when the decode worker's Pod was created, when its container ran,
-when it was ready, and when the first token came. With --drop the files below PATH are dropped from this machine's page cache before
-each round, so that the weights are read from disk: PATH is the model, and this machine its node. Python's standard library is all
-it needs.
+when Kubernetes called it ready, and when the first token came, which may be sooner: the gateway asks workers by itself. With --drop
+the files below PATH are dropped from this machine's page cache before each round, so that the weights are read from disk: PATH is the
+model, and this machine its node. Then the rate at which they were read, from when the container ran to the first token, is compared
+with that of reading the files alone, measured before each round. Python's standard library is all it needs.
 """
 
 import argparse
@@ -20,7 +21,9 @@ import threading
 import time
 import urllib.request
 
-PARTS = ["Pod created", "container runs", "worker ready", "first token"]
+PARTS = ["Pod created", "container runs", "Pod ready", "first token"]
+# Seconds that Kubernetes may take to call a Pod ready after its first token.
+READY_S = 30
 
 
 def kubectl(args, *more):
@@ -71,11 +74,43 @@ def first_token(args):
 
 
 def drop(path):
-    for file in pathlib.Path(path).rglob("*"):
-        if file.is_file():
-            handle = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(handle)
+    for file in files(path):
+        handle = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def files(path):
+    return [file for file in pathlib.Path(path).rglob("*") if file.is_file()]
+
+
+def read_s(path):
+    """Seconds to read all files from the disk, one after the other."""
+    drop(path)
+    began, buffer = time.monotonic(), bytearray(8 << 20)
+    for file in files(path):
+        with open(file, "rb", buffering=0) as source:
+            while source.readinto(buffer):
+                pass
+    drop(path)
+    return time.monotonic() - began
+
+
+def measure(args):
+    """Seconds from the question to each part."""
+    command = ["kubectl", "--namespace", args.namespace, "get", "pods", "--watch-only", "-o", "json", "-l", selector(args, "decode")]
+    process, seen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), {}
+    threading.Thread(target=watch, args=(args, seen, process), daemon=True).start()
+    time.sleep(2)
+    began = time.monotonic()
+    seen[PARTS[3]] = first_token(args)
+    while PARTS[2] not in seen and time.monotonic() < seen[PARTS[3]] + READY_S:
+        time.sleep(0.1)
+    process.terminate()
+    missing = [part for part in PARTS if part not in seen]
+    if missing:
+        raise SystemExit(f"no Pod came so far: {', '.join(missing)}")
+    return [seen[part] - began for part in PARTS]
 
 
 def main():
@@ -89,22 +124,15 @@ def main():
     with urllib.request.urlopen(f"{args.url}/models") as models:
         args.model = json.load(models)["data"][0]["id"]
     rounds = []
-    print("| round | " + " | ".join(f"{part}, s" for part in PARTS) + " |\n| --- |" + " --- |" * len(PARTS), flush=True)
+    columns = [f"{part}, s" for part in PARTS] + (["files alone, s", "of their rate"] if args.drop else [])
+    print("| round | " + " | ".join(columns) + " |\n| --- |" + " --- |" * len(columns), flush=True)
     for number in range(1, args.rounds + 1):
         wait_until_at_zero(args)
-        if args.drop:
-            drop(args.drop)
-        command = ["kubectl", "--namespace", args.namespace, "get", "pods", "--watch-only", "-o", "json", "-l", selector(args, "decode")]
-        process, seen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), {}
-        threading.Thread(target=watch, args=(args, seen, process), daemon=True).start()
-        time.sleep(2)
-        began = time.monotonic()
-        seen[PARTS[3]] = first_token(args)
-        time.sleep(1)
-        process.terminate()
-        times = [seen[part] - began for part in PARTS]
-        rounds.append(times)
-        print(f"| {number} | " + " | ".join(f"{it:.2f}" for it in times) + " |", flush=True)
+        alone_s = [read_s(args.drop)] if args.drop else []
+        times = measure(args)
+        shares = [alone / (times[3] - times[1]) for alone in alone_s]
+        rounds.append(times + alone_s + shares)
+        print(f"| {number} | " + " | ".join(f"{it:.2f}" for it in rounds[-1]) + " |", flush=True)
     medians = [statistics.median(column) for column in zip(*rounds)]
     print("| median | " + " | ".join(f"{it:.2f}" for it in medians) + " |")
 

@@ -17,7 +17,8 @@
 #     --programs DIR       programs that are built already: DIR/PLATFORM/hearth and DIR/PLATFORM/hearth-worker
 #     --kernels DIR        kernels that `hearth-worker cuda-compile` wrote already
 #     --tool FILE          the hearth-release program that is built already
-# A platform that is not this machine's needs Rust's target and a C cross toolchain; what is missing is said first.
+# A platform that is not this machine's needs Rust's target and a C cross toolchain. rustup adds the one, and root on Debian gets the
+# other; what is missing otherwise is said first.
 set -euo pipefail
 # Paths are of where it is called from.
 called_from=$PWD
@@ -94,25 +95,37 @@ END
     fi
 }
 
+add_target() { command -v rustup >/dev/null && rustup target add "$1" >&2; }
+
+# Installs a Debian package where nobody has to be asked for it.
+install_package() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return
+    say "installing $1"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >&2
+}
+
 check_tools() {
-    local platform triple gnu missing=()
+    local platform triple gnu runs_here='' missing=()
     if [ -n "$push" ]; then
         command -v skopeo >/dev/null || missing+=("skopeo, to push images (Debian's package skopeo)")
         command -v helm >/dev/null || missing+=("helm, to push the chart (https://helm.sh)")
     fi
     for platform in "${platforms[@]}"; do
         triple=$(triple_of "$platform") gnu=$(gnu_of "$platform")
+        [ "$triple" != "$host" ] || runs_here=yes
         if [ -n "$programs" ]; then
             for program in hearth hearth-worker; do
                 [ -f "$programs/$platform/$program" ] || missing+=("$programs/$platform/$program, which --programs should have")
             done
             continue
         fi
-        [ -d "$(rustc --print target-libdir --target "$triple")" ] ||
+        [ -d "$(rustc --print target-libdir --target "$triple")" ] || add_target "$triple" ||
             missing+=("Rust's standard library for $platform: rustup target add $triple")
-        [ "$triple" = "$host" ] || command -v "$gnu-g++" >/dev/null ||
+        [ "$triple" = "$host" ] || command -v "$gnu-g++" >/dev/null || install_package "crossbuild-essential-$platform" ||
             missing+=("a C toolchain for $platform ($gnu-g++): apt-get install crossbuild-essential-$platform")
     done
+    [ -n "$kernels$runs_here" ] ||
+        missing+=("a program of ${platforms[*]} that runs here, to compile kernels: name a directory with --kernels, or this machine's --platform too")
     [ ${#missing[@]} -eq 0 ] || fail "these are missing:" "$(printf '\n  %s' "${missing[@]}")"
 }
 
@@ -144,14 +157,17 @@ compile_kernels() {
         "$programs/$platform/hearth-worker" cuda-compile --arch "$(sed -n 's/^GPU_ARCHITECTURES = //p' Makefile)" --out "$work/kernels" \
             --nvrtc "$(echo "$cache"/py/lib/python3*/site-packages/nvidia/cuda_nvrtc/lib)"
         kernels=$work/kernels
-        return
     done
-    fail "no program of ${platforms[*]} runs here, to compile kernels: name a directory with --kernels, or this machine's --platform too"
 }
 
+check_source
+if [ -z "$programs" ] || [ -z "$kernels" ]; then
+    scripts/bootstrap.sh images
+    # Where Rust is, if that has just installed it.
+    export PATH="$HOME/.cargo/bin:$PATH"
+fi
 host=$(rustc -vV | sed -n 's/^host: //p')
 target=${CARGO_TARGET_DIR:-target}
-check_source
 check_tools
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
 export SOURCE_DATE_EPOCH
@@ -161,7 +177,6 @@ work=$(mktemp -d "$(dirname "$output")/.release-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/dist"
 
-[ -n "$programs" ] && [ -n "$kernels" ] || scripts/bootstrap.sh images
 if [ -z "$programs" ]; then
     for platform in "${platforms[@]}"; do
         say "building for $platform"

@@ -176,7 +176,7 @@ pub struct PrefillSpec {
     pub max_replicas: Option<u32>,
     /// Auto lets the planner choose. Chunked has no prefill workers: decode workers read prompts in pieces.
     /// StreamLoading keeps all but the routed experts on each worker's GPU and streams these through a ring of slots
-    /// there. DistributedStreamLoading does so on 2, 4 or 8 GPUs that read each long prompt together, one worker on each: each
+    /// there. DistributedStreamLoading does so on 2 to 8 GPUs that read each long prompt together, one worker on each: each
     /// streams its share of the experts and computes its share of the tokens.
     #[serde(default)]
     pub mode: PrefillMode,
@@ -196,7 +196,7 @@ pub struct PrefillSpec {
     )]
     pub chunked_below_tokens: Option<u32>,
     /// GPUs requested for each prefill worker; it computes on one of them. With mode DistributedStreamLoading the number of GPUs
-    /// that read a prompt together: 2, 4 or 8. With 0 no worker uses a GPU. By default the planner's choice with strategy Auto
+    /// that read a prompt together: 2 to 8. With 0 no worker uses a GPU. By default the planner's choice with strategy Auto
     /// or mode DistributedStreamLoading, and none with Hybrid.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
@@ -217,7 +217,7 @@ pub enum PrefillMode {
     Chunked,
     /// Experts stream from host memory through a ring of device buffers (SLP).
     StreamLoading,
-    /// The same over 2, 4 or 8 GPUs, which share the prompt and the experts (DSLP).
+    /// The same over 2 to 8 GPUs, which share the prompt and the experts (DSLP).
     DistributedStreamLoading,
 }
 
@@ -369,7 +369,7 @@ pub struct AutoscalingSpec {
     /// while nothing has been asked. Not beside scaleToZeroAfter. By default false: the next request starts them.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub preload: bool,
-    /// Time for which a lower number of workers must suffice before the pool shrinks, such as 5m. Refused: it is twice
+    /// Time for which a lower number of workers must suffice before the pool shrinks, such as 5m. Refused: it is
     /// the time that a worker takes to start, 1 to 5 minutes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::NEVER).message(rules::NO_STABILIZATION_SAYS)))]

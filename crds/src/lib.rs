@@ -86,7 +86,9 @@ pub use routes::{Route, Routes};
 pub use scaler::*;
 pub use scaling::{ScalingMode, ScalingSpec};
 pub use status::*;
-pub use store::{HUB_ENDPOINT, HUB_REVISION, STORE_KEY_DIGITS, hub_store_key, store_key};
+pub use store::{
+    HUB_ENDPOINT, HUB_REVISION, STORE_KEY_DIGITS, StoredModel, hub_store_key, store_key,
+};
 pub use url::shown_url;
 pub use worker_report::{StreamedPrompts, WorkerReport};
 

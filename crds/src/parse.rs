@@ -89,8 +89,8 @@ pub fn parse_deployment_for(
 
 fn parse(yaml_text: &str, target: Option<Target>) -> Result<InferenceDeployment, ParseError> {
     let object = one_document(yaml_text)?;
-    check_header(&object)?;
-    check_object(object, target)
+    let faults = check_header(&object)?;
+    check_object(object, target, faults)
 }
 
 /// Checks a deployment that did not come from a file (the operator reads it from the API server) by the same rules.
@@ -103,7 +103,7 @@ pub fn validate_deployment(
 ) -> Result<(), ParseError> {
     let object =
         serde_json::to_value(deployment).map_err(|error| ParseError::Schema(error.to_string()))?;
-    check_object(object, Some(target)).map(|_| ())
+    check_object(object, Some(target), Vec::new()).map(|_| ())
 }
 
 fn one_document(text: &str) -> Result<Value, ParseError> {
@@ -198,7 +198,11 @@ fn lines_of(text: &str, key: &str, line: usize, column: usize) -> Vec<String> {
         .collect()
 }
 
-fn check_header(object: &Value) -> Result<(), ParseError> {
+/// Returns the faults of the header.
+///
+/// # Errors
+/// [`ParseError::Fields`] if the file holds another kind of object, whose fields are not those of a deployment.
+fn check_header(object: &Value) -> Result<Vec<FieldError>, ParseError> {
     let mut errors = Vec::new();
     if !object.is_object() {
         let problem = FieldError::describe(Some(object));
@@ -211,8 +215,10 @@ fn check_header(object: &Value) -> Result<(), ParseError> {
         ));
         return Err(ParseError::Fields(errors));
     }
+    let mut is_another = false;
     for (field, wanted) in [("apiVersion", API_VERSION), ("kind", KIND)] {
         if object[field].as_str() != Some(wanted) {
+            is_another |= !object[field].is_null();
             let problem = FieldError::describe(object.get(field));
             errors.push(FieldError::new(
                 field,
@@ -240,21 +246,24 @@ fn check_header(object: &Value) -> Result<(), ParseError> {
             "write a namespace, or remove the line",
         ));
     }
-    if errors.is_empty() {
-        Ok(())
-    } else {
-        Err(ParseError::Fields(errors))
+    match is_another {
+        true => Err(ParseError::Fields(errors)),
+        false => Ok(errors),
     }
 }
 
-/// Checks structure first, so that rules may rely on the types. Broken rules and unsupported capabilities are reported
-/// together.
-fn check_object(object: Value, target: Option<Target>) -> Result<InferenceDeployment, ParseError> {
+/// Checks structure first, so that rules may rely on the types, and reports it with the `faults` of the header. Broken rules and
+/// unsupported capabilities are reported together.
+fn check_object(
+    object: Value,
+    target: Option<Target>,
+    mut faults: Vec<FieldError>,
+) -> Result<InferenceDeployment, ParseError> {
     let schema = crate::crd::deployment_schema().map_err(ParseError::Schema)?;
     let offer = Offer::at(target);
-    let shape = structural::check(schema, &object, offer);
-    if !shape.is_empty() {
-        return Err(ParseError::Fields(shape));
+    faults.extend(structural::check(schema, &object, offer));
+    if !faults.is_empty() {
+        return Err(ParseError::Fields(faults));
     }
     let mut errors = broken_rules(schema, &object, offer)?;
     let deployment = match serde_json::from_value::<InferenceDeployment>(object) {

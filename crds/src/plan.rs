@@ -548,7 +548,7 @@ pub struct PlanRouting {
     /// earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub together_after_quiet_ms: Option<u64>,
-    /// Requests that may wait; further ones get 429.
+    /// Requests that may wait, however few workers there are; further ones get 429. With more workers more may.
     pub max_queue: u32,
     /// Milliseconds that a request may wait before it gets 503.
     pub queue_timeout_ms: u64,
@@ -561,6 +561,8 @@ pub struct PlanRouting {
 impl PlanRouting {
     /// `chunked_below_tokens` of a plan without prefill ranks.
     pub const ALWAYS_CHUNKED: u32 = u32::MAX;
+    /// Requests that may wait for each one that decode workers compute at a time.
+    pub const QUEUED_PER_SLOT: u32 = 32;
 }
 
 /// Predicted performance of the service.

@@ -1,6 +1,6 @@
 //! Groups in a plan: ranks that run one model together, as a ring or as peers.
 
-use crate::plan::{InferencePlanSpec, PlanRank};
+use crate::plan::{InferencePlanSpec, PlanRank, PlanStrategy};
 
 /// A rank's place in a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,17 @@ impl PlanRank {
 }
 
 impl InferencePlanSpec {
+    /// The topology in words. A ring that would be slower than one of its members is that member alone.
+    pub fn topology(&self) -> &'static str {
+        let is_ring = self.ranks.iter().any(|rank| rank.ring.is_some());
+        match self.strategy {
+            PlanStrategy::Hybrid => "hybrid",
+            PlanStrategy::PipedRing if is_ring => "piped ring",
+            PlanStrategy::PipedRing => "one worker",
+            PlanStrategy::Interleaved => "interleaved",
+        }
+    }
+
     /// Returns the ranks of the group whose head has that name, in the order of their places; empty if there is none.
     pub fn group_of(&self, head: &str) -> Vec<&PlanRank> {
         let ranks = self.ranks.iter();

@@ -34,6 +34,9 @@ pub struct PlanInputs {
     /// Name of a fetched model in the nodes' stores; unset for other sources.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_key: Option<String>,
+    /// The commit that its nodes have of a model of a hub; unset for other sources, and while none had told it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_commit: Option<String>,
     /// Nodes that are left out because they refused workers of earlier plans.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 64)))]

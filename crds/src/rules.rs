@@ -63,8 +63,8 @@ pub(crate) const NO_ADAPTERS_SAYS: &str =
     "this engine does not run LoRA adapters: remove them, or merge them into the checkpoint";
 pub(crate) const NOT_INTERLEAVED: &str = "self in ['Auto', 'Hybrid', 'PipedRing']";
 /// Rule for the GPUs of one group of peers.
-pub(crate) const PEERS_NUMBER: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.gpusPerWorker) || self.gpusPerWorker in [2, 4, 8]";
-pub(crate) const PEERS_NUMBER_SAYS: &str = "with mode DistributedStreamLoading gpusPerWorker is the number of GPUs that read a prompt together: write 2, 4 or 8, or remove it";
+pub(crate) const PEERS_NUMBER: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.gpusPerWorker) || (self.gpusPerWorker >= 2 && self.gpusPerWorker <= 8)";
+pub(crate) const PEERS_NUMBER_SAYS: &str = "with mode DistributedStreamLoading gpusPerWorker is the number of GPUs that read a prompt together: write 2 to 8, or remove it";
 /// Rule for one group of peers.
 pub(crate) const PEERS_ONE_GROUP: &str = "!has(self.mode) || self.mode != 'DistributedStreamLoading' || !has(self.replicas) || self.replicas == 1";
 pub(crate) const PEERS_ONE_GROUP_SAYS: &str = "with mode DistributedStreamLoading all prefill workers read one prompt together: write replicas: 1 or remove it, and set the number of GPUs by gpusPerWorker";
@@ -87,7 +87,7 @@ pub(crate) const DUAL_BATCH_HAS_TWO: &str =
 pub(crate) const DUAL_BATCH_HAS_TWO_SAYS: &str = "dualBatch On halves a batch of at least 2 streams: raise maxBatch to 2 or more, or write dualBatch: \"Off\"";
 pub(crate) const KV_TYPES: &str = "self in ['BF16', 'F32']";
 pub(crate) const NO_SPILL_SAYS: &str = "this engine keeps the KV cache in memory: remove spill, and lower contextLength or maxBatch if memory is short";
-pub(crate) const NO_STABILIZATION_SAYS: &str = "pools with scaling.mode Auto shrink after twice the time that a worker takes to start, 1 to 5 minutes: remove scaleDownStabilization";
+pub(crate) const NO_STABILIZATION_SAYS: &str = "pools with scaling.mode Auto shrink once fewer workers have sufficed for as long as one takes to start, 1 to 5 minutes: remove scaleDownStabilization";
 /// Rule against prefill workers that end without the decode workers.
 pub(crate) const PREFILL_ZERO: &str = "!has(self.prefill) || !has(self.prefill.scaling) || !has(self.prefill.scaling.minReplicas) || self.prefill.scaling.minReplicas > 0 || !has(self.prefill.scaling.mode) || self.prefill.scaling.mode != 'Auto' || (has(self.decode) && has(self.decode.scaling) && has(self.decode.scaling.minReplicas) && self.decode.scaling.minReplicas == 0)";
 pub(crate) const PREFILL_ZERO_SAYS: &str = "prefill workers end for want of requests together with the decode workers: write decode.scaling: {mode: Auto, minReplicas: 0} too, or 1 here";

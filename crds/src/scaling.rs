@@ -23,8 +23,7 @@ pub struct ScalingSpec {
     /// autoscaler changes it, such as a HorizontalPodAutoscaler or KEDA, for decode through the deployment's scale
     /// subresource, for prefill through that of the InferencePoolScaler NAME-prefill, which the operator creates.
     /// Auto: Hearth itself, between minReplicas and maxReplicas, so that objectives are kept: more workers at once, also for load
-    /// that is expected when they are ready; fewer when they have sufficed for twice the time that a worker takes to start, 1 to 5
-    /// minutes. replicas is the number to begin with.
+    /// that is expected when they are ready; fewer when they have sufficed for as long as a worker takes to start, 1 to 5 minutes. replicas is the number to begin with.
     #[serde(default)]
     #[cfg_attr(feature = "kube", schemars(extend("maxLength" = 16)))]
     pub mode: ScalingMode,

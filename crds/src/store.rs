@@ -1,5 +1,8 @@
-//! Name under which a node stores a fetched model, and who may use it.
+//! Name under which a node stores a fetched model, who may use it, and what a store says of it.
 
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::model::{HttpSource, HuggingFaceSource, ModelSource};
@@ -12,6 +15,38 @@ pub const STORE_KEY_DIGITS: usize = 32;
 pub const HUB_ENDPOINT: &str = "https://huggingface.co";
 /// The revision of a repository for which none is named.
 pub const HUB_REVISION: &str = "main";
+
+/// A stored model, as `hearth-worker models --json` and `hearth models list -o json` print it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredModel {
+    /// Name of its directory in `models/`.
+    pub key: String,
+    /// Repository and revision, or URL without secrets; `None` if an earlier version fetched it.
+    pub source: Option<String>,
+    /// Commit of a repository.
+    pub commit: Option<String>,
+    /// SHA-256 of an archive.
+    pub sha256: Option<String>,
+    /// Size of its files.
+    pub bytes: u64,
+    /// When it was last asked for or in use, in seconds since 1970; `None` if that is not known.
+    pub used_at_s: Option<u64>,
+    /// When its files were verified, in seconds since 1970; `None` if an earlier version fetched it.
+    pub verified_at_s: Option<u64>,
+    /// Whether a worker has it mapped.
+    pub in_use: bool,
+    /// Whether it stays until it is unpinned.
+    pub pinned: bool,
+    /// Its directory.
+    pub directory: PathBuf,
+}
+
+impl StoredModel {
+    /// Its source; `-` if that is not known.
+    pub fn name(&self) -> &str {
+        self.source.as_deref().unwrap_or("-")
+    }
+}
 
 /// Returns the name of a fetched model in a node's store: different for each archive, URL and holder, so that a model
 /// is given only to deployments whose own source provides it. `holder` identifies who may use the URL; empty for

@@ -10,6 +10,22 @@ use crate::offer::{Offer, join};
 
 /// Members of every object that no schema lists.
 const HEADER: [&str; 3] = ["apiVersion", "kind", "metadata"];
+/// Members of `metadata` that people write.
+const METADATA: [&str; 4] = ["annotations", "labels", "name", "namespace"];
+/// Its other members, which the API server and its clients write (Kubernetes 1.34).
+const METADATA_OF_SERVER: [&str; 11] = [
+    "creationTimestamp",
+    "deletionGracePeriodSeconds",
+    "deletionTimestamp",
+    "finalizers",
+    "generateName",
+    "generation",
+    "managedFields",
+    "ownerReferences",
+    "resourceVersion",
+    "selfLink",
+    "uid",
+];
 
 /// Returns an error for every place where `value`, a whole object, does not match `schema`. Remedies name only what is
 /// in `offer`.
@@ -143,11 +159,25 @@ impl Walk {
         for (name, value) in object {
             // The API server adds these three to every schema.
             if path.is_empty() && HEADER.contains(&name.as_str()) {
+                if name == "metadata" {
+                    self.metadata(value);
+                }
                 continue;
             }
             match properties.get(name) {
                 Some(property) => self.value(property, value, &join(path, name)),
                 None => self.unknown(properties, name, path),
+            }
+        }
+    }
+
+    /// Refuses members of `metadata` that no object has.
+    fn metadata(&mut self, value: &Value) {
+        let names = value.as_object().into_iter().flat_map(Map::keys);
+        for name in names.map(String::as_str) {
+            if !METADATA.contains(&name) && !METADATA_OF_SERVER.contains(&name) {
+                let remedy = one_of_fields(&METADATA, name);
+                self.complain(join("metadata", name), "is not a field of metadata", remedy);
             }
         }
     }
@@ -199,14 +229,17 @@ impl Walk {
                 format!("did you mean {meant}? It is not available here: remove it")
             }
             None if names.is_empty() => format!("remove it: {path} applies only in a cluster"),
-            None => {
-                let remedy = format!("The fields are {}", names.join(", "));
-                meant::with_name(&names, name, remedy)
-            }
+            None => one_of_fields(&names, name),
         };
         let problem = format!("is not a field of {parent}");
         self.complain(join(path, name), problem, remedy);
     }
+}
+
+/// Tells which fields there are, the one that `name` resembles first.
+fn one_of_fields(fields: &[&str], name: &str) -> String {
+    let all = format!("The fields are {}", fields.join(", "));
+    meant::with_name(fields, name, all)
 }
 
 /// Tells which words may be written, of a list separated by commas.

@@ -343,6 +343,55 @@ fn several_faults_come_together() {
 }
 
 #[test]
+fn unknown_fields_are_all_named_with_the_field_that_was_meant() {
+    let text = format!(
+        "apiVersion: hearth.dev/v1alpha1\nkind: InferenceDeployment\nmetadata: {{nam: demo, label: {{a: b}}}}\nspecs: {{}}\nspec:\n{MODEL}  decod: {{}}\n  decode: {{maxbatch: 4, kvCache: {{memry: 1Gi}}}}\n  placement: {{tolerations: [{{keys: gpu}}]}}\n"
+    );
+    let ParseError::Fields(fields) = parse_deployment(&text).unwrap_err() else {
+        panic!()
+    };
+    let mut unknown: Vec<(&str, &str)> = fields
+        .iter()
+        .filter(|field| field.problem.starts_with("is not a field of "))
+        .map(|field| {
+            let meant = field.remedy.strip_prefix("did you mean ");
+            let meant = meant.and_then(|remedy| remedy.split_once('?'));
+            (&*field.field, meant.map_or("", |(meant, _)| meant))
+        })
+        .collect();
+    unknown.sort_unstable();
+    assert_eq!(
+        unknown,
+        [
+            ("metadata.label", "labels"),
+            ("metadata.nam", "name"),
+            ("spec.decod", "decode"),
+            ("spec.decode.kvCache.memry", "memory"),
+            ("spec.decode.maxbatch", "maxBatch"),
+            ("spec.placement.tolerations[0].keys", "key"),
+            ("specs", "spec"),
+        ]
+    );
+    // The name that is missing for it, too.
+    assert!(refusal(&text).starts_with("metadata.name is missing\n"));
+    // A misspelt header hides nothing; another kind of object has other fields.
+    let misspelt = deployment(&format!("{MODEL}  decod: {{}}\n")).replace("kind", "kin");
+    let said = refusal(&misspelt);
+    for part in ["kind is missing", "kin is not a field", "spec.decod is not"] {
+        assert!(said.contains(part), "{said}");
+    }
+    let other = deployment("  replica: 1\n").replace("InferenceDeployment", "Deployment");
+    assert!(
+        !refusal(&other).contains("not a field"),
+        "{}",
+        refusal(&other)
+    );
+    // What the API server writes is taken.
+    let read = deployment(MODEL).replace("{name: demo}", "{name: demo, uid: a, generation: 2}");
+    parse_deployment(&read).unwrap();
+}
+
+#[test]
 fn a_plan_is_immutable() {
     let plan: hearth_crds::InferencePlanSpec = serde_json::from_value(serde_json::json!({
         "generation": 1, "deployment": {"name": "demo", "namespace": "default"}, "strategy": "Hybrid",
@@ -398,11 +447,12 @@ fn what_was_meant_is_asked() {
 }
 
 #[test]
-fn peers_are_one_group_of_2_4_or_8_gpus() {
+fn peers_are_one_group_of_2_to_8_gpus() {
     let mode = "mode: DistributedStreamLoading";
     for accepted in [
         mode.to_owned(),
-        format!("{mode}, gpusPerWorker: 4, replicas: 1"),
+        format!("{mode}, gpusPerWorker: 3, replicas: 1"),
+        format!("{mode}, gpusPerWorker: 8"),
         format!("{mode}, scaling: {{mode: Static}}"),
         "quietWindow: 0s".to_owned(),
         "mode: Auto, quietWindow: 24h".to_owned(),
@@ -413,14 +463,14 @@ fn peers_are_one_group_of_2_4_or_8_gpus() {
             parse_deployment_for(&text, target).unwrap();
         }
     }
-    refused(
-        &format!("  prefill: {{{mode}, gpusPerWorker: 3}}"),
-        "spec.prefill.gpusPerWorker is 3\n  with mode DistributedStreamLoading gpusPerWorker is the number of GPUs that read a prompt together: write 2, 4 or 8, or remove it",
-    );
-    refused(
-        &format!("  prefill: {{{mode}, gpusPerWorker: 0}}"),
-        "spec.prefill.gpusPerWorker is 0\n  with mode DistributedStreamLoading gpusPerWorker is the number of GPUs that read a prompt together: write 2, 4 or 8, or remove it",
-    );
+    for number in [0, 1, 9] {
+        refused(
+            &format!("  prefill: {{{mode}, gpusPerWorker: {number}}}"),
+            &format!(
+                "spec.prefill.gpusPerWorker is {number}\n  with mode DistributedStreamLoading gpusPerWorker is the number of GPUs that read a prompt together: write 2 to 8, or remove it"
+            ),
+        );
+    }
     refused(
         &format!("  prefill: {{{mode}, replicas: 2}}"),
         "spec.prefill.replicas is 2\n  with mode DistributedStreamLoading all prefill workers read one prompt together: write replicas: 1 or remove it, and set the number of GPUs by gpusPerWorker",
@@ -487,7 +537,7 @@ fn what_the_engine_lacks_is_refused_in_the_same_words_at_either_target() {
         (
             "autoscaling.scaleDownStabilization",
             "soon",
-            "spec.autoscaling.scaleDownStabilization is \"soon\"\n  pools with scaling.mode Auto shrink after twice the time that a worker takes to start, 1 to 5 minutes: remove scaleDownStabilization",
+            "spec.autoscaling.scaleDownStabilization is \"soon\"\n  pools with scaling.mode Auto shrink once fewer workers have sufficed for as long as one takes to start, 1 to 5 minutes: remove scaleDownStabilization",
         ),
         (
             "endpoint.gateway",

@@ -45,7 +45,7 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             ui::print_error(&error);
-            ExitCode::FAILURE
+            up::worker::exit_code(&error)
         }
     }
 }

@@ -88,6 +88,26 @@ fn a_url_that_is_none_is_a_wrong_call() {
     }
 }
 
+#[test]
+fn a_virtual_device_that_cannot_be_is_a_wrong_call() {
+    let state = tempfile::tempdir().expect("directory");
+    for (command, further) in [("plan", &[][..]), ("up", &["--port", "0"])] {
+        let (code, _, errors) = run(hearth()
+            .args([command, "--virtual-device", "virtual:memory=8Gi,speed=2"])
+            .args(further)
+            .arg("-f")
+            .arg(root().join("manifests/examples/demo.yaml"))
+            .arg("--state-dir")
+            .arg(state.path()));
+        assert_eq!(code, 2, "{command}: {errors}");
+        assert!(
+            errors.contains("no property `speed=2`: it has memory, ")
+                && errors.contains("and count for plans"),
+            "{command}: {errors}"
+        );
+    }
+}
+
 /// A kubeconfig of a cluster that is not there: nobody listens on port 1.
 const NO_CLUSTER: &str = "{apiVersion: v1, kind: Config, current-context: home,
 clusters: [{name: home, cluster: {server: 'http://127.0.0.1:1'}}],

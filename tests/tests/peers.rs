@@ -126,6 +126,22 @@ impl Peers {
             |metrics| metrics.of_role("hearth_worker_prompt_tokens_total", "prefill") > 0.0,
         );
     }
+
+    /// Waits until the head has reported that keys and values came to all in this way. Passed on, its own go to the other one of its
+    /// node and to one elsewhere, and it hands those of one elsewhere on: two pieces to one.
+    fn wait_until_kv_went(&self, kv: &str) {
+        let what = format!("keys and values went: {kv}");
+        Metrics::wait_for(&self.gateway.metrics_base(), &what, |metrics| {
+            let of_head = |name: &str| metrics.of_rank(name, MEMBERS[0].1);
+            let own = of_head("hearth_worker_peer_kv_bytes_total");
+            let passed_on = of_head("hearth_worker_peer_kv_passed_on_bytes_total");
+            own > 0.0
+                && match kv {
+                    "PassedOn" => (1.5..2.5).contains(&(own / passed_on)),
+                    _ => passed_on == 0.0,
+                }
+        });
+    }
 }
 
 fn gateway(ranks: &Ranks) -> Rank {
@@ -178,6 +194,7 @@ async fn peers_read_prompts_with_the_bits_of_one() {
             "{}",
             head.output()
         );
+        peers.wait_until_kv_went(kv);
     }
 }
 

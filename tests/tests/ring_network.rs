@@ -27,11 +27,12 @@ member() { # ROLE NAME
 }
 ask() { # NAME QUESTION
     echo "BEGINS $1 $(uptime_s)"
-    waited=0
-    until wget -q -O /answer --header 'Content-Type: application/json' --post-file /$2.json http://127.0.0.1:8000/v1/completions; do
+    since=$(cut -d . -f 1 /proc/uptime)
+    # Longer than the gateway waits for workers before it says that there are none.
+    until timeout 150 wget -q -O /answer --header 'Content-Type: application/json' --post-file /$2.json http://127.0.0.1:8000/v1/completions; do
+        now=$(cut -d . -f 1 /proc/uptime)
+        [ $((now - since)) -lt 240 ] || { echo "NO ANSWER $1 $(uptime_s)"; ps; tail -n 500 /*.log; exit 1; }
         sleep 1
-        waited=$((waited + 1))
-        [ $waited -lt 120 ] || { cat /*.log; exit 1; }
     done
     echo "ANSWER $1 $(grep -o '"text":"[^"]*"' /answer)"
     echo "ENDS $1 $(uptime_s)"
@@ -71,6 +72,8 @@ tell JUMPED
 
 # A head that starts again numbers its groups by a clock that is days behind what one member knows and another one, new, does not.
 kill -9 $head $stage
+# Only then are their ports free for the next ones.
+wait $head $stage || true
 jump -172800
 member decode decode-0
 member stage stage-1

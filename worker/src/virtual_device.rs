@@ -18,7 +18,10 @@ pub(crate) struct VirtualArg {
     fault: Option<PathBuf>,
 }
 
-/// All properties.
+/// Property with which plans have several equal devices, each of which has the others.
+pub(crate) const COUNT: &str = "count";
+
+/// All other properties.
 const NAMES: [&str; 11] = [
     "memory", "mode", "copy", "read", "compute", "launch", "stretch", "routing", "seed", "copies",
     "fault",
@@ -117,9 +120,14 @@ impl<'a> Properties<'a> {
         let mut all: Vec<(&str, &str)> = Vec::new();
         for property in text.split(',').filter(|_| !text.is_empty()) {
             let (name, value) = property.split_once('=').unwrap_or((property, ""));
+            if name == COUNT {
+                return Err(
+                    "count is for hearth up, hearth plan and agents, which plan over several devices: leave it out, a tool has one".to_owned(),
+                );
+            }
             if !NAMES.contains(&name) {
                 return Err(format!(
-                    "a virtual device has no property `{property}`: it has {}, as in virtual:memory=8Gi",
+                    "a virtual device has no property `{property}`: it has {}, and {COUNT} for plans over several, as in virtual:memory=8Gi",
                     NAMES.join(", ")
                 ));
             }
@@ -301,6 +309,8 @@ mod tests {
             ("memory=1Gi,memory=2Gi", "twice"),
             ("memory=1Gi,fault", "fault is empty"),
             ("memory=1Gi,speed=2", "no property `speed=2`"),
+            ("memory=1Gi,speed=2", "fault, and count for plans"),
+            ("memory=1Gi,count=2", "leave it out"),
             ("memory=1Gi,read=1GB/s", "read has no effect"),
             ("memory=1Gi,mode=exact,seed=1", "seed has no effect"),
             ("memory=1Gi,copy=1", "GB/s"),

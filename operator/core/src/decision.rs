@@ -41,6 +41,8 @@ pub struct Decision {
     pub scaler: Option<ScalerStep>,
     /// Nodes whose agents should hold the model behind the URL.
     pub fetch_on: Vec<String>,
+    /// The commit of it that its plans record: other nodes get no other one.
+    pub fetch_commit: Option<String>,
     /// The whole status.
     pub status: InferenceDeploymentStatus,
     /// Transitions to report to people; none on a reconcile that changes nothing.

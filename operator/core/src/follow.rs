@@ -16,10 +16,11 @@ use jiff::Timestamp;
 
 use crate::autoscale::queueing::StepTime;
 use crate::autoscale::{Advice, Bounds, Input, Memory, Objectives, Role, Service, advise};
+use crate::choose::rest::has_lost_its_place;
 use crate::choose::{PlanChoice, choose, in_force, worker_nodes_of};
 use crate::key::Key;
 use crate::model::{ModelStep, Search};
-use crate::observed::{Demand, Observed};
+use crate::observed::{Demand, Observed, PodRole};
 use crate::plan_record::{has_failed, spec_of_plan};
 use crate::sharing::unneeded_in_the_way;
 
@@ -82,6 +83,67 @@ impl Followed {
         }
     }
 
+    /// Lowers the numbers of workers that start after there were none, where others have been given room of their plan, are not about
+    /// to end for them, and leave room for fewer. They grow again with the load.
+    pub(crate) fn start_with_fewer(&mut self, observed: &Observed) {
+        let newest = observed.plans.last().filter(|plan| !has_failed(plan));
+        let follows = self.prefill.is_some() || self.decode.is_some();
+        if !follows
+            || has_workers(observed)
+            || !newest.is_some_and(|plan| has_lost_its_place(observed, plan))
+        {
+            return;
+        }
+        let plan_for = |observed: &Observed| choose(observed, Some(&mut Search::of(observed)));
+        let mut alone = observed.clone();
+        alone.neighbours.clear();
+        let choice = plan_for(&alone);
+        let waits = choice.waits_for_place && choice.refusal.is_none();
+        let Some(trouble) = choice.trouble.filter(|_| waits) else {
+            return;
+        };
+        if !observed.neighbours.is_empty() && !plan_for(observed).awaits.is_empty() {
+            return;
+        }
+        let mut fewer = self.clone();
+        while fewer.halve(observed, &trouble.message) {
+            let choice = plan_for(&with_numbers(&alone, &fewer));
+            if choice.is_new && choice.refusal.is_none() {
+                *self = fewer;
+                return;
+            }
+        }
+    }
+
+    /// Halves the numbers, as far as the bounds allow it, and says `why`; returns whether any is lower now.
+    fn halve(&mut self, observed: &Observed, why: &str) -> bool {
+        let mut is_any_lower = false;
+        for (role, pool) in [
+            (Role::Prefill, &mut self.prefill),
+            (Role::Decode, &mut self.decode),
+        ] {
+            let scaling = scaling_of(&observed.deployment.spec, role);
+            let (Some(pool), Some(scaling)) = (pool, scaling) else {
+                continue;
+            };
+            let replicas = (pool.replicas / 2).max(least(scaling));
+            if replicas >= pool.replicas {
+                continue;
+            }
+            let before = planned(observed, role);
+            pool.replicas = replicas;
+            pool.told = PoolAutoscaling {
+                replicas,
+                changed_at: Some(observed.now.to_string()),
+                reason: format!("{before} to {replicas}: {why}"),
+                limited_by: Some(format!("{before} {} workers: {why}", name_of(role))),
+                ..PoolAutoscaling::default()
+            };
+            is_any_lower = true;
+        }
+        is_any_lower
+    }
+
     /// Writes the numbers into a spec.
     fn apply(&self, spec: &mut InferenceDeploymentSpec) {
         if let Some(pool) = &self.prefill {
@@ -138,6 +200,17 @@ fn scaling_of(spec: &InferenceDeploymentSpec, role: Role) -> Option<&ScalingSpec
     scaling.filter(|scaling| scaling.is_auto())
 }
 
+/// The fewest workers of a pool while there are requests.
+fn least(scaling: &ScalingSpec) -> u32 {
+    scaling.min_replicas.unwrap_or(1).max(1)
+}
+
+fn has_workers(observed: &Observed) -> bool {
+    let is_worker = |role: PodRole| role != PodRole::Inspect && !role.is_gateway();
+    let mut pods = observed.pods.iter();
+    pods.any(|pod| is_worker(pod.role) && !pod.has_ended())
+}
+
 fn name_of(role: Role) -> &'static str {
     plan_role(role).as_str()
 }
@@ -186,7 +259,7 @@ fn decide(observed: &Observed, role: Role, scaling: &ScalingSpec, followed: &mut
         bounds: Bounds {
             replicas,
             ready: ready(observed, role),
-            min: scaling.min_replicas.unwrap_or(1).max(1),
+            min: least(scaling),
             max: scaling.max_replicas.unwrap_or(MOST),
         },
         demand: observed.demand.as_ref(),

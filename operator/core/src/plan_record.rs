@@ -144,6 +144,11 @@ pub fn model_key_of(plan: &InferencePlan) -> Option<String> {
     }
 }
 
+/// The commit of a plan's model, if it is of a hub and was known when the plan was made.
+pub(crate) fn model_commit_of(plan: &InferencePlan) -> Option<&str> {
+    plan.spec.inputs.as_ref()?.model_commit.as_deref()
+}
+
 /// See [`model_key_of`]: the key of a plan that cannot be parsed, from its spec and its annotations.
 pub fn model_key_of_raw(
     spec: &Value,

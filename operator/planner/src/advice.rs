@@ -1,7 +1,8 @@
 //! Changes that would fit instead; each is tried before it is suggested.
 
 use hearth_crds::{
-    InferenceDeploymentSpec, NodeProfileStatus, Pinning, PlanRole, PrefillMode, format_bytes,
+    InferenceDeploymentSpec, MOST_WAITING_BYTES, NodeProfileStatus, Pinning, PlanRole, PrefillMode,
+    format_bytes,
 };
 
 use crate::cpus::{CpuLack, CpuRoom, core_count};
@@ -103,6 +104,65 @@ pub(crate) fn fewer_peers(
         spec,
     };
     trial.fewer_peers(demand)
+}
+
+/// The least that must change about the KV cache so that a demand `fits`: the longest context, or the largest budget if the spec
+/// says one. Both are rounded down to what is easy to read.
+pub(crate) fn smaller_kv(
+    demand: &Demand<'_>,
+    fits: impl Fn(&Demand<'_>) -> bool,
+) -> Option<Advice> {
+    match demand.kv_memory_bytes {
+        Some(bytes) => kv_memory(bytes, demand, fits),
+        None => context(demand, fits),
+    }
+}
+
+/// Advice to shorten the context to the longest one that fits, in steps of 16 tokens, or of 1024 if it is that long.
+fn context(demand: &Demand<'_>, fits: impl Fn(&Demand<'_>) -> bool) -> Option<Advice> {
+    let fits = |tokens: u32| {
+        fits(&Demand {
+            context_length: tokens,
+            chunk_tokens: demand.chunk_tokens.min(tokens),
+            ..*demand
+        })
+    };
+    let blocks = largest(
+        demand.context_length.saturating_sub(1) / BLOCK_TOKENS,
+        |n| fits(n * BLOCK_TOKENS),
+    )?;
+    let tokens = blocks * BLOCK_TOKENS;
+    let round = tokens / 1024 * 1024;
+    Some(Advice::ContextLength(match round > 0 && fits(round) {
+        true => round,
+        false => tokens,
+    }))
+}
+
+/// Advice to set the largest KV budget that fits and still holds the context, in steps of up to a sixteenth, or to set none.
+fn kv_memory(
+    most_bytes: u64,
+    demand: &Demand<'_>,
+    fits: impl Fn(&Demand<'_>) -> bool,
+) -> Option<Advice> {
+    let fits = |kv_memory_bytes: Option<u64>| {
+        fits(&Demand {
+            kv_memory_bytes,
+            ..*demand
+        })
+    };
+    let holds = |mib: u32| u64::from(mib) << 20 >= demand.kv_bytes(demand.context_length);
+    let fits_mib = |mib: u32| fits(Some(u64::from(mib) << 20));
+    let most_mib = u32::try_from(most_bytes >> 20).unwrap_or(u32::MAX);
+    if let Some(mib) = largest(most_mib, fits_mib).filter(|mib| holds(*mib)) {
+        let round = mib & (u32::MAX << mib.ilog2().saturating_sub(4));
+        let mib = match holds(round) && fits_mib(round) {
+            true => round,
+            false => mib,
+        };
+        return Some(Advice::KvMemory(u64::from(mib) << 20));
+    }
+    fits(None).then_some(Advice::RemoveKvMemory)
 }
 
 /// Returns the shortage of all ranks together if there is only one node: it is more informative than the shortage of
@@ -333,11 +393,9 @@ impl Trial<'_> {
     /// Single changes that fit, mildest first.
     fn advice(&self, demand: &Demand<'_>) -> Vec<Advice> {
         let mut advice = Vec::new();
-        if demand.kv_memory_bytes.is_some() {
-            advice.extend(self.kv_memory(demand));
-        } else {
-            advice.extend(self.context(demand).map(Advice::ContextLength));
-        }
+        advice.extend(smaller_kv(demand, |smaller| {
+            self.fits(smaller, self.wanted)
+        }));
         advice.extend(self.fewer_peers(demand));
         advice.extend(self.fewer_workers(demand));
         advice
@@ -353,7 +411,10 @@ impl Trial<'_> {
             };
             self.fits(demand, wanted)
         };
-        let mut fewer = PEERS.into_iter().filter(|peers| *peers < self.wanted.peers);
+        let mut fewer = PEERS
+            .into_iter()
+            .filter(|peers| *peers < self.wanted.peers)
+            .filter(|peers| demand.exchange_bytes(*peers) <= MOST_WAITING_BYTES);
         // Where the spec does not say how many, fewer were tried.
         if let Some(peers) = fewer.find(|peers| asked.is_some() && fits(*peers)) {
             return Some(Advice::FewerPeers(peers));
@@ -418,49 +479,6 @@ impl Trial<'_> {
         place(self.estimator.nodes(), demand, wanted, &estimator)
             .is_ok()
             .then_some(Advice::RunOnCpus(asked_by))
-    }
-
-    /// The longest context that fits, in steps of 16 tokens, or of 1024 if it is that long.
-    fn context(&self, demand: &Demand<'_>) -> Option<u32> {
-        let fits = |tokens: u32| {
-            let shorter = Demand {
-                context_length: tokens,
-                chunk_tokens: demand.chunk_tokens.min(tokens),
-                ..*demand
-            };
-            self.fits(&shorter, self.wanted)
-        };
-        let blocks = largest(
-            demand.context_length.saturating_sub(1) / BLOCK_TOKENS,
-            |n| fits(n * BLOCK_TOKENS),
-        )?;
-        let tokens = blocks * BLOCK_TOKENS;
-        let round = tokens / 1024 * 1024;
-        Some(if round > 0 && fits(round) {
-            round
-        } else {
-            tokens
-        })
-    }
-
-    /// Advice to set the largest KV budget that fits and still holds the context, or to set none.
-    fn kv_memory(&self, demand: &Demand<'_>) -> Option<Advice> {
-        let most_mib = u32::try_from(demand.kv_memory_bytes? >> 20).unwrap_or(u32::MAX);
-        let of = |mib: u32| Demand {
-            kv_memory_bytes: Some(u64::from(mib) << 20),
-            ..*demand
-        };
-        if let Some(mib) = largest(most_mib, |mib| self.fits(&of(mib), self.wanted))
-            && u64::from(mib) << 20 >= demand.kv_bytes(demand.context_length)
-        {
-            return Some(Advice::KvMemory(u64::from(mib) << 20));
-        }
-        let derived = Demand {
-            kv_memory_bytes: None,
-            ..*demand
-        };
-        self.fits(&derived, self.wanted)
-            .then_some(Advice::RemoveKvMemory)
     }
 
     fn replicas(&self, demand: &Demand<'_>) -> Option<Advice> {

@@ -208,7 +208,7 @@ fn errors_of_peers(prefill: &PrefillSpec) -> Vec<(&'static str, &'static str, St
             .is_some_and(|gpus| !PEERS.contains(&gpus)),
         "spec.prefill.gpusPerWorker",
         "is no number of GPUs that read prompts together",
-        "write 2, 4 or 8, or remove it",
+        "write 2 to 8, or remove it",
     );
     refuse(
         prefill.planned_replicas() != 1,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use hearth_crds::{FieldError, format_bytes};
+use hearth_crds::{FieldError, MemoryQuantity, format_bytes};
 
 use crate::disks;
 use crate::gpus::LEAST_CAPABILITY;
@@ -57,9 +57,11 @@ impl fmt::Display for Advice {
         match self {
             Self::ContextLength(tokens) => write!(f, "lower spec.model.contextLength to {tokens}"),
             Self::RemoveKvMemory => f.write_str("remove spec.decode.kvCache.memory"),
-            Self::KvMemory(bytes) => {
-                write!(f, "lower spec.decode.kvCache.memory to {}Mi", bytes >> 20)
-            }
+            Self::KvMemory(bytes) => write!(
+                f,
+                "lower spec.decode.kvCache.memory to {}",
+                MemoryQuantity::from_bytes(*bytes)
+            ),
             Self::DecodeReplicas(replicas) => write!(f, "lower spec.decode.replicas to {replicas}"),
             Self::GatewayReplicas(replicas) => {
                 write!(f, "lower spec.gateway.replicas to {replicas}")
@@ -236,7 +238,7 @@ pub enum PlanError {
     /// No ring of the nodes has room.
     #[error(
         "the model fits no ring of the nodes: weights take {}, and KV {} ({kv_of})\n  \
-         there is room for {accounts}\n  {}",
+         {accounts}\n  {}",
         format_bytes(*.weights_bytes), format_bytes(*.kv_bytes), any_of(.advice)
     )]
     NoRoomInRing {
@@ -246,7 +248,7 @@ pub enum PlanError {
         kv_bytes: u64,
         /// What says how much KV.
         kv_of: String,
-        /// What each node has, in words.
+        /// What each node and GPU has, in words.
         accounts: String,
         /// Changes that fit, each on its own; at least one.
         advice: Vec<Advice>,

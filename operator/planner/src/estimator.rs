@@ -355,6 +355,14 @@ impl<'a> Estimator<'a> {
         Estimator { demand, ..*self }
     }
 
+    /// The same spec and demand with other nodes.
+    pub(crate) fn with_nodes<'b>(&self, nodes: &'b [&'b NodeProfileStatus]) -> Estimator<'b>
+    where
+        'a: 'b,
+    {
+        Estimator { nodes, ..*self }
+    }
+
     /// The same nodes and model with another spec.
     pub(crate) fn with_spec<'b>(&self, spec: &'b InferenceDeploymentSpec) -> Estimator<'b>
     where

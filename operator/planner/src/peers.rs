@@ -202,10 +202,12 @@ mod tests {
             let others = std::iter::repeat_n(hop, ranks as usize - 1);
             rows_bytes(&facts, 800, Peer::new(ranks, others))
         };
-        // 2 · 4 N D / S to each, and from more ranks than experts of a token on 2 · 4 N A D / S².
+        // 2 · 4 N D / S to each, and 2 · 4 N A D / S² from more ranks than experts of a token, or as many as SmallEP is not for.
         assert_eq!(bytes(2), 8.0 * 800.0 * 1000.0 / 2.0);
         assert_eq!(bytes(4), 8.0 * 800.0 * 1000.0 / 4.0);
         assert_eq!(bytes(8), 8.0 * 800.0 * 4.0 * 1000.0 / 64.0);
+        let of_three = 8.0 * 800.0 * 4.0 * 1000.0 / 9.0;
+        assert!((bytes(3) / of_three - 1.0).abs() < 1e-9);
     }
 
     #[test]

@@ -6,14 +6,13 @@ use crate::draft::{Draft, ranks_of};
 
 /// Prompt tokens below which, on CPUs, the KV transfer from prefill to decode costs more than it saves.
 const CHUNKED_BELOW_TOKENS: u32 = 32;
-/// Minimum length of the gateway's queue, in requests.
+/// Minimum bound of the gateway's queue, in requests.
 const LEAST_QUEUE: u32 = 256;
 /// Longest time that a request may wait in the queue.
 const QUEUE_TIMEOUT_MS: u64 = 120_000;
 
 impl Draft<'_> {
     pub(crate) fn routing(&self, ranks: &[PlanRank]) -> PlanRouting {
-        let streams: u32 = ranks_of(ranks, PlanRole::Decode).map(|r| r.max_batch).sum();
         let has_prefill = ranks_of(ranks, PlanRole::Prefill).next().is_some();
         let asked = self.input.spec.prefill.chunked_below_tokens;
         PlanRouting {
@@ -23,7 +22,7 @@ impl Draft<'_> {
                 (true, None) => self.chunked_below_tokens(ranks),
             },
             together_after_quiet_ms: self.together_after_quiet_ms(),
-            max_queue: streams.saturating_mul(32).max(LEAST_QUEUE),
+            max_queue: self.least_queue(),
             queue_timeout_ms: QUEUE_TIMEOUT_MS,
             hold_timeout_ms: self
                 .input
@@ -31,6 +30,16 @@ impl Draft<'_> {
                 .hold_timeout()
                 .map(|hold| u64::try_from(hold.as_millis()).unwrap_or(u64::MAX)),
         }
+    }
+
+    /// What may wait for one worker. With more of them gateways let more wait: if the plan had a bound by their number, another
+    /// number would replace the gateways.
+    fn least_queue(&self) -> u32 {
+        let by_slots = self
+            .demand
+            .max_batch
+            .saturating_mul(PlanRouting::QUEUED_PER_SLOT);
+        by_slots.max(LEAST_QUEUE)
     }
 
     /// Whether prefill ranks stream their experts.

@@ -5,6 +5,10 @@ use hearth_crds::{
     STREAMED_DENSE_VERSION,
 };
 
+/// Said where one node's CPUs, or one GPU, are all that could be in a ring.
+pub(crate) const NO_RING: &str =
+    "piped ring: it takes two members, each a GPU or the CPUs of a node, and there is one";
+
 /// Nodes of the gateways if there are several; a single one is on the first decode rank's node.
 pub(crate) fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
     let all: Vec<&PlanRank> = ranks

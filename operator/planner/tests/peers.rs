@@ -6,9 +6,9 @@ mod support;
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    ComputeCapability, GpuProfile, InferencePlanSpec, LinkProfile, NodeProfileStatus,
-    PEERS_VERSION, PlanExpertParallel, PlanKvGather, PlanRank, PlanRole, RING_VERSION,
-    ResidencyPolicy,
+    ComputeCapability, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec, LinkProfile,
+    NodeProfileStatus, PEERS_VERSION, PlanExpertParallel, PlanKvGather, PlanRank, PlanRole,
+    RING_VERSION, ResidencyPolicy,
 };
 use hearth_planner::{Advice, GpuOffer, PlanError, PlanInput, plan};
 use support::{GIB, dense_1_7b, gpu, laptop, plan_input_here, plugin, qwen3_30b, spec};
@@ -16,6 +16,7 @@ use support::{GIB, dense_1_7b, gpu, laptop, plan_input_here, plugin, qwen3_30b, 
 /// A context beside which both a prefill and a decode rank have room on 8 GiB.
 const SHORT: &str = "model: {source: {builtin: {name: hearth-demo}}, contextLength: 2048}\n";
 const TOGETHER: &str = "prefill: {mode: DistributedStreamLoading}\n";
+const FOUR: &str = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 4}\n";
 
 /// A laptop of a name with so much memory and so many GPUs of 8 GiB.
 fn node(name: &str, memory_gib: u64, gpus: u32) -> NodeProfileStatus {
@@ -153,14 +154,97 @@ fn two_gpus_of_a_machine_read_prompts_together() {
     );
 }
 
+/// How rows come to experts, which is the same at all members.
+fn way(members: &[&PlanRank]) -> PlanExpertParallel {
+    let of = |rank: &PlanRank| rank.peers.as_ref().unwrap().experts;
+    let way = of(members[0]);
+    assert!(members.iter().all(|rank| of(rank) == way), "{members:?}");
+    way
+}
+
 #[test]
-fn as_many_gpus_read_together_as_are_a_power_of_two() {
-    for (gpus, peers) in [(2, 2), (3, 2), (4, 4), (7, 4), (8, 8)] {
-        let plan = here(TOGETHER, &[node("office", 60, gpus)]);
-        assert_eq!(members(&plan).len(), peers, "{gpus}");
+fn any_number_of_gpus_reads_together_by_a_way_that_keeps_the_bits() {
+    for asked in 2..=8 {
+        let yaml = format!("prefill: {{mode: DistributedStreamLoading, gpusPerWorker: {asked}}}\n");
+        let plan = here(&yaml, &[node("office", 60, 8)]);
+        let members = members(&plan);
+        assert_eq!(members.len(), asked);
+        let (want, words) = match asked {
+            2 | 4 | 8 => (PlanExpertParallel::SmallEp, "come back summed (SmallEP)"),
+            _ => (PlanExpertParallel::Ep, "(EP): sums of "),
+        };
+        assert_eq!(way(&members), want, "{asked}");
+        assert_line(
+            &plan.why,
+            &format!("{asked} GPUs read prompts together"),
+            words,
+        );
     }
-    let two = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 2}\n";
-    assert_eq!(members(&here(two, &[node("office", 60, 4)])).len(), 2);
+    let three = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 3}\n";
+    let three = here(three, &[node("office", 60, 3)]);
+    assert_line(
+        &three.why,
+        "prompts of prefill-0",
+        "without one of them those that are left read on, or prefill-0 alone",
+    );
+}
+
+/// Milliseconds that a prompt of the whole context takes all peers, as the plan says it.
+fn together_ms(plan: &InferencePlanSpec) -> f64 {
+    let mut told = plan
+        .why
+        .iter()
+        .filter_map(|line| line.strip_prefix("a prompt of 2048 tokens takes "));
+    let (time, _) = told.next().unwrap().split_once(" together").unwrap();
+    let (number, unit) = time.split_once(' ').unwrap();
+    let number: f64 = number.parse().unwrap();
+    match unit {
+        "s" => number * 1e3,
+        _ => number,
+    }
+}
+
+/// Each more takes a part of the copies, and what they exchange takes longer.
+#[test]
+fn as_many_gpus_read_together_as_read_a_prompt_soonest() {
+    let with_link = |gpus: u32, pcie_gbps: f64| {
+        let mut node = node("office", 60, gpus);
+        for gpu in &mut node.gpus {
+            gpu.pcie_gbps = pcie_gbps;
+        }
+        node
+    };
+    let mut chosen = Vec::new();
+    for (gpus, pcie_gbps) in [
+        (2, 25.0),
+        (3, 1.0),
+        (3, 100.0),
+        (4, 25.0),
+        (7, 1.0),
+        (8, 25.0),
+    ] {
+        let office = with_link(gpus, pcie_gbps);
+        let plan = here(TOGETHER, std::slice::from_ref(&office));
+        let peers = members(&plan).len() as u32;
+        chosen.push((gpus, pcie_gbps, peers));
+        for other in 2..=gpus {
+            let yaml =
+                format!("prefill: {{mode: DistributedStreamLoading, gpusPerWorker: {other}}}\n");
+            let other_ms = together_ms(&here(&yaml, std::slice::from_ref(&office)));
+            assert!(
+                together_ms(&plan) <= other_ms,
+                "{peers} and {other} of {gpus}"
+            );
+        }
+        let told = plan.not_chosen.iter().any(|line| {
+            line.contains("GPUs reading prompts together: a prompt of 2048 tokens would take")
+                && line.ends_with(&format!(" on {peers}"))
+        });
+        assert_eq!(told, gpus > 2, "{:#?}", plan.not_chosen);
+    }
+    // A slow link makes a third one pay, and a fast one does not.
+    assert!(chosen.contains(&(3, 1.0, 3)), "{chosen:?}");
+    assert!(chosen.contains(&(3, 100.0, 2)), "{chosen:?}");
 }
 
 /// Beside a rank that has all experts in memory, a follower can have them too.
@@ -179,7 +263,7 @@ fn followers_stand_in_for_lost_ones_where_all_experts_are_in_memory_anyway() {
         });
         told.collect::<Vec<_>>()
     };
-    let plan = here(TOGETHER, &[node("office", 60, 4)]);
+    let plan = here(FOUR, &[node("office", 60, 4)]);
     let office = |stands_in| ("office".to_owned(), stands_in);
     assert_eq!(stand_ins(&plan), [office(true), office(true), office(true)]);
     assert_line(
@@ -188,7 +272,7 @@ fn followers_stand_in_for_lost_ones_where_all_experts_are_in_memory_anyway() {
         "without one of them as many of those that are left as are a power of two read on, or prefill-0 alone",
     );
     // Two shares have room there, and all experts have not.
-    let plan = here(TOGETHER, &[node("attic", 18, 2), node("office", 60, 2)]);
+    let plan = here(FOUR, &[node("attic", 18, 2), node("office", 60, 2)]);
     let attic = || ("attic".to_owned(), false);
     let mut told = stand_ins(&plan);
     told.sort();
@@ -203,11 +287,13 @@ fn followers_stand_in_for_lost_ones_where_all_experts_are_in_memory_anyway() {
 fn rows_go_to_the_experts_that_they_choose_where_these_are_fewer_than_the_gpus() {
     let mut facts = qwen3_30b();
     facts.experts_per_token = 4;
-    let spec = serde_norway::from_str(&format!("{SHORT}{TOGETHER}")).unwrap();
+    let mut spec: InferenceDeploymentSpec =
+        serde_norway::from_str(&format!("{SHORT}{TOGETHER}")).unwrap();
     for (gpus, way) in [
         (4, PlanExpertParallel::SmallEp),
         (8, PlanExpertParallel::Ep),
     ] {
+        spec.prefill.gpus_per_worker = Some(gpus);
         let nodes = [node("office", 60, gpus)];
         let plan = plan(&plan_input_here(&spec, &facts, &nodes)).unwrap();
         let peers = rank(&plan, "stage-0").peers.clone().unwrap();
@@ -255,8 +341,7 @@ fn keys_and_values_are_passed_on_where_gpus_share_a_slow_way_to_others() {
         let of = |rank: &&PlanRank| rank.peers.as_ref().unwrap().kv;
         members(plan).iter().map(of).collect::<Vec<_>>()
     };
-    let four = "prefill: {mode: DistributedStreamLoading, gpusPerWorker: 4}\n";
-    let slow = here(four, &two_nodes(2, 1.1));
+    let slow = here(FOUR, &two_nodes(2, 1.1));
     // Followers are told by the head, and are not started anew where the links change.
     let want = [
         PlanKvGather::PassedOn,
@@ -271,7 +356,7 @@ fn keys_and_values_are_passed_on_where_gpus_share_a_slow_way_to_others() {
         "if each GPU sent its own to each other",
     );
     // A link as fast as the way within a node: two hops take longer than one.
-    let fast = here(four, &two_nodes(2, 400.0));
+    let fast = here(FOUR, &two_nodes(2, 400.0));
     assert_eq!(kv(&fast), [PlanKvGather::Direct; 4]);
     assert_line(
         &fast.why,
@@ -367,7 +452,8 @@ fn what_peers_cannot_do_is_refused() {
         "spec.prefill.mode is \"DistributedStreamLoading\"\n  qwen3 has no routed experts to stream: write Auto or Chunked"
     );
     for (more, field) in [
-        ("gpusPerWorker: 3", "spec.prefill.gpusPerWorker"),
+        ("gpusPerWorker: 1", "spec.prefill.gpusPerWorker"),
+        ("gpusPerWorker: 9", "spec.prefill.gpusPerWorker"),
         ("replicas: 2", "spec.prefill.replicas"),
         ("scaling: {mode: External}", "spec.prefill.scaling.mode"),
         ("scaling: {mode: Auto}", "spec.prefill.scaling.mode"),

@@ -8,12 +8,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
     ComputeCapability, DualBatch, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
-    NodeProfileStatus, Pinning, PlanRank, PlanRole, PlanStrategy, PrefillMode,
+    MemoryQuantity, NodeProfileStatus, Pinning, PlanRank, PlanRole, PlanStrategy, PrefillMode,
 };
-use hearth_planner::{Advice, AskedBy, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanInput, plan};
+use hearth_planner::{Advice, CpuOffer, CpuRoom, GpuOffer, PlanError, PlanInput, plan};
 use proptest::prelude::*;
+use support::advice::{followed, write};
 use support::{
-    GIB, MIB, Machine, cpu_rooms, demo_model, dense_1_7b, gpu, plan_input, qwen3_30b, spec,
+    GIB, MIB, Machine, cpu_rooms, demo_model, dense_1_7b, gpu, plan_input, plan_input_here,
+    qwen3_30b, spec,
 };
 
 fn machine() -> impl Strategy<Value = NodeProfileStatus> {
@@ -203,7 +205,7 @@ fn assert_peers(plan: &InferencePlanSpec, mode: PrefillMode) {
             (peers.place as usize, peers.ranks as usize),
             (place, members.len())
         );
-        assert!([2, 4, 8].contains(&members.len()));
+        assert!((2..=8).contains(&members.len()));
         assert!(
             gpus.insert((&member.node, &member.device_name)),
             "{member:?}"
@@ -336,6 +338,51 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn refusals_of_rings_help(
+        machines in prop::collection::vec((machine(), gpus(), any::<bool>(), 0_u64..32), 1..=3),
+        context in 16_u32..4096, kv in prop::option::of(1_u64..60_000), model in 0..3_usize
+    ) {
+        let facts = [demo_model(), dense_1_7b(), qwen3_30b()][model].clone();
+        let nodes = machines.into_iter().zip(["attic", "cellar", "office"]);
+        let nodes: Vec<NodeProfileStatus> = nodes
+            .map(|((mut node, mut gpus, has_disk, used_gib), name)| {
+                for gpu in &mut gpus {
+                    gpu.uuid = format!("{}-{name}", gpu.uuid);
+                }
+                node.memory.total_bytes = node.memory.available_bytes + used_gib * GIB;
+                node.disks.retain(|_| has_disk);
+                NodeProfileStatus { node: name.into(), gpus, ..node }
+            })
+            .collect();
+        let mut spec = spec("strategy: PipedRing\n");
+        spec.model.context_length = Some(context);
+        spec.decode.kv_cache.memory = kv.map(|mib| MemoryQuantity::from_bytes(mib * MIB));
+        let plan = |spec: &_, nodes: &[NodeProfileStatus]| plan(&plan_input_here(spec, &facts, nodes));
+        let Err(error) = plan(&spec, &nodes) else {
+            return Ok(());
+        };
+        let PlanError::NoRoomInRing { advice, .. } = &error else {
+            // A budget that does not hold the context, or no CPU for a member.
+            return Ok(());
+        };
+        prop_assert!(!advice.is_empty());
+        for node in &nodes {
+            prop_assert!(error.to_string().contains(&node.node), "{error}");
+        }
+        for advice in advice {
+            if let Some((spec, nodes)) = followed(advice, (&spec, &nodes)) {
+                let planned = plan(&spec, &nodes);
+                prop_assert!(planned.is_ok(), "{error}\nafter {advice}: {}", planned.unwrap_err());
+                support::rings::check(&planned.unwrap(), &facts, &nodes);
+            }
+        }
+    }
+}
+
 type Rooms = BTreeMap<String, CpuRoom>;
 
 /// Applies the advice of a refusal, one piece at a time, and expects a plan.
@@ -408,56 +455,5 @@ fn follow(
             "{error}\nafter {advice}: {}",
             planned.unwrap_err()
         );
-    }
-}
-
-/// Writes what advice about the spec says.
-fn write(changed: &mut InferenceDeploymentSpec, advice: &Advice) {
-    match advice {
-        Advice::ContextLength(tokens) => changed.model.context_length = Some(*tokens),
-        Advice::RemoveKvMemory => changed.decode.kv_cache.memory = None,
-        Advice::KvMemory(bytes) => {
-            changed.decode.kv_cache.memory = Some(hearth_crds::MemoryQuantity::from_bytes(*bytes));
-        }
-        Advice::DecodeReplicas(replicas) => changed.decode.replicas = Some(*replicas),
-        Advice::GatewayReplicas(replicas) => changed.gateway.replicas = *replicas,
-        Advice::Chunked => {
-            changed.prefill.replicas = None;
-            changed.prefill.mode = hearth_crds::PrefillMode::Chunked;
-        }
-        Advice::ReadAlone(has_gpus) => {
-            assert_eq!(*has_gpus, changed.prefill.gpus_per_worker.is_some());
-            changed.prefill.mode = PrefillMode::StreamLoading;
-            changed.prefill.gpus_per_worker = None;
-        }
-        Advice::FewerPeers(peers) => changed.prefill.gpus_per_worker = Some(*peers),
-        Advice::Share => changed.placement.pinning = Pinning::Shared,
-        Advice::RunOnCpus(asked_by) => run_on_cpus(changed, *asked_by),
-        Advice::FreeCpu(_)
-        | Advice::MoreCores(_)
-        | Advice::FreeGpuMemory(_)
-        | Advice::FreeMemoryOf(..)
-        | Advice::MeasureDisks(_)
-        | Advice::SmallerModel
-        | Advice::FreeMemory(_) => panic!("{advice} is nothing to write"),
-    }
-}
-
-/// Takes back all that asks for a GPU.
-fn run_on_cpus(deployment: &mut InferenceDeploymentSpec, asked_by: AskedBy) {
-    let AskedBy {
-        gpus_per_worker,
-        stream_loading,
-        peers,
-        dual_batch,
-    } = asked_by;
-    if gpus_per_worker || !(stream_loading || peers || dual_batch) {
-        deployment.prefill.gpus_per_worker = Some(0);
-    }
-    if stream_loading || peers {
-        deployment.prefill.mode = PrefillMode::Auto;
-    }
-    if dual_batch {
-        deployment.decode.dual_batch = DualBatch::Auto;
     }
 }

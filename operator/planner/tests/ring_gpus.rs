@@ -6,10 +6,11 @@ mod support;
 use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_crds::{
-    Activations, GpuProfile, InferencePlanSpec, NodeProfileStatus, PlanActivations, PlanRank,
-    PlanRole, PlanStrategy,
+    Activations, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec, MemoryQuantity,
+    NodeProfileStatus, PlanActivations, PlanRank, PlanRole, PlanStrategy,
 };
-use hearth_planner::{GpuOffer, PlanInput, plan};
+use hearth_planner::{Advice, GpuOffer, PlanError, PlanInput, plan};
+use support::advice::followed;
 use support::rings::{check, machine, members};
 use support::{GIB, claims, dense_1_7b, gpu, plan_input, plan_input_here, plugin, qwen3_30b, spec};
 
@@ -277,4 +278,123 @@ fn activations_and_pinning_are_those_of_the_spec() {
     cpus.dedup();
     assert_eq!(cpus.len(), all, "no CPU is two members'");
     assert_eq!(on_gpus(&own)[0].cpus.len(), 1);
+}
+
+/// Two boxes with a GPU each, whose disks were not measured: all that they hold must fit in their memory.
+fn two_boxes(memory_gib: u64) -> [NodeProfileStatus; 2] {
+    let mut nodes = [
+        NodeProfileStatus {
+            gpus: vec![gpu("RTX 3080", 1, 12)],
+            ..machine("attic", 8, memory_gib)
+        },
+        NodeProfileStatus {
+            gpus: vec![gpu("RTX 4060", 2, 8)],
+            ..machine("cellar", 4, memory_gib)
+        },
+    ];
+    for node in &mut nodes {
+        node.disks.clear();
+        node.memory.total_bytes = 32 * GIB;
+    }
+    nodes
+}
+
+/// The refusal of a ring, with its advice, of which each piece was followed and fits.
+fn refused(
+    change: impl FnOnce(&mut InferenceDeploymentSpec),
+    nodes: &[NodeProfileStatus],
+) -> (String, Vec<Advice>) {
+    let (mut spec, facts) = (spec(RING), qwen3_30b());
+    change(&mut spec);
+    let error = plan(&plan_input_here(&spec, &facts, nodes)).unwrap_err();
+    let text = error.to_string();
+    let PlanError::NoRoomInRing { advice, .. } = error else {
+        panic!("{text}");
+    };
+    for advice in &advice {
+        let Some((spec, nodes)) = followed(advice, (&spec, nodes)) else {
+            continue;
+        };
+        let planned = plan(&plan_input_here(&spec, &facts, &nodes));
+        let planned = planned.unwrap_or_else(|still| panic!("{text}\nafter {advice}: {still}"));
+        check(&planned, &facts, &nodes);
+    }
+    (text, advice)
+}
+
+const MEMBERS: [&str; 4] = [
+    "CPUs of attic",
+    "RTX 3080 of attic",
+    "CPUs of cellar",
+    "RTX 4060 of cellar",
+];
+
+#[test]
+fn a_refusal_says_what_each_node_and_gpu_had_and_what_fits() {
+    let (text, advice) = refused(|_| {}, &two_boxes(5));
+    insta::assert_snapshot!(text, @r"
+    the model fits no ring of the nodes: weights take 28.8 GiB, and KV 768 MiB (one context of 8192 tokens)
+      there is room for CPUs of attic 4.0 GiB (of 4.8 GiB, the rest for processes and gateways; its disk was not measured, so that all of its layers must fit), RTX 3080 of attic 9.7 GiB (of 10.5 GiB, the rest for activations and padding), CPUs of cellar 4.1 GiB (of 4.8 GiB, the rest for processes and gateways; its disk was not measured, so that all of its layers must fit), RTX 4060 of cellar 5.7 GiB (of 6.5 GiB, the rest for activations and padding)
+      measure the disks of attic, cellar, from which layers may be read at 0.2 GB/s and more (hearth-worker profile --disk DIRECTORY --probe-disk; in a cluster the agent says why it has not), or free 7344 MiB on cellar, add a node, or use a smaller model
+    ");
+    assert!(matches!(
+        &advice[..],
+        [Advice::MeasureDisks(_), Advice::FreeMemoryOf(..)]
+    ));
+}
+
+#[test]
+fn a_refusal_proposes_the_largest_kv_that_fits_beside_the_weights_on_nodes_and_gpus() {
+    let nodes = two_boxes(9);
+    let long = |spec: &mut InferenceDeploymentSpec| spec.model.context_length = Some(40_960);
+    let (text, advice) = refused(long, &nodes);
+    for name in MEMBERS {
+        assert!(text.contains(&format!("{name} ")), "{name}: {text}");
+    }
+    let tokens = advice.iter().find_map(|advice| match advice {
+        Advice::ContextLength(tokens) => Some(*tokens),
+        _ => None,
+    });
+    let tokens = tokens.unwrap_or_else(|| panic!("{text}"));
+    refused(
+        |spec| spec.model.context_length = Some(tokens + 1024),
+        &nodes,
+    );
+    let budget = |bytes: u64| {
+        move |spec: &mut InferenceDeploymentSpec| {
+            spec.decode.kv_cache.memory = Some(MemoryQuantity::from_bytes(bytes));
+        }
+    };
+    let (text, advice) = refused(budget(40 * GIB), &nodes);
+    let bytes = advice.iter().find_map(|advice| match advice {
+        Advice::KvMemory(bytes) => Some(*bytes),
+        _ => None,
+    });
+    let bytes = bytes.unwrap_or_else(|| panic!("{text}"));
+    // A sixteenth is for a number that is easy to read.
+    let (more, _) = refused(budget(bytes + bytes / 8), &nodes);
+    assert!(
+        more.contains("lower spec.decode.kvCache.memory to"),
+        "{more}"
+    );
+}
+
+#[test]
+fn where_no_node_and_no_gpu_holds_a_layer_the_refusal_says_why_and_what_fits() {
+    let mut nodes = two_boxes(40);
+    nodes[1].gpus[0].obstacle = Some("its driver does not answer".to_owned());
+    let budget = |spec: &mut InferenceDeploymentSpec| {
+        spec.decode.kv_cache.memory = Some(MemoryQuantity::from_bytes(4096 * GIB));
+    };
+    let (text, advice) = refused(budget, &nodes);
+    assert!(matches!(&advice[..], [Advice::KvMemory(_)]), "{text}");
+    assert!(text.contains("no member has room for a layer: "), "{text}");
+    for part in [
+        "RTX 3080 of attic: a layer takes 85.",
+        "CPUs of attic: a layer takes 85.",
+        "CPUs of cellar: a layer takes 85.",
+        "RTX 4060 of cellar cannot be used: its driver does not answer",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
 }

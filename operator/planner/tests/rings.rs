@@ -257,11 +257,61 @@ fn what_no_ring_has_room_for_is_said_with_a_change_that_fits() {
             && error.contains("lower spec.decode.kvCache.memory to "),
         "{error}"
     );
-    let mib = error.split("kvCache.memory to ").nth(1).unwrap();
-    let mib = mib.split("Mi").next().unwrap();
-    let smaller = yaml(&format!("memory: {mib}Mi"), 4096);
-    let spec: hearth_crds::InferenceDeploymentSpec = serde_norway::from_str(&smaller).unwrap();
-    plan(&plan_input(&spec, &qwen3_30b(), &boxes())).expect("what was suggested fits");
+    let said = error.split("kvCache.memory to ").nth(1).unwrap();
+    let said = said.split([',', '\n']).next().unwrap();
+    let plan_with = |memory: &str| {
+        let smaller = yaml(&format!("memory: {memory}"), 4096);
+        let spec: hearth_crds::InferenceDeploymentSpec = serde_norway::from_str(&smaller).unwrap();
+        plan(&plan_input(&spec, &qwen3_30b(), &boxes()))
+    };
+    plan_with(said).expect("what was suggested fits");
+    let bytes = said.parse::<hearth_crds::MemoryQuantity>().unwrap().bytes();
+    plan_with(&(bytes + bytes / 8).to_string()).expect_err("it is nearly the largest that does");
+}
+
+#[test]
+fn a_node_that_nothing_can_be_in_a_ring_with_is_told_so_by_all_sentences() {
+    let nodes = [machine("attic", 8, 48)];
+    let lines = |yaml: &str| {
+        let plan = plan(&plan_input(&spec(yaml), &qwen3_30b(), &nodes)).unwrap();
+        [plan.why, plan.not_chosen].concat()
+    };
+    let asked = lines(RING);
+    assert!(
+        asked[0].starts_with("attic alone, since nothing else can be a member of a ring: "),
+        "{asked:#?}"
+    );
+    const NO_RING: &str =
+        "piped ring: it takes two members, each a GPU or the CPUs of a node, and there is one";
+    assert!(asked.iter().any(|line| line == NO_RING), "{asked:#?}");
+    let other: Vec<&String> = asked
+        .iter()
+        .filter(|line| line.contains("ring") && *line != NO_RING)
+        .collect();
+    assert_eq!(other, [&asked[0]]);
+    // Auto says the same.
+    assert!(lines("").iter().any(|line| line == NO_RING));
+}
+
+#[test]
+fn a_node_with_a_gpu_is_told_that_a_ring_is_to_be_asked_for() {
+    let nodes = [NodeProfileStatus {
+        gpus: vec![gpu("RTX 3080", 1, 12)],
+        ..machine("attic", 8, 48)
+    }];
+    let not_chosen = |yaml: &str| {
+        let spec = spec(yaml);
+        let plan = plan(&plan_input_here(&spec, &qwen3_30b(), &nodes)).unwrap();
+        assert_eq!(plan.strategy, PlanStrategy::Hybrid);
+        plan.not_chosen.join("\n")
+    };
+    let said = not_chosen("");
+    assert!(
+        said.contains("of one node alone, only strategy PipedRing makes one"),
+        "{said}"
+    );
+    let said = not_chosen("prefill: {gpusPerWorker: 0}\n");
+    assert!(said.contains("it takes two members"), "{said}");
 }
 
 #[test]

@@ -31,6 +31,8 @@ const EVENTS_WAIT: Duration = Duration::from_secs(5);
 pub(crate) struct UncachedState {
     /// Agents' reports about the model, by node.
     pub(crate) fetches: BTreeMap<String, FetchView>,
+    /// The commit that nodes have of a model of a hub.
+    pub(crate) fetched_commit: Option<String>,
     /// Access modes of the claim that holds the model.
     pub(crate) claim_modes: Vec<String>,
     /// Latencies that the gateway measured recently.
@@ -112,6 +114,7 @@ impl Dereferencer {
             turn_comes_at,
             forbidden: state.forbidden.get(&*uid).cloned(),
             fetches: outside.fetches.clone(),
+            fetched_commit: outside.fetched_commit.clone(),
             measured: outside.measured,
             demand: outside.demand.clone(),
             placements: outside.placements.clone(),

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::observed::PodView;
 use hearth_controller_core::routes::is_planned_gateway;
+use hearth_crds::PlanRole;
 
 use crate::cluster::cache::State;
 
@@ -36,11 +37,13 @@ impl State {
             .collect()
     }
 
-    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, or a Pod with a
-    /// second rank.
+    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, a Pod with a second
+    /// rank, or a stage.
     pub(crate) fn gateways_in_doubt(&self) -> Vec<(Key, String, String)> {
         let rows = self.pods.all();
-        let is_doubtful = |pod: &PodView| pod.has_lost_readiness || pod.second.is_some();
+        let is_doubtful = |pod: &PodView| {
+            pod.has_lost_readiness || pod.second.is_some() || pod.has_role(PlanRole::Stage)
+        };
         let rows = rows.filter(|(_, row)| is_doubtful(&row.value) && !row.value.is_deleting);
         let doubtful: HashSet<&Key> = rows
             .filter_map(|(_, row)| self.keys.get(&row.owner))

@@ -1,11 +1,11 @@
 //! `hearth models`: the models in this user's cache, which all deployments of `hearth up` share.
 
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
-use serde::{Deserialize, Serialize};
+use hearth_crds::StoredModel;
 
 use crate::environment::Environment;
 use crate::terminal::table::{self, OutputFormat, age};
@@ -64,32 +64,6 @@ enum Models {
     },
 }
 
-/// A stored model, as `hearth-worker models --json` and `-o json` print it.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-struct Stored {
-    key: String,
-    /// Repository and revision, or URL; `None` if an earlier version fetched it.
-    source: Option<String>,
-    commit: Option<String>,
-    sha256: Option<String>,
-    bytes: u64,
-    /// When it was last asked for or in use, in seconds since 1970.
-    used_at_s: Option<u64>,
-    /// When its files were verified, in seconds since 1970; `None` if an earlier version fetched it.
-    verified_at_s: Option<u64>,
-    /// Whether a worker has it mapped.
-    in_use: bool,
-    /// Whether it stays until it is unpinned.
-    pinned: bool,
-    directory: PathBuf,
-}
-
-impl Stored {
-    fn name(&self) -> &str {
-        self.source.as_deref().unwrap_or("-")
-    }
-}
-
 /// Runs the chosen command.
 pub(crate) fn run(args: &ModelsArgs, environment: &Environment) -> anyhow::Result<()> {
     match &args.command {
@@ -128,7 +102,7 @@ fn list(output: OutputFormat, environment: &Environment) -> anyhow::Result<()> {
     output.print(&stored, || table(&stored))
 }
 
-fn table(stored: &[Stored]) -> String {
+fn table(stored: &[StoredModel]) -> String {
     let rows = stored.iter().map(|model| {
         let digits = model.commit.as_deref().or(model.sha256.as_deref());
         let digits = digits.map_or("-", |digits| digits.get(..SHORT_DIGITS).unwrap_or(digits));
@@ -146,7 +120,7 @@ fn table(stored: &[Stored]) -> String {
 }
 
 /// Why a model stays, such as `in use, pinned`; `-` if nothing keeps it.
-fn state(model: &Stored) -> String {
+fn state(model: &StoredModel) -> String {
     match (model.in_use, model.pinned) {
         (true, true) => "in use, pinned",
         (true, false) => "in use",
@@ -203,15 +177,15 @@ fn remove(named: &str, state: &StateArgs, environment: &Environment) -> anyhow::
 }
 
 /// The model of this name or key. A repository may be named without its revision, if it is there with only one.
-fn chosen<'a>(named: &str, stored: &'a [Stored]) -> anyhow::Result<&'a Stored> {
-    let is_named = |model: &&Stored| {
+fn chosen<'a>(named: &str, stored: &'a [StoredModel]) -> anyhow::Result<&'a StoredModel> {
+    let is_named = |model: &&StoredModel| {
         let is_repo = || {
             let repo = model.name().rsplit_once('@').map(|(repo, _)| repo);
             model.commit.is_some() && repo == Some(named)
         };
         model.key == named || model.source.as_deref() == Some(named) || is_repo()
     };
-    let found: Vec<&Stored> = stored.iter().filter(is_named).collect();
+    let found: Vec<&StoredModel> = stored.iter().filter(is_named).collect();
     match found.as_slice() {
         [only] => Ok(only),
         [] => bail!("{named} is not in the cache\n  hearth models list shows what is"),
@@ -229,7 +203,10 @@ fn chosen<'a>(named: &str, stored: &'a [Stored]) -> anyhow::Result<&'a Stored> {
 }
 
 /// Asks the worker for the models in the cache; `change` is an argument with the key of one to change first.
-fn stored(environment: &Environment, change: Option<(&str, &str)>) -> anyhow::Result<Vec<Stored>> {
+fn stored(
+    environment: &Environment,
+    change: Option<(&str, &str)>,
+) -> anyhow::Result<Vec<StoredModel>> {
     let cache = fetched::cache(environment)?;
     let mut arguments: Vec<&OsStr> = [TOOL, "--json", "--in"].map(OsStr::new).to_vec();
     arguments.push(cache.as_os_str());
@@ -241,10 +218,12 @@ fn stored(environment: &Environment, change: Option<(&str, &str)>) -> anyhow::Re
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
-    fn model(key: &str, source: Option<&str>, commit: Option<&str>) -> Stored {
-        Stored {
+    fn model(key: &str, source: Option<&str>, commit: Option<&str>) -> StoredModel {
+        StoredModel {
             key: key.to_owned(),
             source: source.map(str::to_owned),
             commit: commit.map(str::to_owned),
@@ -297,7 +276,7 @@ mod tests {
             words,
             ["a/b@main", "0123456789ab", "3", "MiB", "-", "-", "k1"]
         );
-        let kept = Stored {
+        let kept = StoredModel {
             in_use: true,
             pinned: true,
             ..model("k1", Some("a/b@main"), None)

@@ -187,7 +187,8 @@ impl Reconciler {
         });
         if let Some(agents) = &self.agents {
             let source = &deployment.spec.model.source;
-            agents.want(key, source, &decision.fetch_on);
+            let commit = decision.fetch_commit.as_deref();
+            agents.want(key, source, &decision.fetch_on, commit);
         }
 
         // Report first what the writes are about to end: clients that read Ready must not find the service gone, even
@@ -240,6 +241,7 @@ impl Reconciler {
         let model = deployment.spec.model.source.store_key(&key.namespace);
         if let (Some(agents), Some(model)) = (&self.agents, model) {
             outside.fetches = agents.fetches(&model);
+            outside.fetched_commit = agents.commit(&model);
         }
         if !serves(&self.settings, &key.namespace) {
             return (outside, None);
@@ -415,7 +417,7 @@ impl Reconciler {
         self.measures.forget(key);
         self.telemetry.deployments.forget(key);
         if let Some(agents) = &self.agents {
-            agents.want(key, &ModelSource::default(), &[]);
+            agents.want(key, &ModelSource::default(), &[], None);
         }
     }
 

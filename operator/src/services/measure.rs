@@ -18,8 +18,8 @@ use crate::exposition::{TPOT, TTFT};
 
 /// Interval at which gateways are scraped.
 const EVERY: Duration = Duration::from_secs(30);
-/// Interval for gateways with a worker that is no longer ready, as they know whether it hangs, or with the second rank of a
-/// Pod, as they alone know whether it is ready.
+/// Interval for gateways with a worker that is no longer ready, as they know whether it hangs, with the second rank of a Pod, as
+/// they alone know whether it is ready, or with a group, as its head knows first whether that is whole.
 const EVERY_IN_DOUBT: Duration = Duration::from_secs(2);
 /// Interval for gateways of deployments whose pools follow the load.
 const EVERY_FOLLOWED: Duration = Duration::from_secs(4);
@@ -38,8 +38,8 @@ pub(crate) trait Gateways: Send + Sync + 'static {
     fn gateways(&self) -> Vec<(Key, String, String)>;
     /// The same of these deployments.
     fn of(&self, deployments: &[Key]) -> Vec<(Key, String, String)>;
-    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, or a Pod with a
-    /// second rank.
+    /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, a Pod with a second
+    /// rank, or a stage.
     fn in_doubt(&self) -> Vec<(Key, String, String)>;
     /// Queues a deployment, since its measurements have changed.
     fn wake(&self, deployment: &Key);

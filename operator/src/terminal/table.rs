@@ -2,9 +2,7 @@
 
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
-use hearth_crds::{
-    InferencePlanSpec, PlanRank, PlanRole, PlanStrategy, RankDevice, ResidencyPolicy,
-};
+use hearth_crds::{InferencePlanSpec, PlanRank, PlanRole, RankDevice, ResidencyPolicy};
 use hearth_planner::format_cpu_list;
 use serde::Serialize;
 
@@ -77,11 +75,7 @@ pub(crate) fn headline(plan: &InferencePlanSpec) -> String {
     nodes.dedup();
     format!(
         "{} on {}, TTFT {} at {} tokens, TPOT {}",
-        match plan.strategy {
-            PlanStrategy::Hybrid => "hybrid",
-            PlanStrategy::PipedRing => "piped ring",
-            PlanStrategy::Interleaved => "interleaved",
-        },
+        plan.topology(),
         nodes.join(", "),
         milliseconds(plan.predicted.ttft_ms),
         plan.predicted.ttft_prompt_tokens,

@@ -5,18 +5,19 @@ use std::str::FromStr;
 use anyhow::bail;
 use hearth_crds::{LinkProfile, MemoryQuantity, NodeProfileStatus, NumaNodeProfile, format_bytes};
 
-const FORM: &str =
-    "write a name, its memory, and its CPUs where it has not all, as in attic:memory=2Gi,cpus=0-3";
+const FORM: &str = "write a name, its memory, its CPUs where it has not all, and how many GPUs it has, as in attic:memory=2Gi,cpus=0-3,gpus=1";
 /// GB/s and round trip in microseconds between two processes of this machine.
 const LOOPBACK: (f64, f64) = (1.0, 50.0);
 
-/// A node that a part of this machine stands for: `attic:memory=2Gi,cpus=0-3`.
+/// A node that a part of this machine stands for: `attic:memory=2Gi,cpus=0-3,gpus=1`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BoxArg {
     name: String,
     memory_bytes: u64,
     /// Its CPUs by the kernel's number; `None`: all of the machine, together with other nodes.
     cpus: Option<Vec<u32>>,
+    /// How many of the machine's GPUs it has.
+    gpus: usize,
 }
 
 impl FromStr for BoxArg {
@@ -30,11 +31,12 @@ impl FromStr for BoxArg {
                 "the node's name is {name:?}: write lower-case letters, digits and -"
             ));
         }
-        let (mut memory_bytes, mut cpus) = (None, None);
+        let (mut memory_bytes, mut cpus, mut gpus) = (None, None, 0);
         // A list of CPUs has commas of its own.
         for field in rest
             .replace(",cpus=", ";cpus=")
             .replace(",memory=", ";memory=")
+            .replace(",gpus=", ";gpus=")
             .split(';')
         {
             match field.split_once('=').ok_or(FORM)? {
@@ -45,6 +47,11 @@ impl FromStr for BoxArg {
                     memory_bytes = Some(quantity.bytes());
                 }
                 ("cpus", value) => cpus = Some(cpu_list(value)?),
+                ("gpus", value) => {
+                    gpus = value
+                        .parse()
+                        .map_err(|_| format!("gpus is {value:?}: write a number, as in gpus=1"))?;
+                }
                 (other, _) => return Err(format!("{other} is not known: {FORM}")),
             }
         }
@@ -52,6 +59,7 @@ impl FromStr for BoxArg {
             name: name.to_owned(),
             memory_bytes: memory_bytes.ok_or(FORM)?,
             cpus,
+            gpus,
         })
     }
 }
@@ -72,11 +80,12 @@ fn cpu_list(text: &str) -> Result<Vec<u32>, String> {
     Ok(cpus)
 }
 
-/// Profiles of the nodes that this machine stands for: itself alone if none is asked for. They have no GPUs, and each is linked
-/// to the others by loopback.
+/// Profiles of the nodes that this machine stands for: itself alone if none is asked for. The machine's GPUs are shared out in
+/// their order, and each node is linked to the others by loopback.
 ///
 /// # Errors
-/// An error if nodes have one name, together more memory than there is, or CPUs that there are not.
+/// An error if nodes have one name, together more memory or GPUs than there are, or CPUs that there are not, and if none has the
+/// virtual devices that were asked for.
 pub(crate) fn split(
     machine: NodeProfileStatus,
     boxes: &[BoxArg],
@@ -94,6 +103,8 @@ pub(crate) fn split(
             format_bytes(available)
         );
     }
+    check_gpus(&machine, boxes)?;
+    let mut gpus = machine.gpus.iter();
     boxes
         .iter()
         .enumerate()
@@ -104,9 +115,30 @@ pub(crate) fn split(
                     it.name
                 );
             }
-            part(&machine, it, boxes)
+            let mut node = part(&machine, it, boxes)?;
+            node.gpus = gpus.by_ref().take(it.gpus).cloned().collect();
+            Ok(node)
         })
         .collect()
+}
+
+fn check_gpus(machine: &NodeProfileStatus, boxes: &[BoxArg]) -> anyhow::Result<()> {
+    let has = machine.gpus.len();
+    let asked = boxes
+        .iter()
+        .map(|it| it.gpus)
+        .fold(0, usize::saturating_add);
+    if asked > has {
+        bail!(
+            "--node asks for {asked} GPUs in all, and this machine has {has}\n  give the nodes fewer, or try virtual ones: --virtual-device virtual:memory=1Gi,count={asked}"
+        );
+    }
+    if asked == 0 && machine.gpus.iter().any(|gpu| gpu.virtual_device.is_some()) {
+        bail!(
+            "--virtual-device has no effect: no --node has it\n  say which one does, as in attic:memory=2Gi,gpus=1"
+        );
+    }
+    Ok(())
 }
 
 fn part(
@@ -116,7 +148,6 @@ fn part(
 ) -> anyhow::Result<NodeProfileStatus> {
     let mut node = machine.clone();
     node.node.clone_from(&it.name);
-    node.gpus.clear();
     // It is said once.
     node.busy_percent = node.busy_percent.filter(|_| it == &boxes[0]);
     if let Some(cpus) = &it.cpus {
@@ -161,7 +192,7 @@ fn part(
 
 #[cfg(test)]
 mod tests {
-    use hearth_crds::CpuProfile;
+    use hearth_crds::{CpuProfile, GpuProfile};
 
     use super::*;
 
@@ -181,8 +212,15 @@ mod tests {
     }
 
     fn nodes(texts: &[&str]) -> anyhow::Result<Vec<NodeProfileStatus>> {
+        nodes_of(machine(), texts)
+    }
+
+    fn nodes_of(
+        machine: NodeProfileStatus,
+        texts: &[&str],
+    ) -> anyhow::Result<Vec<NodeProfileStatus>> {
         let boxes: Result<Vec<BoxArg>, String> = texts.iter().map(|text| text.parse()).collect();
-        split(machine(), &boxes.map_err(anyhow::Error::msg)?)
+        split(machine, &boxes.map_err(anyhow::Error::msg)?)
     }
 
     #[test]
@@ -200,6 +238,37 @@ mod tests {
     }
 
     #[test]
+    fn gpus_are_shared_out_in_their_order() {
+        let gpu = |number: u32| GpuProfile {
+            uuid: format!("VIRTUAL-{number}"),
+            virtual_device: Some("virtual:memory=1Gi".to_owned()),
+            ..GpuProfile::default()
+        };
+        let machine = || NodeProfileStatus {
+            gpus: (0..4).map(gpu).collect(),
+            ..machine()
+        };
+        let texts = ["a:gpus=1,memory=1Gi", "b:memory=1Gi", "c:memory=1Gi,gpus=2"];
+        let nodes = nodes_of(machine(), &texts).expect("three nodes");
+        let uuids = |node: &NodeProfileStatus| {
+            let gpus = node.gpus.iter().map(|gpu| gpu.uuid.clone());
+            gpus.collect::<Vec<_>>()
+        };
+        let shared: Vec<Vec<String>> = nodes.iter().map(uuids).collect();
+        assert_eq!(
+            shared,
+            [&["VIRTUAL-0"][..], &[], &["VIRTUAL-1", "VIRTUAL-2"]]
+        );
+        for (texts, words) in [
+            (&["a:memory=1Gi,gpus=3", "b:memory=1Gi,gpus=2"][..], "has 4"),
+            (&["a:memory=1Gi,gpus=0"], "gpus=1"),
+        ] {
+            let error = nodes_of(machine(), texts).expect_err(words).to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
     fn what_cannot_be_is_refused_with_the_value() {
         for (texts, words) in [
             (&["attic"][..], "attic:memory=2Gi"),
@@ -208,6 +277,8 @@ mod tests {
             (&["attic:cpus=0"], "attic:memory=2Gi"),
             (&["attic:memory=1Gi,cpus=3-1"], "cpus is \"3-1\""),
             (&["attic:memory=1Gi,cpus=9"], "no such CPU"),
+            (&["attic:memory=1Gi,gpus=all"], "gpus is \"all\""),
+            (&["attic:memory=1Gi,gpus=1"], "this machine has 0"),
             (&["attic:disk=2"], "disk is not known"),
             (&["a:memory=1Gi", "a:memory=1Gi"], "given twice"),
             (&["a:memory=7Gi", "b:memory=7Gi"], "8 GiB free"),

@@ -91,8 +91,9 @@ pub(crate) struct MachineArgs {
     #[arg(long, value_name = "DEVICE", env = "HEARTH_VIRTUAL_DEVICE")]
     pub(crate) virtual_device: Option<String>,
     /// A node that a part of this machine stands for, such as attic:memory=2Gi,cpus=0-1; may be repeated. Plans are made over
-    /// these nodes, and all workers run here: to try a ring of several machines on one
-    #[arg(long = "node", value_name = "NODE", conflicts_with = "virtual_device")]
+    /// these nodes, and all workers run here: to try a ring of several machines on one. With gpus=1 it has the next of the
+    /// machine's GPUs, or of the virtual devices in their place
+    #[arg(long = "node", value_name = "NODE")]
     pub(crate) nodes: Vec<boxes::BoxArg>,
 }
 

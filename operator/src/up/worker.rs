@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
 
 use anyhow::{Context, bail};
 use serde::de::DeserializeOwned;
@@ -88,6 +88,22 @@ pub(crate) fn ask<T: DeserializeOwned>(
     serde_json::from_slice(&answer).with_context(|| misunderstood(tool))
 }
 
+/// Exit code of a program that was called in a wrong way.
+const WRONG_CALL: u8 = 2;
+
+/// An argument that a tool refuses, such as a virtual device that was written for it.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct WrongCall(String);
+
+/// Exit code for an error of this program: 2 if it was called in a wrong way that only a tool could see, else 1.
+pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
+    match error.is::<WrongCall>() {
+        true => ExitCode::from(WRONG_CALL),
+        false => ExitCode::FAILURE,
+    }
+}
+
 /// Error from what a failed tool wrote to standard error.
 pub(crate) fn failure(
     program: &Path,
@@ -105,7 +121,10 @@ pub(crate) fn failure(
             program.display(),
         );
     }
-    anyhow::anyhow!("{own}")
+    match status.code() {
+        Some(code) if code == i32::from(WRONG_CALL) => WrongCall(own.to_owned()).into(),
+        _ => anyhow::anyhow!("{own}"),
+    }
 }
 
 /// Error message for an answer from another version.

@@ -123,6 +123,7 @@ fn autoscalers_change_numbers_within_bounds() {
     zero::an_autoscaler_ends_and_starts_workers(&cluster);
     zero::two_deployments_take_turns_on_one_node(&cluster);
     scaling::of_prefill_workers(&cluster);
+    scaling::by_the_load(&cluster);
 }
 
 #[test]
@@ -271,11 +272,11 @@ fn the_demo_answers(cluster: &Cluster) {
 }
 
 fn scales_by_kubectl(cluster: &Cluster, is_own: bool) {
-    let kept = names(&pods(cluster, "demo", "decode"));
+    let kept = names(&pods(cluster, "demo", ""));
     cluster.kubectl(&["scale", "infd/demo", "--replicas=2"]);
     let found = wait_until_settled(cluster, "demo");
     assert_eq!(pool(&found, "decode")["summary"], "2/2", "{found:#}");
-    let now = names(&pods(cluster, "demo", "decode"));
+    let now = names(&pods(cluster, "demo", ""));
     assert!(kept.iter().all(|pod| now.contains(pod)), "{kept:?} {now:?}");
     let scale = cluster.kubectl(&["get", "infd/demo", "--subresource=scale", "--output=json"]);
     let scale: Value = serde_json::from_str(&scale).expect("JSON");

@@ -142,6 +142,13 @@ fn a_members_node_is_lost(cluster: &Cluster, back: &str) {
     let lost = NODES[1..].iter().find(|node| **node != back);
     let lost = lost.expect("a node");
     cluster.node_named(lost).kill();
+    let words = wait_until("it is not Ready", Duration::from_secs(120), || {
+        let found = release::infd(cluster, "demo");
+        let is_false = condition(&found, "Ready") == Some("False");
+        is_false.then(|| said(&found, "Ready"))
+    });
+    println!("without {lost}: {words:?}");
+    assert!(words.1.contains(lost), "{words:?}");
     let left: Vec<_> = NODES.into_iter().filter(|node| node != lost).collect();
     let wait = "a ring of the nodes that are left";
     let plan = wait_until(wait, Duration::from_secs(120), || {
@@ -164,7 +171,7 @@ fn nodes_of(plan: &Value) -> Vec<&str> {
     nodes
 }
 
-/// Waits until the status lists all members as ready, each with its layers, and says what they got.
+/// Waits until the status lists all members as ready, each with its layers, says what they got, and that answers come.
 fn wait_until_whole(cluster: &Cluster, plan: &Value) {
     wait_until("the ring is whole and placed", PATIENCE, || {
         let deployment = cluster.get("infd", "default", "demo")?;
@@ -175,8 +182,8 @@ fn wait_until_whole(cluster: &Cluster, plan: &Value) {
         });
         let is_its = group["plan"] == plan["generation"]
             && group["summary"] == format!("{0}/{0}", members.len());
-        let is_placed = condition(&deployment, "Placed") == Some("True");
-        (is_whole && is_its && is_placed).then_some(())
+        let holds = |what: &str| condition(&deployment, what) == Some("True");
+        (is_whole && is_its && holds("Placed") && holds("Ready")).then_some(())
     });
 }
 

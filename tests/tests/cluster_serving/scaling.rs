@@ -1,12 +1,22 @@
 //! The number of workers as autoscalers and `kubectl scale` change it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hearth_tests::cluster::{Cluster, wait_until};
 use hearth_tests::root;
 use serde_json::{Value, json};
 
-use crate::release::{PATIENCE, deployment, infd, names, patch, pods, said, wait_until_settled};
+use crate::ledger::wait_until_gone;
+use crate::release::{
+    PATIENCE, deployment, infd, names, patch, pods, pool, said, wait_until_settled,
+};
+use crate::streams::{STREAMS, Streams};
+
+/// Clients that ask without a pause: more than two decode workers answer at a time.
+const CLIENTS: usize = 24;
+/// Longest time until a pool is smaller: one minute in which the load counts, one in which fewer workers would have sufficed, and some
+/// seconds.
+const UNTIL_SMALLER: Duration = Duration::from_secs(150);
 
 fn scaler(cluster: &Cluster) -> Option<Value> {
     cluster.get("inferencepoolscaler", "default", "demo-prefill")
@@ -144,4 +154,65 @@ fn another_s_scaler_is_told(cluster: &Cluster) {
     wait_until("the scaler goes with its deployment", PATIENCE, || {
         scaler(cluster).is_none().then_some(())
     });
+}
+
+/// Hearth itself follows the load, up and down. What serves stays, the gateway with its streams in the first place.
+pub(crate) fn by_the_load(cluster: &Cluster) {
+    wait_until_gone(cluster);
+    let scaling = json!({"mode": "Auto", "minReplicas": 1, "maxReplicas": 2});
+    let spec = json!({
+        "prefill": {"mode": "Chunked"},
+        "decode": {"scaling": scaling},
+        "objectives": {"timeToFirstToken": "1s"},
+    });
+    cluster.apply(&deployment("demo", spec).to_string());
+    wait_until_settled(cluster, "demo");
+    let uids = || -> Vec<String> {
+        let pods = pods(cluster, "demo", "");
+        let uids = pods.iter().map(|pod| pod["metadata"]["uid"].to_string());
+        uids.collect()
+    };
+    let before = uids();
+    assert_eq!(before.len(), 2, "a gateway and a decode worker");
+    let streams = Streams::start_many(&cluster.reach("default", "demo", 80).v1(), CLIENTS);
+    let began = Instant::now();
+    follows(cluster, 1, 2, PATIENCE);
+    println!("two workers after {:.0?} of load", began.elapsed());
+    let grown = uids();
+    assert_eq!(grown.len(), 3, "{grown:?}");
+    assert!(
+        before.iter().all(|uid| grown.contains(uid)),
+        "{before:?} {grown:?}"
+    );
+    streams.wait_for(STREAMS);
+    println!("{} answers by one worker, then two", streams.finish());
+
+    let calm = Instant::now();
+    follows(cluster, 2, 1, UNTIL_SMALLER);
+    println!("one worker after {:.0?} of calm", calm.elapsed());
+    assert_eq!(uids(), before);
+    cluster.kubectl(&["delete", "infd", "demo"]);
+}
+
+/// Waits until Hearth has changed the number of decode workers and runs as many; an event and the status say why.
+fn follows(cluster: &Cluster, from: usize, to: usize, patience: Duration) {
+    let words = format!("{from} to {to} decode workers: ");
+    let event = wait_until(&words, patience, || {
+        let events = cluster.list("events", "default", "");
+        let scaled = events.iter().filter(|it| it["reason"] == "ScaledDecode");
+        let mut messages = scaled.filter_map(|it| it["message"].as_str());
+        let message = messages.find(|it| it.starts_with(&words))?;
+        Some(message.to_owned())
+    });
+    println!("{event}");
+    wait_until("as many workers run", PATIENCE, || {
+        (pods(cluster, "demo", "decode").len() == to).then_some(())
+    });
+    let found = wait_until_settled(cluster, "demo");
+    let decode = pool(&found, "decode");
+    assert_eq!(decode["summary"], format!("{to}/{to}"), "{found:#}");
+    let told = &decode["autoscaling"];
+    let (_, figures) = event.split_once(": ").expect("figures");
+    assert_eq!(told["replicas"], to, "{told:#}");
+    assert_eq!(told["reason"], format!("{from} to {to}: {figures}"));
 }

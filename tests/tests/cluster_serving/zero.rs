@@ -80,11 +80,9 @@ pub(super) fn an_autoscaler_ends_and_starts_workers(cluster: &Cluster) {
         wait_until_settled(cluster, "demo");
         assert_eq!(pods(cluster, "demo", "decode").len(), replicas);
         println!("{} answers through zero", streams.finish());
-        // Another number is another plan, with a gateway of its own.
-        if replicas == 1 {
-            let now = pods(cluster, "demo", "gateway");
-            assert_eq!(now[0]["metadata"]["uid"], gateway["metadata"]["uid"]);
-        }
+        // Another number is another plan, with the same gateway.
+        let now = pods(cluster, "demo", "gateway");
+        assert_eq!(now[0]["metadata"]["uid"], gateway["metadata"]["uid"]);
     }
     // What the deployment does not let an autoscaler do, the API server refuses.
     let own = json!({"decode": {"scaling": {"minReplicas": 1}}});

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use hearth_tests::{Cgroup, RING_MEMBERS, Rank, has_ended, skipped, write_fault};
 use rustix::process::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::harness::{AGAIN, PATIENCE, Ring, answers, answers_that_begin, expected, wait_until};
 
@@ -22,6 +22,23 @@ async fn metrics(gateway: &Rank) -> String {
     let url = format!("{}/metrics", gateway.metrics_base());
     let got = reqwest::get(url).await.expect("metrics");
     got.text().await.expect("metrics")
+}
+
+/// Whom the head waits for, once the gateway is ready or not, as wanted.
+async fn waits_for(gateway: &Rank, is_ready: bool) -> String {
+    let url = format!("{}/ready", gateway.base());
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let told = reqwest::get(&url).await.expect("an answer");
+        let is_as_wanted = told.status().is_success() == is_ready;
+        let body: Value = told.json().await.expect("JSON");
+        if is_as_wanted {
+            let member = body["workers"][0]["waits_for"].as_str();
+            return member.unwrap_or_default().to_owned();
+        }
+        assert!(Instant::now() < deadline, "{body:#}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
 }
 
 /// Its process answers, and beats go on: only what it says of its computation tells that it hangs.
@@ -119,7 +136,8 @@ async fn a_member_that_falls_silent_is_missed_and_taken_back() {
         }
         let silent: Instant = stopped.get().expect("a stopped member");
         let took = silent.elapsed();
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        // Nobody is told that requests are answered meanwhile.
+        assert_eq!(waits_for(&ring.gateway, false).await, "stage-0");
         ring.members[1].signal(Signal::CONT);
         took
     };
@@ -127,6 +145,7 @@ async fn a_member_that_falls_silent_is_missed_and_taken_back() {
     assert_eq!(got, want);
     println!("it was missed after {took:.2?}");
     wait_for(&ring.members[0], AGAIN);
+    assert_eq!(waits_for(&ring.gateway, true).await, "");
     let log = ring.members[0].output();
     assert!(log.contains("why=\"stage-0 on "), "{log}");
 }

@@ -2,6 +2,7 @@
 
 mod faults;
 mod harness;
+mod planned;
 mod steps;
 
 use std::cell::Cell;

@@ -13,6 +13,7 @@ const DEVICES: &str = "virtual:memory=40Mi,count=2";
 /// What the head logs when it reads prompts with its peer again.
 const AGAIN: &str = "complete again";
 
+const THREE_DEVICES: &str = "virtual:memory=40Mi,count=3";
 /// Four, whose links take more than a second for a quarter of a prompt's experts.
 const FOUR_DEVICES: &str = "virtual:memory=40Mi,count=4,copy=1MB/s";
 /// Longest time until something happens; a busy machine with an unoptimised build needs some.
@@ -117,6 +118,51 @@ fn two_devices_read_prompts_together_with_the_bits_of_one() {
     }
     let (text, bytes) = read(&up, 2);
     assert!(text == second && is_half(bytes), "{bytes} of {of_one}");
+}
+
+/// Sums of three would have other bits: each row goes to the devices of its experts.
+#[test]
+fn three_devices_read_prompts_together_with_the_bits_of_one_and_two_of_them_read_on() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let alone = streaming(directory.path(), json!({"mode": "StreamLoading"}));
+    let up = Up::start(&alone);
+    let want: Answer = answer(&up);
+    let (first, of_one) = read(&up, 1);
+    let rest = [2, 3].map(|number| completion(&up, &prompt(number)));
+    drop(up);
+
+    let mode = json!({"mode": "DistributedStreamLoading", "gpusPerWorker": 3});
+    let together = streaming_to(THREE_DEVICES, directory.path(), mode);
+    let plan = planned(&together.file.clone().expect("a file"), THREE_DEVICES).expect("a plan");
+    let peers = ranks(&plan).into_iter().map(|rank| &rank["peers"]);
+    let ways: Vec<&Value> = peers
+        .filter(|peers| !peers.is_null())
+        .map(|peers| &peers["experts"])
+        .collect();
+    assert_eq!(ways, ["Ep", "Ep", "Ep"], "{plan:#}");
+    let up = Up::start(&together);
+    assert_eq!(answer(&up), want);
+    let is_about = |bytes: f64, share: f64| (0.6..1.4).contains(&(bytes / of_one / share));
+    let (text, bytes) = read(&up, 1);
+    assert!(
+        text == first && is_about(bytes, 1.0 / 3.0),
+        "{bytes} of {of_one}"
+    );
+
+    up.signal("stage-1", Signal::STOP);
+    wait_until_said(&up, "reads with 2 of 3 ranks, without stage-1 on ", 0);
+    let (text, bytes) = read(&up, 2);
+    assert!(
+        text == rest[0] && is_about(bytes, 0.5),
+        "{bytes} of {of_one}"
+    );
+    up.signal("stage-1", Signal::CONT);
+    wait_until_said(&up, AGAIN, 0);
+    let (text, bytes) = read(&up, 3);
+    assert!(
+        text == rest[1] && is_about(bytes, 1.0 / 3.0),
+        "{bytes} of {of_one}"
+    );
 }
 
 #[test]

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use hearth_kernels::KvDType;
 use hearth_kernels::ops::DeviceMemory;
 use hearth_kernels::trace::Trace;
-use hearth_model::StreamedStats;
+use hearth_model::{SentKv, StreamedStats};
 
 use crate::{EngineError, grammar::GrammarTokenizer, sampler::SamplingParams};
 
@@ -245,6 +245,8 @@ pub struct EngineStats {
     pub weight_bytes_read: u64,
     /// Bytes of KV, imported and exported.
     pub kv_bytes_moved: u64,
+    /// What was sent to other ranks of a group of keys and values.
+    pub sent_kv: SentKv,
     /// Forward passes.
     pub steps: u64,
     /// Seconds spent in forward passes.

@@ -300,6 +300,11 @@ impl Engine {
         self.inner.shared.group()
     }
 
+    /// Time for which requests have waited for the group of ranks that run the model to be complete again; `None` if none does.
+    pub fn group_apart_for(&self) -> Option<Duration> {
+        self.inner.shared.apart_for()
+    }
+
     /// Layout of the KV cache; importing and exporting engines compare its fingerprint.
     pub fn kv_layout(&self) -> KvLayout {
         self.inner.layout

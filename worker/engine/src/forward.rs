@@ -8,7 +8,9 @@ use std::{
 
 use hearth_kernels::ops::DeviceMemory;
 use hearth_kernels::{Backend, BlockId, KernelError, KvLayout, SampleFault, SampleSpec};
-use hearth_model::{Membership, Model, ModelError, Observer, PassSpec, Rows, StreamedStats};
+use hearth_model::{
+    Membership, Model, ModelError, Observer, PassSpec, Rows, SentKv, StreamedStats,
+};
 
 use crate::{
     progress::{Pass, Progress},
@@ -130,6 +132,10 @@ pub(crate) trait Forward: Send {
     /// Set where passes succeed with fewer ranks than are planned: how many are together, and who is missing and why.
     fn group_short(&self) -> Option<String> {
         None
+    }
+    /// What this rank has sent other ranks of the group of keys and values.
+    fn sent_kv(&self) -> SentKv {
+        SentKv::default()
     }
     /// Whether passes succeed without the group, and all KV is here.
     fn computes_alone(&self) -> bool {
@@ -328,6 +334,12 @@ impl<B: Backend> Forward for ModelForward<B> {
 
     fn group_short(&self) -> Option<String> {
         self.model.group().and_then(Membership::short)
+    }
+
+    fn sent_kv(&self) -> SentKv {
+        self.model
+            .group()
+            .map_or_else(SentKv::default, Membership::sent_kv)
     }
 
     fn is_in_group(&self) -> bool {

@@ -24,6 +24,8 @@ struct State {
     health: Health,
     /// What became of the group of ranks that run the model; empty: it has lost no member.
     group: String,
+    /// Since when requests have waited for it to be complete again.
+    apart_since: Option<Instant>,
     /// Accepted requests that have not ended.
     open: usize,
     /// Number of requests that have ended.
@@ -37,6 +39,7 @@ impl Shared {
                 stats,
                 health: Health::Healthy,
                 group: String::new(),
+                apart_since: None,
                 open: 0,
                 ended: 0,
             }),
@@ -79,6 +82,14 @@ impl Shared {
 
     pub(crate) fn set_group(&self, group: String) {
         self.state().group = group;
+    }
+
+    pub(crate) fn apart_for(&self) -> Option<Duration> {
+        self.state().apart_since.map(|since| since.elapsed())
+    }
+
+    pub(crate) fn set_apart(&self, since: Option<Instant>) {
+        self.state().apart_since = since;
     }
 
     pub(crate) fn is_draining(&self) -> bool {

@@ -569,6 +569,7 @@ impl<F: Forward> StepLoop<F> {
             generated_tokens,
             weight_bytes_read: weights.read_bytes,
             kv_bytes_moved,
+            sent_kv: self.forward.sent_kv(),
             steps,
             step_seconds: step_time.as_secs_f64(),
             preemptions: scheduler.preemptions,

@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::directory::{bytes_below, replace};
 use crate::hold::{self, Exclusive};
 use crate::lock::Lock;
+use crate::need::Need;
 use crate::room::{self, Item, Stays};
 use crate::uses::modified;
 use crate::{FetchError, FetchOptions, Key, part};
@@ -163,15 +164,6 @@ impl Cache {
         }
     }
 
-    /// Bytes of everything in the cache.
-    ///
-    /// # Errors
-    /// [`FetchError::Cache`] if the directory cannot be read.
-    pub fn held_bytes(&self) -> Result<u64, FetchError> {
-        let keys = self.keys()?;
-        Ok(keys.iter().map(|key| self.bytes_of_all(key)).sum())
-    }
-
     /// Bytes of the models that are whole.
     ///
     /// # Errors
@@ -211,6 +203,7 @@ impl Cache {
             };
             Item {
                 bytes: self.bytes_of_all(&key),
+                part_bytes: self.part_bytes(&key),
                 key,
                 used,
                 stays,
@@ -226,12 +219,14 @@ impl Cache {
         others.any(|other| Lock::is_held(&self.lock_file(other)))
     }
 
-    /// Bytes that running fetches of other models still have to write.
-    pub(crate) fn promised_bytes(&self, key: &Key) -> Result<u64, FetchError> {
+    /// What running fetches of other models still have to write.
+    pub(crate) fn promised(&self, key: &Key) -> Result<Need, FetchError> {
         let keys = self.keys()?;
         let others = keys.iter().filter(|other| *other != key);
         let fetched = others.filter(|other| Lock::is_held(&self.lock_file(other)));
-        Ok(fetched.map(|key| part::promised_bytes(self, key)).sum())
+        Ok(fetched
+            .map(|key| part::promised(self, key))
+            .fold(Need::default(), Need::and))
     }
 
     /// Removes everything of a key, unless it is being fetched or held.
@@ -298,9 +293,13 @@ impl Cache {
     /// Bytes of everything that has the key.
     fn bytes_of_all(&self, key: &Key) -> u64 {
         let directories = [self.directory(key), self.unpacking(key), self.removing(key)];
-        let part = fs::metadata(self.part(key)).map_or(0, |part| part.len());
         let files = directories.iter().map(|path| bytes_below(path));
-        files.fold(part, u64::saturating_add)
+        files.fold(self.part_bytes(key), u64::saturating_add)
+    }
+
+    /// Bytes of the part that has the key.
+    pub(crate) fn part_bytes(&self, key: &Key) -> u64 {
+        fs::metadata(self.part(key)).map_or(0, |part| part.len())
     }
 
     /// Returns every key that anything in the cache belongs to.

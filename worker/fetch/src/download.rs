@@ -13,6 +13,7 @@ use crate::answer::{Failure, content_range, facts, refusal};
 use crate::connection::Clients;
 use crate::digest::sha256_of;
 use crate::line::{Here, Line, Tried};
+use crate::need::Need;
 use crate::part::{FileFacts, Part};
 use crate::place::Remote;
 use crate::progress::Reporter;
@@ -291,7 +292,7 @@ impl Download<'_> {
             None => Ahead {
                 room: Arc::clone(self.room),
                 // The last piece before a look may come on top of a period.
-                need_bytes: 2 * self.room.period_bytes(),
+                need: Need::of_part(2 * self.room.period_bytes()),
             },
         };
         let writer = tokio::task::spawn_blocking(move || {
@@ -374,17 +375,17 @@ impl Download<'_> {
             missing_bytes.div_ceil(1 << 20),
             total_bytes.div_ceil(1 << 20)
         );
-        let need_bytes = missing_bytes.saturating_add(total_bytes);
-        let need_bytes = need_bytes.saturating_sub(discarded_bytes);
-        Room::make_soon(self.room, need_bytes, what).await
+        let of_part = Need::of_part(missing_bytes.saturating_sub(discarded_bytes));
+        let need = of_part.and(Need::of_unpacked(total_bytes));
+        Room::make_soon(self.room, need, what).await
     }
 }
 
 /// Room that is made while bytes arrive.
 pub(crate) struct Ahead {
     room: Arc<Room>,
-    /// Bytes that may still come before the next look.
-    need_bytes: u64,
+    /// What may still come before the next look.
+    need: Need,
 }
 
 impl Ahead {
@@ -392,7 +393,7 @@ impl Ahead {
     pub(crate) fn of_known_length(room: &Arc<Room>) -> Self {
         Self {
             room: Arc::clone(room),
-            need_bytes: 0,
+            need: Need::of_part(0),
         }
     }
 }
@@ -410,7 +411,7 @@ pub(crate) fn write(
     }
     let make = || {
         let what = "the download goes on";
-        ahead.room.make(ahead.need_bytes, what, SystemTime::now())
+        ahead.room.make(ahead.need, what, SystemTime::now())
     };
     make()?;
     let mut unchecked_bytes = 0;

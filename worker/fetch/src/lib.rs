@@ -49,6 +49,7 @@ mod line;
 mod listing;
 mod lock;
 mod names;
+mod need;
 mod part;
 mod place;
 mod progress;

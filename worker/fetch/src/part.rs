@@ -14,6 +14,7 @@ use crate::cache::remove_file;
 use crate::digest::{Digest, Hasher};
 use crate::directory::{FILE_MODE, bytes_below, set_mode};
 use crate::lock::Lock;
+use crate::need::Need;
 use crate::progress::Reporter;
 use crate::room::Room;
 use crate::unpack::{HEAD_BYTES, is_archive};
@@ -276,7 +277,11 @@ impl Part {
         match fs::rename(&self.path, target) {
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {
-                room.make_for_copy(self.len_bytes, SystemTime::now())?;
+                let what = format!(
+                    "{} MiB to copy to the models' disk",
+                    self.len_bytes.div_ceil(1 << 20)
+                );
+                room.make(Need::of_copy(self.len_bytes), &what, SystemTime::now())?;
                 let temporary = target.with_file_name(COPY);
                 let copied = self.copy(&temporary);
                 let copied = copied.and_then(|()| {
@@ -337,7 +342,7 @@ impl Part {
 
 /// Bytes present of a model that another process fetches, and its size if known.
 pub(crate) fn seen(cache: &Cache, key: &Key) -> (u64, Option<u64>) {
-    let bytes = fs::metadata(cache.part(key)).map_or(0, |metadata| metadata.len());
+    let bytes = cache.part_bytes(key);
     let facts = read_facts(&cache.part_facts(key)).unwrap_or_default();
     match facts.whole_bytes {
         Some(whole_bytes) => {
@@ -348,24 +353,24 @@ pub(crate) fn seen(cache: &Cache, key: &Key) -> (u64, Option<u64>) {
     }
 }
 
-/// Bytes that a fetch of this model still has to write, as far as it or its server told.
-pub(crate) fn promised_bytes(cache: &Cache, key: &Key) -> u64 {
-    if let Some(whole_bytes) = Lock::promised(&cache.lock_file(key)) {
-        // In this order: a part that becomes a file meanwhile counts in neither, which keeps too much room, and not in both.
-        let files_bytes = bytes_below(&cache.unpacking(key));
-        let part_bytes = fs::metadata(cache.part(key)).map_or(0, |metadata| metadata.len());
-        return whole_bytes.saturating_sub(files_bytes.saturating_add(part_bytes));
-    }
+/// What a fetch of this model still has to write, as far as it or its server told.
+pub(crate) fn promised(cache: &Cache, key: &Key) -> Need {
     let facts = read_facts(&cache.part_facts(key)).unwrap_or_default();
-    let (here_bytes, total_bytes) = seen(cache, key);
-    match (facts.whole_bytes, total_bytes) {
-        // Its files are their own place; an archive's are written beside it.
-        (Some(_), Some(total_bytes)) => total_bytes.saturating_sub(here_bytes),
-        (None, Some(total_bytes)) => {
-            let written_bytes = here_bytes.saturating_add(bytes_below(&cache.unpacking(key)));
-            total_bytes.saturating_mul(2).saturating_sub(written_bytes)
-        }
-        (_, None) => 0,
+    let whole_bytes = Lock::promised(&cache.lock_file(key)).or(facts.whole_bytes);
+    // In this order: a part that becomes a file meanwhile counts in neither, which keeps too much room, and not in both.
+    let files_bytes = bytes_below(&cache.unpacking(key));
+    let part_bytes = cache.part_bytes(key);
+    let total_bytes = facts.total_bytes.unwrap_or_default();
+    let of_part = Need::of_part(total_bytes.saturating_sub(part_bytes));
+    let missing_bytes = |bytes: u64| Need::of_unpacked(bytes.saturating_sub(files_bytes));
+    match whole_bytes {
+        // Its parts become its files, one by one.
+        Some(whole_bytes) => Need {
+            held_bytes: whole_bytes.saturating_sub(files_bytes.saturating_add(part_bytes)),
+            ..of_part.and(missing_bytes(whole_bytes))
+        },
+        // An archive's files are written beside it.
+        None => of_part.and(missing_bytes(total_bytes)),
     }
 }
 
@@ -416,6 +421,30 @@ mod tests {
         assert_eq!(part.digits(), crate::digest::sha256_of("hello world"));
         part.remove().unwrap();
         assert_eq!(open(&cache).len_bytes(), 0);
+    }
+
+    #[test]
+    fn what_is_still_to_come_is_promised_on_the_disk_that_it_comes_to() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(directory.path());
+        cache.create().unwrap();
+        let key = Key::parse(KEY).unwrap();
+        assert_eq!(promised(&cache, &key).held_bytes, 0);
+        let mut part = open(&cache);
+        part.restart(facts(11)).unwrap();
+        part.append(b"hello ").unwrap();
+        let need = |held_bytes, parts, models| Need {
+            held_bytes,
+            parts_bytes: Some(parts),
+            models_bytes: Some(models),
+        };
+        // An archive stays until all of it is unpacked; a repository's file becomes one of the model's.
+        assert_eq!(promised(&cache, &key), need(16, 5, 11));
+        part._lock.promise(100).unwrap();
+        assert_eq!(promised(&cache, &key), need(94, 5, 100));
+        fs::create_dir(cache.unpacking(&key)).unwrap();
+        fs::write(cache.unpacking(&key).join("config.json"), [0; 70]).unwrap();
+        assert_eq!(promised(&cache, &key), need(24, 5, 30));
     }
 
     #[test]

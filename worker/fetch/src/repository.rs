@@ -19,6 +19,7 @@ use crate::download;
 use crate::line::Line;
 use crate::listing::{HubFile, INDEX, Listing};
 use crate::lock::Lock;
+use crate::need::Need;
 use crate::part::{Part, Whose};
 use crate::place::{HubPlace, Place, Remote};
 use crate::progress::Reporter;
@@ -133,8 +134,12 @@ impl Fetch<'_> {
         };
         // Others fill the disk, too.
         let what = format!("{} MiB of {}", bytes.div_ceil(1 << 20), file.path);
-        let here_bytes = part_bytes(self.cache, &self.key);
-        Room::make_soon(self.room, bytes.saturating_sub(here_bytes), what).await?;
+        let missing_bytes = bytes.saturating_sub(self.cache.part_bytes(&self.key));
+        let need = Need {
+            models_bytes: Some(bytes),
+            ..Need::of_part(missing_bytes)
+        };
+        Room::make_soon(self.room, need, what).await?;
         let line = self.line(&remote.place, shared);
         let part = self.begun(file, whole_bytes, &remote).await?;
         let part = match download::complete(&line, self.room, &remote, part).await {
@@ -205,15 +210,20 @@ impl Fetch<'_> {
         })
         .await?;
         let length = |path: PathBuf| fs::metadata(path).map_or(0, |metadata| metadata.len());
-        let there_bytes: u64 = files
-            .iter()
-            .map(|file| length(temporary.join(&file.path)).min(file.bytes))
-            .sum();
-        let part_bytes = part_bytes(self.cache, &self.key);
-        let missing_bytes = whole_bytes.saturating_sub(there_bytes.saturating_add(part_bytes));
+        let is_missing = |file: &&HubFile| length(temporary.join(&file.path)) != file.bytes;
+        let missing = files.iter().filter(is_missing).map(|file| file.bytes);
+        let files_bytes: u64 = missing.clone().sum();
+        let longest_bytes = missing.max().unwrap_or_default();
+        let part_bytes = self.cache.part_bytes(&self.key);
+        let missing_bytes = files_bytes.saturating_sub(part_bytes);
         let what = format!("{} MiB to fetch", missing_bytes.div_ceil(1 << 20));
-        let bytes = (missing_bytes, whole_bytes);
-        Room::make_whole(self.room, &self.lock, bytes, what).await
+        let need = Need {
+            held_bytes: missing_bytes,
+            // One file after another is a part.
+            parts_bytes: Some(longest_bytes.saturating_sub(part_bytes)),
+            models_bytes: Some(files_bytes),
+        };
+        Room::make_whole(self.room, &self.lock, (need, whole_bytes), what).await
     }
 
     /// Puts the directory in place, without what an earlier fetch of another commit left in it.
@@ -271,11 +281,6 @@ impl Fetch<'_> {
             clients: &shared.clients,
         }
     }
-}
-
-/// Bytes that are here of the file that is fetched.
-fn part_bytes(cache: &Cache, key: &Key) -> u64 {
-    fs::metadata(cache.part(key)).map_or(0, |part| part.len())
 }
 
 /// Whether the file is there with the right bytes; removes another.

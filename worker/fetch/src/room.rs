@@ -4,7 +4,6 @@
 //! while ago stays, and nothing is removed unless that suffices.
 
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -14,6 +13,7 @@ use hearth_crds::format_bytes;
 use crate::cache::Removal;
 use crate::error::free_bytes;
 use crate::lock::Lock;
+use crate::need::{Limit, Need, Scope, choose};
 use crate::{Cache, FetchError, FetchOptions, Key, blocking};
 
 /// Bytes written between two looks at the room that is left, without a quota.
@@ -158,6 +158,8 @@ impl Stays {
 pub(crate) struct Item {
     pub(crate) key: Key,
     pub(crate) bytes: u64,
+    /// Those of its part.
+    pub(crate) part_bytes: u64,
     /// When it was last used; what has no such time goes first.
     pub(crate) used: Option<SystemTime>,
     pub(crate) stays: Option<Stays>,
@@ -178,72 +180,52 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// Makes sure that `need_bytes` more can be written, removing models if that is necessary and possible. Blocks.
+    /// Makes sure that so much more can be written, removing models if that is necessary and possible. Blocks.
     ///
     /// # Errors
-    /// [`FetchError::NoRoom`], and then nothing was removed; [`FetchError::DiskFull`] if it is the disk of the parts;
-    /// [`FetchError::Cache`].
-    pub(crate) fn make(
-        &self,
-        need_bytes: u64,
-        what: &str,
-        now: SystemTime,
-    ) -> Result<(), FetchError> {
+    /// [`FetchError::NoRoom`], and then nothing was removed; [`FetchError::Cache`].
+    pub(crate) fn make(&self, need: Need, what: &str, now: SystemTime) -> Result<(), FetchError> {
         // Of a removal that was cut off; nobody else removes what is being fetched.
         self.cache.forget_removed(&self.key)?;
-        self.check_parts(need_bytes, what)?;
         let is_fetched_alone = !self.cache.is_fetched_besides(&self.key);
-        if self.options.quota_bytes.is_none() && is_fetched_alone && self.has_free(need_bytes) {
-            return Ok(());
+        if self.options.quota_bytes.is_none() && is_fetched_alone {
+            let limits = self.limits(need, Need::default(), 0);
+            if limits.iter().all(|limit| limit.missing_bytes() == 0) {
+                return Ok(());
+            }
         }
         let turn = self.turn()?;
-        let made = self.make_in_turn((need_bytes, self.options.quota_bytes), what, now);
+        let made = self.make_in_turn(need, what, now);
         turn.remove();
         made
     }
 
-    /// Makes sure that a part can be copied to its model, on whose disk it is not; the quota has counted its bytes, and the
-    /// part goes at once. Blocks.
-    ///
-    /// # Errors
-    /// Those of [`Self::make`].
-    pub(crate) fn make_for_copy(&self, bytes: u64, now: SystemTime) -> Result<(), FetchError> {
-        if self.has_free(bytes) {
-            return Ok(());
-        }
-        let what = format!(
-            "{} MiB to copy to the models' disk",
-            bytes.div_ceil(1 << 20)
-        );
-        let turn = self.turn()?;
-        let made = self.make_in_turn((bytes, None), &what, now);
-        turn.remove();
-        made
-    }
-
-    /// Whether the disk of the models has these bytes besides what is to stay free.
-    fn has_free(&self, bytes: u64) -> bool {
-        let free_bytes = free_bytes(&self.cache.models()).unwrap_or(u64::MAX);
-        free_bytes >= bytes.saturating_add(self.options.reserve_bytes)
-    }
-
-    /// Checks the disk of the parts, if it is one of its own: no model that goes makes room there.
-    fn check_parts(&self, bytes: u64, what: &str) -> Result<(), FetchError> {
-        let Some(reserve_bytes) = self.parts_reserve_bytes else {
-            return Ok(());
+    /// What limits this need, where other fetches still have to write what they promised.
+    fn limits(&self, need: Need, promised: Need, held_bytes: u64) -> Vec<Limit> {
+        let reserve_bytes = self.options.reserve_bytes;
+        let disks = match self.parts_reserve_bytes {
+            None => vec![(Scope::Disk, reserve_bytes)],
+            Some(parts_reserve_bytes) => vec![
+                (Scope::DiskOfParts, parts_reserve_bytes),
+                (Scope::DiskOfModels, reserve_bytes),
+            ],
         };
-        let path = self.cache.partial();
-        let free_bytes = free_bytes(&path).unwrap_or(u64::MAX);
-        let need_bytes = bytes.saturating_add(reserve_bytes);
-        if free_bytes >= need_bytes {
-            return Ok(());
-        }
-        Err(FetchError::DiskFull {
-            path,
-            what: format!("{what}, and {} stay free", format_bytes(reserve_bytes)),
-            need_bytes,
-            free_bytes,
-        })
+        // Where quota and disk are as short, the error names the later one.
+        let scopes = [(Scope::Quota, held_bytes)].into_iter().chain(disks);
+        let limits = scopes.filter_map(|(scope, taken_bytes)| {
+            let room_bytes = match scope {
+                Scope::Quota => self.options.quota_bytes?,
+                _ => free_bytes(&scope.directory(&self.cache)).unwrap_or(u64::MAX),
+            };
+            Some(Limit {
+                scope,
+                need_bytes: scope.bytes_needed(need)?,
+                promised_bytes: scope.bytes_needed(promised).unwrap_or_default(),
+                room_bytes,
+                taken_bytes,
+            })
+        });
+        limits.collect()
     }
 
     /// Makes room for what is missing of a whole model, and promises it: as long as `lock`, the fetch's own, is held, others leave it
@@ -254,13 +236,13 @@ impl Room {
     fn make_and_promise(
         &self,
         lock: &Lock,
-        (missing_bytes, whole_bytes): (u64, u64),
+        (need, whole_bytes): (Need, u64),
         what: &str,
         now: SystemTime,
     ) -> Result<(), FetchError> {
         self.cache.forget_removed(&self.key)?;
         let turn = self.turn()?;
-        let made = self.make_in_turn((missing_bytes, self.options.quota_bytes), what, now);
+        let made = self.make_in_turn(need, what, now);
         let made = made.and_then(|()| lock.promise(whole_bytes));
         turn.remove();
         made
@@ -273,11 +255,11 @@ impl Room {
     pub(crate) async fn make_whole(
         room: &Arc<Self>,
         lock: &Arc<Lock>,
-        bytes: (u64, u64),
+        need: (Need, u64),
         what: String,
     ) -> Result<(), FetchError> {
         let (room, lock) = (Arc::clone(room), Arc::clone(lock));
-        blocking(move || room.make_and_promise(&lock, bytes, &what, SystemTime::now())).await
+        blocking(move || room.make_and_promise(&lock, need, &what, SystemTime::now())).await
     }
 
     /// Makes room on a blocking thread.
@@ -286,11 +268,11 @@ impl Room {
     /// Those of [`Self::make`].
     pub(crate) async fn make_soon(
         room: &Arc<Self>,
-        need_bytes: u64,
+        need: Need,
         what: String,
     ) -> Result<(), FetchError> {
         let room = Arc::clone(room);
-        blocking(move || room.make(need_bytes, &what, SystemTime::now())).await
+        blocking(move || room.make(need, &what, SystemTime::now())).await
     }
 
     /// Bytes that may be written between two calls of [`Self::make`].
@@ -309,28 +291,16 @@ impl Room {
         }
     }
 
-    fn make_in_turn(
-        &self,
-        (need_bytes, quota_bytes): (u64, Option<u64>),
-        what: &str,
-        now: SystemTime,
-    ) -> Result<(), FetchError> {
+    fn make_in_turn(&self, need: Need, what: &str, now: SystemTime) -> Result<(), FetchError> {
         for attempt in 1.. {
             // In this order: what arrives in between counts twice, and not nowhere.
-            let promised_bytes = self.cache.promised_bytes(&self.key)?;
+            let promised = self.cache.promised(&self.key)?;
             let items = self.cache.items(&self.key, &self.options, now)?;
-            let demand = Demand {
-                need_bytes,
-                promised_bytes,
-                held_bytes: items.iter().map(|item| item.bytes).sum(),
-                free_bytes: free_bytes(&self.cache.models()).unwrap_or(u64::MAX),
-                reserve_bytes: self.options.reserve_bytes,
-                quota_bytes,
-            };
-            let chosen = choose(&items, demand.missing_bytes());
-            let Some(chosen) = chosen.filter(|_| attempt <= ATTEMPTS) else {
-                return Err(self.no_room(&demand, &items, what));
-            };
+            let held_bytes = items.iter().map(|item| item.bytes).sum();
+            let limits = self.limits(need, promised, held_bytes);
+            let removable = if attempt <= ATTEMPTS { &items[..] } else { &[] };
+            let chosen = choose(removable, &limits);
+            let chosen = chosen.map_err(|limit| self.no_room(limit, &items, what))?;
             // What is removed counts as free at once: some file systems take their time.
             if self.remove_all(&chosen)? {
                 return Ok(());
@@ -357,140 +327,39 @@ impl Room {
 
     /// Tenants of a node learn nothing of what is being fetched for others, not even how much: it may be a server's answer that they
     /// must not see.
-    fn no_room(&self, demand: &Demand, items: &[Item], what: &str) -> FetchError {
+    fn no_room(&self, limit: &Limit, items: &[Item], what: &str) -> FetchError {
         let owner = self.options.owner.clone();
-        let mut told = demand.clone();
+        let mut told = limit.clone();
         let mut shown = items.to_vec();
         if let Owner::Node(_) = owner {
-            let holds = holds(items, &self.options);
-            let promised_bytes = demand.promised_bytes;
+            let holds = holds(items, limit.scope, &self.options);
+            let promised_bytes = limit.promised_bytes;
             tracing::info!(model = self.shown, promised_bytes, "no room: {holds}");
             shown.retain(|item| item.stays != Some(Stays::Fetched));
             told.promised_bytes = 0;
-            told.held_bytes = shown.iter().map(|item| item.bytes).sum();
+            if limit.scope == Scope::Quota {
+                told.taken_bytes = shown.iter().map(|item| item.bytes).sum();
+            }
         }
         FetchError::NoRoom {
-            owner: owner.clone(),
             shown: self.shown.clone(),
-            what: format!(
-                "{what}; {}",
-                told.short(&self.cache.disk_of_models(), demand.is_of_quota())
-            ),
-            holds: holds(&shown, &self.options),
-            remedy: demand.remedy(&owner),
+            what: format!("{what}; {}", told.short(&self.cache)),
+            holds: holds(&shown, limit.scope, &self.options),
+            remedy: limit.remedy(&owner),
+            owner,
         }
     }
 }
 
-/// What is needed of a cache, and what it has.
-#[derive(Clone)]
-struct Demand {
-    need_bytes: u64,
-    /// Bytes that other running fetches still have to write.
-    promised_bytes: u64,
-    held_bytes: u64,
-    free_bytes: u64,
-    reserve_bytes: u64,
-    quota_bytes: Option<u64>,
-}
-
-impl Demand {
-    /// Bytes to remove.
-    fn missing_bytes(&self) -> u64 {
-        self.missing_of_disk_bytes()
-            .max(self.missing_of_quota_bytes())
-    }
-
-    fn wanted_bytes(&self) -> u64 {
-        self.need_bytes.saturating_add(self.promised_bytes)
-    }
-
-    fn missing_of_disk_bytes(&self) -> u64 {
-        let wanted_bytes = self.wanted_bytes().saturating_add(self.reserve_bytes);
-        wanted_bytes.saturating_sub(self.free_bytes)
-    }
-
-    fn missing_of_quota_bytes(&self) -> u64 {
-        let wanted_bytes = self.wanted_bytes().saturating_add(self.held_bytes);
-        wanted_bytes.saturating_sub(self.quota_bytes.unwrap_or(u64::MAX))
-    }
-
-    /// Whether the quota is in the way, and not the disk.
-    fn is_of_quota(&self) -> bool {
-        self.missing_of_disk_bytes() < self.missing_of_quota_bytes()
-    }
-
-    /// What there is, and which limit is in the way.
-    fn short(&self, directory: &Path, is_of_quota: bool) -> String {
-        let mut text = match self.quota_bytes {
-            Some(quota_bytes) if is_of_quota => {
-                format!(
-                    "the quota of {} has {} left",
-                    format_bytes(quota_bytes),
-                    format_bytes(quota_bytes.saturating_sub(self.held_bytes))
-                )
-            }
-            _ => format!(
-                "the disk of {} has {} free, of which {} stay free",
-                directory.display(),
-                format_bytes(self.free_bytes),
-                format_bytes(self.reserve_bytes)
-            ),
-        };
-        if self.promised_bytes > 0 {
-            text += &format!(
-                ", and other downloads still need {}",
-                format_bytes(self.promised_bytes)
-            );
-        }
-        text
-    }
-
-    fn remedy(&self, owner: &Owner) -> &'static str {
-        match (owner, self.is_of_quota()) {
-            (Owner::Node(_), true) => {
-                "raise agent.store.quota of Hearth's chart, unpin models, or delete deployments of others"
-            }
-            (Owner::Node(_), false) => {
-                "free space on that disk, unpin models, or delete deployments of others; agent.diskReservePercent of Hearth's chart is what stays free"
-            }
-            (Owner::User, true) => {
-                "raise HEARTH_MODEL_QUOTA, or remove models: hearth models list, hearth models rm NAME"
-            }
-            (Owner::User, false) => {
-                "free space on that disk, remove models (hearth models list, hearth models rm NAME), or keep them on another disk: HEARTH_CACHE=DIR"
-            }
-        }
-    }
-}
-
-/// The items to remove, least recently used first; `None` if all that may be removed would not suffice.
-fn choose(items: &[Item], missing_bytes: u64) -> Option<Vec<&Item>> {
-    let mut free: Vec<&Item> = items
-        .iter()
-        .filter(|item| item.stays.is_none() && item.bytes > 0)
-        .collect();
-    free.sort_by_key(|item| (item.used, item.key.clone()));
-    let mut left_bytes = missing_bytes;
-    let mut chosen = Vec::new();
-    for item in free {
-        if left_bytes == 0 {
-            break;
-        }
-        left_bytes = left_bytes.saturating_sub(item.bytes);
-        chosen.push(item);
-    }
-    (left_bytes == 0).then_some(chosen)
-}
-
-/// What the cache holds, by the reason that it stays. Names would tell one tenant what another one has.
-fn holds(items: &[Item], options: &FetchOptions) -> String {
-    let held_bytes: u64 = items.iter().map(|item| item.bytes).sum();
+/// What the cache holds that counts against a limit, by the reason that it stays. Names would tell one tenant what another
+/// one has.
+fn holds(items: &[Item], scope: Scope, options: &FetchOptions) -> String {
+    let held_bytes: u64 = items.iter().map(|item| scope.bytes_of(item)).sum();
     let mut reasons: Vec<(Option<Stays>, u64)> = Vec::new();
-    for item in items.iter().filter(|item| item.bytes > 0) {
+    for item in items.iter().filter(|item| scope.bytes_of(item) > 0) {
         match reasons.iter_mut().find(|(stays, _)| *stays == item.stays) {
-            Some((_, bytes)) => *bytes += item.bytes,
-            None => reasons.push((item.stays, item.bytes)),
+            Some((_, bytes)) => *bytes += scope.bytes_of(item),
+            None => reasons.push((item.stays, scope.bytes_of(item))),
         }
     }
     reasons.sort();
@@ -506,10 +375,14 @@ fn holds(items: &[Item], options: &FetchOptions) -> String {
             None => format!("{} that would not suffice", format_bytes(bytes)),
         })
         .collect();
+    let what = match scope {
+        Scope::DiskOfParts => "download",
+        _ => "model",
+    };
     match parts.is_empty() {
-        true => "it holds no model".to_owned(),
+        true => format!("it holds no {what}"),
         false => format!(
-            "models hold {}: {}",
+            "{what}s hold {}: {}",
             format_bytes(held_bytes),
             parts.join(", ")
         ),
@@ -562,7 +435,7 @@ mod tests {
             parts_reserve_bytes: None,
         };
         let makes = |need_bytes: u64| {
-            let made = room('b').make(need_bytes, "it", SystemTime::now());
+            let made = room('b').make(Need::of_part(need_bytes), "it", SystemTime::now());
             if let Err(error) = &made {
                 assert!(matches!(error, FetchError::NoRoom { .. }), "{error}");
             }
@@ -570,7 +443,8 @@ mod tests {
         };
         let path = cache.lock_file(&key('a'));
         let lock = Lock::try_acquire(&path).unwrap().unwrap();
-        let made = room('a').make_and_promise(&lock, (800, 800), "it", SystemTime::now());
+        let made =
+            room('a').make_and_promise(&lock, (Need::of_part(800), 800), "it", SystemTime::now());
         made.unwrap();
         assert!(!makes(300) && makes(200), "nothing of it has arrived");
         let unpacking = cache.unpacking(&key('a'));
@@ -579,16 +453,15 @@ mod tests {
         assert!(!makes(300) && makes(200), "a file of it has arrived");
         drop(lock);
         assert!(makes(300), "nobody fetches it any more");
-        // Parts on a disk of their own: no model makes room there.
+        // Parts on a disk of their own, which no model that goes makes room on.
         let apart = Room {
             parts_reserve_bytes: Some(1 << 60),
             ..room('b')
         };
-        let error = apart.make(1, "it", SystemTime::now()).unwrap_err();
-        let is_of_parts = |path: &Path| path == cache.partial();
-        assert!(
-            matches!(&error, FetchError::DiskFull { path, .. } if is_of_parts(path)),
-            "{error}"
-        );
+        let makes = |need: Need| apart.make(need, "it", SystemTime::now());
+        makes(Need::of_unpacked(1)).unwrap();
+        let text = makes(Need::of_part(1)).unwrap_err().to_string();
+        let disk = format!("the disk of {} has", cache.partial().display());
+        assert!(text.contains(&disk), "{text}");
     }
 }

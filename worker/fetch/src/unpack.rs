@@ -18,6 +18,7 @@ use tar::{Archive, Entry, EntryType};
 
 use crate::cache::remove_directory;
 use crate::directory::{DIRECTORY_MODE, FILE_MODE, make_directory, put, set_mode};
+use crate::need::Need;
 use crate::part::Part;
 use crate::progress::Reporter;
 use crate::room::Room;
@@ -98,6 +99,11 @@ pub(crate) fn put_in_place(
 
 fn unpack(unpacking: &Unpacking, part: &Part, reporter: &Reporter) -> Result<(), FetchError> {
     let temporary = &unpacking.temporary;
+    // Its length may not have been known before, and others fill the disk, too.
+    let bytes = part.len_bytes();
+    let what = format!("{} MiB for the archive's files", bytes.div_ceil(1 << 20));
+    let room = &unpacking.room;
+    room.make(Need::of_unpacked(bytes), &what, SystemTime::now())?;
     make_directory(temporary)?;
     let budget = Rc::new(Cell::new(MAX_HEADER_BYTES));
     let file = Counted {
@@ -266,7 +272,8 @@ impl Writer<'_> {
             if self.unchecked_bytes >= self.unpacking.room.period_bytes() {
                 self.unchecked_bytes = 0;
                 let room = &self.unpacking.room;
-                room.make(0, "the archive's files keep growing", SystemTime::now())?;
+                let what = "the archive's files keep growing";
+                room.make(Need::of_unpacked(0), what, SystemTime::now())?;
             }
         }
         if written_bytes != size_bytes {

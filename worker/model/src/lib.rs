@@ -46,7 +46,7 @@ pub use module::{ModuleId, ModuleSpec, ModuleWeights, TensorShape, TensorSpec, t
 pub use observer::Observer;
 pub use part::{Away, OtherRanks, Part};
 pub use peering::{ExpertParallel, Sharing};
-pub use peers::{Exchange, Exchanged, GroupRows, Membership, Peers};
+pub use peers::{Exchange, Exchanged, GroupRows, Membership, Peers, SentKv};
 pub use residency::{ExpertCache, Guard, Kept, Release, Residency, ResidencyStats, StreamedStats};
 pub use shares::{ExpertShare, modules_of};
 pub use sites::Sites;

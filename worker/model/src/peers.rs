@@ -24,6 +24,11 @@ pub trait Membership: Send + Sync {
         None
     }
 
+    /// What this rank has sent others of keys and values since its start.
+    fn sent_kv(&self) -> SentKv {
+        SentKv::default()
+    }
+
     /// Waits up to `patience` for a group to form, and returns whether one has: of all ranks, or, where fewer do, of more than are
     /// together now.
     ///
@@ -31,6 +36,15 @@ pub trait Membership: Send + Sync {
     /// [`ModelError::Group`] if it will not be: a member does not fit. [`ModelError::Unlike`] if a member computes otherwise than the one
     /// before it: the right one may still come.
     fn rejoin(&self, patience: Duration) -> Result<bool, ModelError>;
+}
+
+/// Keys and values of passes that a rank has sent to others of its group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SentKv {
+    /// Bytes of its own rows', once for each receiver.
+    pub own_bytes: u64,
+    /// Bytes of others', which it has passed on ([`Sites`]).
+    pub passed_on_bytes: u64,
 }
 
 /// Rows of a pass that all ranks of a group compute together.

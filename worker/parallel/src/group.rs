@@ -99,8 +99,9 @@ impl Wanted<'_> {
 
 /// What forms a group, again and again: each one is an epoch of its own.
 pub trait Former: Send + Sync {
-    /// Waits up to `patience` for all members; `None` if some have not come. Where fewer do, too, it forms a group of the most of those
-    /// that have come; `None` if these are no more than are together already, who then stay so.
+    /// Waits up to `patience` for all members, or for longer where they did not answer within it before; `None` if some have not come.
+    /// Where fewer do, too, it forms a group of the most of those that have come; `None` if these are no more than are together already,
+    /// who then stay so.
     ///
     /// # Errors
     /// [`GroupError`] if a member does not fit that cannot be left out: waiting longer would not help.

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use hearth_kernels::Backend;
 use hearth_model::{
-    Exchange, ExpertParallel, GroupRows, Membership, Model, ModelError, Observer, Peers,
+    Exchange, Exchanged, ExpertParallel, GroupRows, Membership, Model, ModelError, Observer, Peers,
+    SentKv,
 };
 
 use crate::epochs::{Epochs, model_error};
@@ -28,9 +29,28 @@ enum Side {
         epochs: Epochs,
         /// Passes that have begun.
         passes: AtomicU64,
+        sent: SentCounts,
     },
     /// The group that it belongs to now; the head forms groups.
     Follower(Mutex<Option<Arc<dyn Group>>>),
+}
+
+/// Bytes of keys and values that a head has sent.
+#[derive(Default)]
+struct SentCounts {
+    own: AtomicU64,
+    passed_on: AtomicU64,
+}
+
+impl SentCounts {
+    fn count(&self, exchange: Exchange, bytes: u64) {
+        let count = match (exchange.what, exchange.passed_on_of) {
+            (Exchanged::Kv | Exchanged::KvBehind, None) => &self.own,
+            (Exchanged::Kv | Exchanged::KvBehind, Some(_)) => &self.passed_on,
+            _ => return,
+        };
+        count.fetch_add(bytes, Ordering::Relaxed);
+    }
 }
 
 impl GroupPeers {
@@ -39,6 +59,7 @@ impl GroupPeers {
         Self(Side::Head {
             epochs: Epochs::new(former),
             passes: AtomicU64::new(0),
+            sent: SentCounts::default(),
         })
     }
 
@@ -103,6 +124,17 @@ impl Membership for GroupPeers {
         }
     }
 
+    fn sent_kv(&self) -> SentKv {
+        match &self.0 {
+            Side::Head { sent, .. } => SentKv {
+                own_bytes: sent.own.load(Ordering::Relaxed),
+                passed_on_bytes: sent.passed_on.load(Ordering::Relaxed),
+            },
+            // Nobody asks it.
+            Side::Follower(_) => SentKv::default(),
+        }
+    }
+
     fn rejoin(&self, patience: Duration) -> Result<bool, ModelError> {
         match &self.0 {
             Side::Head { epochs, .. } => epochs.rejoin(patience),
@@ -121,7 +153,7 @@ impl Peers for GroupPeers {
     }
 
     fn begin_pass(&self, rows: &GroupRows) -> Result<u64, ModelError> {
-        let Side::Head { epochs, passes } = &self.0 else {
+        let Side::Head { epochs, passes, .. } = &self.0 else {
             let why = "a follower begins no passes".to_owned();
             return Err(ModelError::Batch(why));
         };
@@ -147,8 +179,13 @@ impl Peers for GroupPeers {
     }
 
     fn send(&self, exchange: Exchange, to: usize, bytes: Vec<u8>) -> Result<(), ModelError> {
+        let len = bytes.len() as u64;
         let sent = self.now()?.send(to, tag(exchange), bytes);
-        sent.map_err(model_error)
+        sent.map_err(model_error)?;
+        if let Side::Head { sent, .. } = &self.0 {
+            sent.count(exchange, len);
+        }
+        Ok(())
     }
 
     fn receive(

@@ -72,8 +72,10 @@ pub struct Routing {
     pub chunked_below_tokens: u32,
     /// Time without decoding after which a prompt is read by all peers of its prefill worker; `None`: always.
     pub together_after_quiet: Option<Duration>,
-    /// Maximum number of requests (choices) that wait for a worker; beyond it, 429.
+    /// Number of requests (choices) that may wait for a worker, however few workers there are; beyond it, 429.
     pub max_queue: usize,
+    /// Number of requests that may wait for each one that the decode workers compute at a time, where that is more.
+    pub queued_per_slot: usize,
     /// Longest wait, for a slot or for a pool that is starting.
     pub queue_timeout: Duration,
     /// Longest wait of a request that arrives while no decode worker is ready, where they end for want of requests; `None`: the
@@ -102,6 +104,7 @@ impl Default for Routing {
             chunked_below_tokens: 2048,
             together_after_quiet: None,
             max_queue: 256,
+            queued_per_slot: 0,
             queue_timeout: Duration::from_secs(120),
             hold_timeout: None,
             ahead_per_worker: None,

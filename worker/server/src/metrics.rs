@@ -489,6 +489,16 @@ const WORKER_COUNTERS: &[(&str, &str, Part)] = &[
         |w| w.stats.kv_bytes_moved as f64,
     ),
     (
+        "hearth_worker_peer_kv_bytes",
+        "Bytes of its own keys and values that the head of peers has sent to them",
+        |w| w.stats.peer_kv_bytes as f64,
+    ),
+    (
+        "hearth_worker_peer_kv_passed_on_bytes",
+        "Bytes of peers' keys and values that their head has passed on to those of its node",
+        |w| w.stats.peer_kv_passed_on_bytes as f64,
+    ),
+    (
         "hearth_worker_expert_copy_bytes",
         "Bytes of experts copied to the device",
         |w| w.stats.expert_copy_bytes as f64,

@@ -46,6 +46,7 @@ impl v1::control_server::Control for ControlService {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             placement: Some(worker.binding.placement()),
             group: worker.group(),
+            waits_for: worker.waits_for().unwrap_or_default(),
             members: worker
                 .membership
                 .as_ref()
@@ -69,6 +70,8 @@ impl v1::control_server::Control for ControlService {
             generated_tokens: stats.generated_tokens,
             weight_bytes_read: stats.weight_bytes_read,
             kv_bytes_moved: stats.kv_bytes_moved,
+            peer_kv_bytes: stats.sent_kv.own_bytes,
+            peer_kv_passed_on_bytes: stats.sent_kv.passed_on_bytes,
             steps: stats.steps,
             step_seconds: stats.step_seconds,
             preemptions: stats.preemptions,

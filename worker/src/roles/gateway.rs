@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use hearth_crds::{InferencePlanSpec, PlanRole, WorkerReport};
+use hearth_crds::{InferencePlanSpec, PlanRole, PlanRouting, WorkerReport};
 use hearth_formats::Checkpoint;
 use hearth_server::{CorsOrigin, Gateway, GatewayConfig, HttpsFiles, Limits, Predicted, Routing};
 use hearth_transport::Endpoint;
@@ -148,6 +148,7 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
             .together_after_quiet_ms
             .map(Duration::from_millis),
         max_queue: plan.routing.max_queue as usize,
+        queued_per_slot: PlanRouting::QUEUED_PER_SLOT as usize,
         model_fingerprint: Some(Checkpoint::open(Path::new(&plan.model.path))?.fingerprint()),
         queue_timeout: Duration::from_millis(plan.routing.queue_timeout_ms),
         hold_timeout: plan.routing.hold_timeout_ms.map(Duration::from_millis),

@@ -59,6 +59,8 @@ const STACK_BYTES: usize = 32 << 20;
 /// Time between two health checks of the engine: a worker whose device is lost ends before the gateway has tried a request
 /// there for the last time.
 const HEALTH_PERIOD: Duration = Duration::from_millis(50);
+/// Time for which requests wait for a group before callers are told: a member that is back within it is no news.
+const BLIP: Duration = Duration::from_secs(2);
 /// Time that an engine may be unhealthy before the worker ends.
 const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 /// Least time that callers have, once all is computed, to read the rest of it.
@@ -538,6 +540,14 @@ impl Worker {
             Some(slow) if told.is_empty() => format!("complete; slow: {slow}"),
             Some(slow) => format!("{told}; slow: {slow}"),
         }
+    }
+
+    /// While requests have waited for its group for longer than [`BLIP`]: name of the member that is missing, or its own where
+    /// that is not known.
+    pub(super) fn waits_for(&self) -> Option<String> {
+        let waited = self.engine.group_apart_for()?;
+        let missing = || self.membership.as_ref().and_then(Membership::missing);
+        (waited >= BLIP).then(|| missing().unwrap_or_else(|| self.name.clone()))
     }
 
     /// Rejects a request made for other weights.

@@ -5,9 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use clap::Args;
-use hearth_crds::format_bytes;
+use hearth_crds::{StoredModel, format_bytes};
 use hearth_fetch::{Cache, Key, Stored};
-use serde::Serialize;
 
 use crate::logging;
 
@@ -34,59 +33,34 @@ pub(crate) struct ModelsArgs {
     json: bool,
 }
 
-/// A stored model as JSON.
-#[derive(Serialize)]
-struct Line {
-    /// Name of its directory in models/.
-    key: String,
-    /// URL without secrets, or repository and revision; null if an earlier version fetched it.
-    source: Option<String>,
-    /// Commit of a repository.
-    commit: Option<String>,
-    /// SHA-256 of an archive.
-    sha256: Option<String>,
-    /// Size of its files.
-    bytes: u64,
-    /// When it was last asked for or in use, in seconds since 1970; null if that is not known.
-    used_at_s: Option<u64>,
-    /// When its files were verified, in seconds since 1970; null if an earlier version fetched it.
-    verified_at_s: Option<u64>,
-    /// Whether a worker has it mapped.
-    in_use: bool,
-    /// Whether it stays until it is unpinned.
-    pinned: bool,
-    directory: PathBuf,
-}
-
-impl Line {
-    fn of(stored: Stored) -> Self {
-        let Stored {
-            key,
-            about,
-            bytes,
-            used,
-            is_in_use,
-            is_pinned,
-            directory,
-        } = stored;
-        let seconds = |time: SystemTime| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs());
-        let verified_at_s = about.as_ref().and_then(|about| about.verified_at_s);
-        let (source, commit, sha256) = match about {
-            Some(about) => (Some(about.source), about.commit, about.sha256),
-            None => (None, None, None),
-        };
-        Self {
-            key: key.to_string(),
-            source,
-            commit,
-            sha256,
-            bytes,
-            used_at_s: used.and_then(seconds),
-            verified_at_s,
-            in_use: is_in_use,
-            pinned: is_pinned,
-            directory,
-        }
+/// What is told of a stored model.
+fn told(stored: Stored) -> StoredModel {
+    let Stored {
+        key,
+        about,
+        bytes,
+        used,
+        is_in_use,
+        is_pinned,
+        directory,
+    } = stored;
+    let seconds = |time: SystemTime| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs());
+    let verified_at_s = about.as_ref().and_then(|about| about.verified_at_s);
+    let (source, commit, sha256) = match about {
+        Some(about) => (Some(about.source), about.commit, about.sha256),
+        None => (None, None, None),
+    };
+    StoredModel {
+        key: key.to_string(),
+        source,
+        commit,
+        sha256,
+        bytes,
+        used_at_s: used.and_then(seconds),
+        verified_at_s,
+        in_use: is_in_use,
+        pinned: is_pinned,
+        directory,
     }
 }
 
@@ -114,15 +88,15 @@ pub(crate) fn run(args: &ModelsArgs) -> anyhow::Result<()> {
     if let Some(name) = &args.used {
         cache.note_use(&key("--used", name)?, SystemTime::now());
     }
-    let lines: Vec<Line> = cache.stored()?.into_iter().map(Line::of).collect();
+    let models: Vec<StoredModel> = cache.stored()?.into_iter().map(told).collect();
     if args.json {
-        return logging::print_data(&format!("{}\n", serde_json::to_string(&lines)?));
+        return logging::print_data(&format!("{}\n", serde_json::to_string(&models)?));
     }
-    let text: String = lines
+    let text: String = models
         .iter()
-        .map(|line| {
-            let source = line.source.as_deref().unwrap_or("unknown");
-            format!("{} {} {source}\n", line.key, format_bytes(line.bytes))
+        .map(|model| {
+            let source = model.source.as_deref().unwrap_or("unknown");
+            format!("{} {} {source}\n", model.key, format_bytes(model.bytes))
         })
         .collect();
     logging::print_data(&text)

@@ -6,6 +6,7 @@ use hearth_virtual::{VirtualBackend, VirtualOptions};
 
 use super::rates;
 use crate::device::{DeviceArg, VirtualArg};
+use crate::virtual_device::COUNT;
 
 /// Most virtual devices of a node.
 const MOST_DEVICES: u32 = 8;
@@ -27,9 +28,9 @@ fn without_count(text: &str) -> Result<(String, u32), String> {
     let mut counts = Vec::new();
     let mut rest = Vec::new();
     for property in properties.split(',') {
-        match property.strip_prefix("count=") {
-            Some(count) => counts.push(count),
-            None => rest.push(property),
+        match property.split_once('=').unwrap_or((property, "")) {
+            (COUNT, count) => counts.push(count),
+            _ => rest.push(property),
         }
     }
     let text = format!("{kind}:{}", rest.join(","));
@@ -164,6 +165,8 @@ mod tests {
         for (wrong, says) in [
             ("virtual:memory=4Mi,count=0", "1 to 8"),
             ("virtual:count=x,memory=4Mi", "count=x"),
+            ("virtual:memory=4Mi,count", "count=: write 1 to 8"),
+            ("virtual:memory=4Mi,number=2", "and count for plans"),
             ("virtual:count=1,count=2,memory=4Mi", "twice"),
         ] {
             let error = wrong.parse::<VirtualDevice>().expect_err(wrong);

@@ -19,12 +19,11 @@ use self::need::{Load, Need, load, ttft_ms};
 use self::queueing::StepTime;
 use crate::observed::Demand;
 
-/// Time for which fewer workers must have sufficed before a pool shrinks, in times that a worker takes to start: what a mistake costs
-/// until it is corrected.
-const PATIENCE_STARTS: f64 = 2.0;
-/// The shortest and the longest such time, in seconds.
+/// The shortest and the longest time in seconds for which fewer workers must have sufficed before a pool shrinks. Between them it is
+/// the time that a worker takes to start: a worker that nobody needs costs as much then as starting it again does.
 const PATIENCE_S: [f64; 2] = [60.0, 300.0];
-/// Arrivals that fewer workers must bear, as a multiple of those measured: the band between growing and shrinking.
+/// Arrivals that fewer workers must bear, as a multiple of those measured: the band between growing and shrinking. A wait that has
+/// begun ends only where they would not bear those measured.
 const MARGIN: f64 = 1.2;
 /// Age in seconds of a measurement from which it says nothing about now.
 const STALE_S: f64 = 30.0;
@@ -87,7 +86,7 @@ pub struct Service {
 impl Service {
     /// Seconds for which fewer workers must have sufficed before a pool shrinks.
     pub fn patience_s(&self) -> f64 {
-        (PATIENCE_STARTS * self.start_s).clamp(PATIENCE_S[0], PATIENCE_S[1])
+        self.start_s.clamp(PATIENCE_S[0], PATIENCE_S[1])
     }
 
     /// The same, with what was measured in place of what was predicted. Of a decode worker's step one point is measured at a time:
@@ -124,7 +123,7 @@ pub struct Objectives {
 pub struct Memory {
     /// Time at which the number last changed.
     pub changed_at: Option<Timestamp>,
-    /// Time since which fewer workers would have sufficed without a break.
+    /// Time since which fewer workers would have sufficed, with the margin at its beginning.
     pub fewer_since: Option<Timestamp>,
     /// The most that were needed since then.
     pub fewer: u32,
@@ -194,10 +193,12 @@ pub fn advise(input: &Input<'_>) -> Advice {
     {
         return input.change(replicas + 1, missed.clone());
     }
+    let suffices = |need: &Need| need.replicas < replicas && missed.is_none();
     let fewer = input.need(&load.times(MARGIN), demand);
-    match fewer.filter(|fewer| fewer.replicas < replicas && missed.is_none()) {
+    match fewer.filter(suffices) {
         Some(_) if demand.span_s < LEAST_SPAN_TO_SHRINK_S => input.keep(),
         Some(fewer) => input.fewer(&fewer),
+        None if suffices(&needed) => input.waver(&needed),
         None => input.stay(None, 0),
     }
 }
@@ -259,6 +260,14 @@ impl Input<'_> {
         Advice {
             look_again: (left_s > 0.0).then(|| Duration::from_secs_f64(left_s)),
             ..self.stay(Some(since), fewer)
+        }
+    }
+
+    /// Fewer suffice for what is measured, and not with the margin: a wait goes on, and none begins or ends.
+    fn waver(&self, need: &Need) -> Advice {
+        match self.memory.fewer_since {
+            Some(since) => self.stay(Some(since), need.replicas.max(self.memory.fewer)),
+            None => self.keep(),
         }
     }
 

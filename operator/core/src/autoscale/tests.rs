@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::testing::at;
+use crate::testing::samples::steady;
 use crate::testing::traffic::rules::{Auto, Hpa};
 use crate::testing::traffic::shapes::Shape;
 use crate::testing::traffic::{World, simulate};
@@ -16,23 +17,6 @@ const SERVICE: Service = Service {
     slots_per_worker: 6,
     start_s: 30.0,
 };
-
-/// A steady load of that many requests a second.
-fn steady(arrivals_per_s: f64) -> Demand {
-    Demand {
-        age_s: 1.0,
-        span_s: 60.0,
-        arrivals: arrivals_per_s * 60.0,
-        long_span_s: 300.0,
-        long_arrivals: arrivals_per_s * 300.0,
-        recent_span_s: 15.0,
-        recent_arrivals: arrivals_per_s * 15.0,
-        prompt_tokens: Some(250.0),
-        prompt_cv2: 0.5,
-        output_tokens: Some(100.0),
-        ..Demand::default()
-    }
-}
 
 /// A pool of up to eight workers, with what it remembers.
 struct Watched {
@@ -146,6 +130,32 @@ fn a_load_that_comes_and_goes_does_not_make_a_pool_do_so() {
         pool.see(i64::from(round) * 5, Some(&demand));
     }
     assert!(pool.steps.len() <= 2, "{:?}", pool.steps);
+}
+
+#[test]
+fn a_load_that_wavers_around_the_margin_ends_no_wait_and_changes_nothing_that_is_remembered() {
+    let mut pool = Watched::new(Role::Prefill, 2);
+    let patience_s = SERVICE.patience_s() as i64;
+    // One suffices for both, with the margin for the first alone.
+    let loads = [steady(0.25), steady(0.29)];
+    let begun = pool.see(0, Some(&loads[0])).memory;
+    assert_eq!(begun.fewer_since, Some(at(0)));
+    for second in (5..patience_s).step_by(5) {
+        let advice = pool.see(second, Some(&loads[(second / 5 % 2) as usize]));
+        assert_eq!((advice.replicas, advice.memory), (2, begun), "{second}");
+    }
+    // It ends with a load for which one suffices with the margin.
+    pool.see(patience_s, Some(&loads[1]));
+    assert_eq!(pool.replicas, 2);
+    pool.see(patience_s + 5, Some(&loads[0]));
+    assert_eq!(pool.replicas, 1);
+    // A wait begins with the margin alone, and does not outlast a load that one worker cannot bear.
+    let mut pool = Watched::new(Role::Prefill, 2);
+    assert_eq!(pool.see(0, Some(&loads[1])).memory.fewer_since, None);
+    pool.see(5, Some(&loads[0]));
+    assert_eq!(pool.see(10, Some(&steady(0.5))).memory.fewer_since, None);
+    pool.watch(15..patience_s, &loads[1]);
+    assert_eq!((pool.memory.fewer_since, pool.replicas), (None, 2));
 }
 
 #[test]

@@ -56,8 +56,11 @@ pub(super) fn write(tracing: &Tracing, template: &PodTemplateSpec, lines: &mut L
     if !is_own(ENDPOINT) {
         lines.put("otlp-endpoint", endpoint);
     }
-    if !is_own(SAMPLER) && !is_own(SAMPLER_ARGUMENT) {
-        lines.put("trace-sample-ratio", sample_ratio);
+    match (is_own(SAMPLER), is_own(SAMPLER_ARGUMENT)) {
+        (false, false) => lines.put("trace-sample-ratio", sample_ratio),
+        // The sampler is all that is added.
+        (false, true) if is_own(ENDPOINT) => lines.put("trace-sampler", BY_RATIO),
+        _ => {}
     }
 }
 
@@ -158,6 +161,37 @@ mod tests {
         ]));
         let settings = settings();
         assert_eq!(hashes(&settings, &own), hashes(&traced("otel.lan"), &own));
+    }
+
+    /// Whatever the deployment says itself, what is added to its Pods replaces them, and nothing else does.
+    #[test]
+    fn pods_are_replaced_where_their_variables_change() {
+        let mut other = traced("otel.lan");
+        other.tracing.as_mut().expect("tracing").sample_ratio = 0.5;
+        let all = [settings(), traced("otel.lan"), traced("other.lan"), other];
+        let own = [
+            json!({"name": ENDPOINT, "value": "http://own.lan:4318"}),
+            json!({"name": SAMPLER, "value": "always_on"}),
+            json!({"name": SAMPLER_ARGUMENT, "value": "1"}),
+        ];
+        for set in 0..1_usize << own.len() {
+            let own = own.iter().enumerate();
+            let own: Vec<&Value> = own
+                .filter(|(bit, _)| set >> bit & 1 == 1)
+                .map(|(_, variable)| variable)
+                .collect();
+            let deployment = with_env(&json!(own));
+            let env = |settings: &Settings| {
+                let pods = pods_of(settings, &deployment, &plan()).into_iter();
+                let env = |pod: Pod| pod.spec.expect("spec").containers[0].env.clone();
+                pods.map(|pod| env(pod.pod)).collect::<Vec<_>>()
+            };
+            let digests = |settings: &Settings| hashes(settings, &deployment, &plan());
+            for (a, b) in all.iter().flat_map(|a| all.iter().map(move |b| (a, b))) {
+                let differ = digests(a) != digests(b);
+                assert_eq!(differ, env(a) != env(b), "{own:?}: {a:?} {b:?}");
+            }
+        }
     }
 
     #[test]

@@ -15,6 +15,8 @@ mod canonical;
 mod claims;
 mod collector;
 #[cfg(test)]
+mod digest_fields_tests;
+#[cfg(test)]
 mod digest_tests;
 #[cfg(test)]
 mod gpu_tests;

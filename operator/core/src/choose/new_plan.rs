@@ -175,6 +175,7 @@ pub(crate) fn made(
         model_nodes: model.nodes.iter().flatten().cloned().collect(),
         source_digest: source_digest(&spec.model.source, model.key.as_deref()),
         model_key: model.key.clone(),
+        model_commit: model.commit.clone(),
         refusals: refusals::as_inputs(refusals),
         lost_gpus: lost,
         instead_of: None,

@@ -119,6 +119,7 @@ fn inputs_of(target: &InferencePlan, spec: &InferenceDeploymentSpec) -> Option<P
         model_nodes: told.nodes.into_iter().flatten().collect(),
         source_digest: source_digest_of(target).to_owned(),
         model_key: told.key,
+        model_commit: told.commit,
         refusals: refusals::as_inputs(&refusals::left_out(target)),
         lost_gpus: {
             let inputs = target.spec.inputs.as_ref();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use hearth_crds::{
     InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts, PlanRank, PlanRole,
-    PlanRouting,
+    PlanRouting, ResidencyPolicy,
 };
 
 use super::new_plan::inputs;
@@ -44,11 +44,7 @@ pub(super) fn scaled(
         plan.spec = InferencePlanSpec {
             generation: plan.spec.generation,
             inputs: plan.spec.inputs,
-            routing: PlanRouting {
-                // Whether workers end for want of requests stands beside their number.
-                hold_timeout_ms: plan.spec.routing.hold_timeout_ms,
-                ..newest.spec.routing.clone()
-            },
+            routing: kept_routing(&newest.spec.routing, &plan.spec.routing),
             ..newest.spec.clone()
         };
         return plan;
@@ -56,8 +52,36 @@ pub(super) fn scaled(
     let free = Candidates::of(observed, &spec.placement);
     if let Some(in_place) = in_place(&newest.spec, &plan.spec, &free) {
         plan.spec = in_place;
+    } else if kinds(&newest.spec) == kinds(&plan.spec) {
+        let routing = kept_routing(&newest.spec.routing, &plan.spec.routing);
+        if routing.chunked_below_tokens != plan.spec.routing.chunked_below_tokens {
+            let why = "which prompts decode workers read themselves stays as it was, so that the gateways stay";
+            plan.spec.why.push(why.to_owned());
+        }
+        plan.spec.routing = routing;
     }
     plan
+}
+
+/// The routing of the plan before. What the planner would choose today may differ a little, and replaces the gateways, with the answers
+/// that run through them and all that they have learnt.
+fn kept_routing(old: &PlanRouting, new: &PlanRouting) -> PlanRouting {
+    PlanRouting {
+        // Whether workers end for want of requests stands beside their number.
+        hold_timeout_ms: new.hold_timeout_ms,
+        ..old.clone()
+    }
+}
+
+/// The kinds of workers that a plan has, by which prompts are routed: role, whether on a GPU, and whether experts stream.
+fn kinds(plan: &InferencePlanSpec) -> BTreeSet<(&'static str, bool, bool)> {
+    let workers = plan.ranks.iter().filter(|rank| rank.role.is_worker());
+    let kind = |rank: &PlanRank| {
+        let policy = rank.residency.as_ref().map(|residency| residency.policy);
+        let streams = policy == Some(ResidencyPolicy::StreamLoading);
+        (rank.role.as_str(), rank.is_on_gpu(), streams)
+    };
+    workers.map(kind).collect()
 }
 
 /// Whether both specs mean the same numbers of workers, however they are written. Prefill workers are asked for by any number
@@ -160,7 +184,7 @@ pub(crate) fn in_place(
     let mut plan = InferencePlanSpec {
         generation: new.generation,
         inputs: new.inputs.clone(),
-        routing: new.routing.clone(),
+        routing: kept_routing(&old.routing, &new.routing),
         objectives: new.objectives.clone(),
         ranks,
         ..old.clone()

@@ -67,6 +67,10 @@ pub fn decide(observed: &Observed) -> Decision {
     let mut followed = follow(observed, validity.is_ok() && !was_at_zero);
     let observed = &*with_numbers(observed, &followed);
     let mut zero = zero(observed, validity.is_ok(), is_emptied);
+    if validity.is_ok() && !zero.is_reached {
+        followed.start_with_fewer(observed);
+    }
+    let observed = &*with_numbers(observed, &followed);
     let mut search = validity.is_ok().then(|| Search::of(observed));
     let mut choice = choose::rest::keep(observed);
     let mut is_at_rest = deployment.spec.suspend || zero.is_reached;
@@ -163,6 +167,7 @@ impl Reconcile<'_> {
         decision.create_pods.extend(step.create.iter().cloned());
         decision.delete_pods.extend(step.end.iter().cloned());
         decision.fetch_on.clone_from(&step.fetch_on);
+        decision.fetch_commit.clone_from(&step.commit);
         self.look_again(step.look_again);
     }
 

@@ -20,7 +20,9 @@ use crate::cause::{Cause, cause, last_words, node_of, quoted};
 use crate::conditions::{self, MODEL_READY, SUSPENDED};
 use crate::decision::{Grace, PodEnd};
 use crate::observed::{Observed, PodRole, PodView};
-use crate::plan_record::{model_facts, model_key_of, model_nodes, source_digest_of};
+use crate::plan_record::{
+    model_commit_of, model_facts, model_key_of, model_nodes, source_digest_of,
+};
 
 /// Maximum number of nodes whose directory is inspected, or on which a model is fetched.
 const MOST_NODES: usize = 16;
@@ -43,6 +45,8 @@ pub(crate) struct Model {
     pub(crate) nodes: Option<BTreeSet<String>>,
     /// Its name in the nodes' stores, if it is fetched.
     pub(crate) key: Option<String>,
+    /// The commit that its nodes have, if it is of a hub and one has told.
+    pub(crate) commit: Option<String>,
 }
 
 /// State of knowledge about the model.
@@ -61,6 +65,8 @@ pub(crate) struct ModelStep {
     pub(crate) create: Vec<Pod>,
     pub(crate) end: Vec<PodEnd>,
     pub(crate) fetch_on: Vec<String>,
+    /// The commit of it that its plans record.
+    pub(crate) commit: Option<String>,
     /// What is there of it: on a node that has it, else on the one that is furthest along.
     pub(crate) download: Option<Download>,
     /// The fetch that is furthest along, also while other nodes have the model.
@@ -75,6 +81,7 @@ impl ModelStep {
             create: Vec::new(),
             end: Vec::new(),
             fetch_on: Vec::new(),
+            commit: None,
             download: None,
             fetching: None,
             look_again: None,
@@ -219,7 +226,13 @@ fn find(observed: &Observed, candidates: &Candidates, more: Option<&More<'_>>) -
     }
     let told = model_of_plans(&observed.plans, &digest);
     let mut step = if source.is_fetched() {
-        fetched(observed, candidates, told.as_ref(), more)
+        let mut step = fetched(observed, candidates, told.as_ref(), more);
+        step.commit = told.and_then(|model| model.commit);
+        if let ModelState::Known(model) = &mut step.state {
+            let commit = step.commit.as_ref().or(observed.fetched_commit.as_ref());
+            model.commit = commit.cloned();
+        }
+        step
     } else {
         inspected(observed, candidates, told.as_ref(), more.is_some())
     };
@@ -235,7 +248,13 @@ pub(crate) fn model_of_plan(plan: &InferencePlan) -> Option<Model> {
     let nodes = model_nodes(plan).into_iter().map(str::to_owned);
     let nodes = Some(nodes.collect()).filter(|nodes: &BTreeSet<String>| !nodes.is_empty());
     let key = model_key_of(plan);
-    Some(Model { facts, nodes, key })
+    let commit = model_commit_of(plan).map(str::to_owned);
+    Some(Model {
+        facts,
+        nodes,
+        key,
+        commit,
+    })
 }
 
 pub(crate) fn known(
@@ -243,7 +262,12 @@ pub(crate) fn known(
     nodes: Option<BTreeSet<String>>,
     key: Option<String>,
 ) -> ModelState {
-    ModelState::Known(Box::new(Model { facts, nodes, key }))
+    ModelState::Known(Box::new(Model {
+        facts,
+        nodes,
+        key,
+        commit: None,
+    }))
 }
 
 fn model_of_plans(plans: &[Arc<InferencePlan>], digest: &str) -> Option<Model> {

@@ -72,6 +72,8 @@ pub struct Observed {
     pub forbidden: Option<Forbidden>,
     /// State of the model behind a URL as the agents report it, by node; empty for other sources.
     pub fetches: BTreeMap<String, FetchView>,
+    /// The commit that nodes have of it, if it is of a hub and one has told.
+    pub fetched_commit: Option<String>,
     /// Latencies that the gateway measured recently.
     pub measured: Option<Measured>,
     /// Load that the gateways measured recently; `None` if none was read.

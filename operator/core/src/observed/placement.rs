@@ -40,6 +40,8 @@ pub struct Placement {
     pub shortfalls: String,
     /// What became of the group that it leads; empty: it has lost no member, or leads none.
     pub group: String,
+    /// Name of the member of that group that its requests wait for, its own where that is not known; empty: they wait for none.
+    pub waits_for: String,
     /// Whether requests reach it. All else is empty before it has answered.
     pub reach: Reach,
 }
@@ -57,6 +59,7 @@ pub fn read(metrics: &str) -> BTreeMap<SocketAddr, Placement> {
             gpu_uuid: take("gpu_uuid"),
             shortfalls: take("shortfalls"),
             group: take("group"),
+            waits_for: take("waits_for"),
             reach: Reach::Ready,
         };
         Some((address, placement))
@@ -125,7 +128,7 @@ mod tests {
     fn series_are_read_by_address() {
         let text = "# TYPE hearth_worker_placement info\n\
             hearth_worker_placement_info{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\",cpus=\"0-1\",numa_nodes=\"0\",memory_numa_nodes=\"\",gpu_uuid=\"\",shortfalls=\"a \\\"b\\\", c=\\\\d}\"} 1\n\
-            hearth_worker_placement_info{worker=\"x\",address=\"[fd00::1]:9000\",gpu_uuid=\"GPU-1\",group=\"complete\"} 1\n\
+            hearth_worker_placement_info{worker=\"x\",address=\"[fd00::1]:9000\",gpu_uuid=\"GPU-1\",group=\"not complete\",waits_for=\"stage-0\"} 1\n\
             hearth_worker_placement_info{worker=\"cut off\",address=\"10.0.0.2:9\n\
             hearth_worker_placement_info{worker=\"a name\",address=\"host:9000\"} 1\n\
             hearth_worker_ready{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"} 1.0\n\
@@ -144,7 +147,8 @@ mod tests {
         };
         let second = Placement {
             gpu_uuid: "GPU-1".to_owned(),
-            group: "complete".to_owned(),
+            group: "not complete".to_owned(),
+            waits_for: "stage-0".to_owned(),
             reach: Reach::Hung,
             ..Placement::default()
         };

@@ -119,9 +119,10 @@ fn cause_of_pod<'a>(
             "NodeLost",
             format!("{what} waits: {}", lost_words(observed, &want.node)),
         )),
-        Some(pod) if (pod.is_ready || pod.has_lost_readiness) && !pod.is_deleting => {
-            ranks.find_map(|(rank, _)| rank_cause(observed, pod, rank))
-        }
+        Some(pod) if (pod.is_ready || pod.has_lost_readiness) && !pod.is_deleting => ranks
+            .find_map(|(rank, _)| {
+                rank_cause(observed, pod, rank).or_else(|| groups::missed(scene, rank))
+            }),
         Some(pod) => Some(cause(what, pod)),
         None => Some(missing(scene, want)),
     }

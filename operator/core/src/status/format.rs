@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 
 use hearth_crds::{
-    EndpointType, InferenceDeploymentSpec, InferencePlan, LatencyStatus, PlanRole, PlanStrategy,
-    format_bytes,
+    EndpointType, InferenceDeploymentSpec, InferencePlan, LatencyStatus, PlanRole, format_bytes,
 };
 use kube_core::ResourceExt;
 
@@ -82,18 +81,13 @@ pub(crate) fn sight_words(observed: &Observed) -> String {
 
 /// `hybrid on attic and office`.
 pub(crate) fn topology(plan: &InferencePlan) -> String {
-    let strategy = match plan.spec.strategy {
-        PlanStrategy::Hybrid => "hybrid",
-        PlanStrategy::PipedRing => "piped ring",
-        PlanStrategy::Interleaved => "interleaved",
-    };
     let nodes: BTreeSet<&str> = plan
         .spec
         .ranks
         .iter()
         .map(|rank| rank.node.as_str())
         .collect();
-    format!("{strategy} on {}", list(nodes.into_iter()))
+    format!("{} on {}", plan.spec.topology(), list(nodes.into_iter()))
 }
 
 /// `a`, `a and b`, `a, b and c`; only the first of many.

@@ -6,13 +6,17 @@ use hearth_crds::{GroupMember, GroupStatus, InferencePlan, PlanRank, PlanRing, P
 
 use super::StatusInput;
 use super::causes::{Scene, is_up};
+use super::placements::report;
 use crate::candidates::is_down;
-use crate::cause::{Cause, cause};
+use crate::cause::{Cause, cause, quoted};
 use crate::choose::lost_words;
-use crate::observed::{Observed, PodView};
+use crate::observed::{Observed, PodView, Reach};
 use crate::plan_record::has_served;
 use crate::rollout::Want;
 use crate::routes::leads;
+
+/// Reason of a member whose Pod is ready and that its head waits for.
+const LOST_TO_GROUP: &str = "LostToGroup";
 
 /// Groups of the target, and those of other plans whose heads still run.
 pub(super) fn status(input: &StatusInput<'_>) -> Vec<GroupStatus> {
@@ -34,20 +38,67 @@ pub(super) fn status(input: &StatusInput<'_>) -> Vec<GroupStatus> {
     own.chain(others).collect()
 }
 
-/// Whether a Pod's rank can do its work: the head of a ring can as long as all members are up that it was told of, in `pods`.
+/// Whether a Pod's rank can do its work: the head of a ring can as long as all members are up that it was told of, in `pods`, and
+/// it waits for none of them.
 pub(super) fn is_whole(observed: &Observed, pods: &[Arc<PodView>], head: &PodView) -> bool {
     let mut plans = observed.plans.iter();
     let Some(plan) = plans.find(|plan| plan.spec.generation == head.plan_generation) else {
         return true;
     };
-    let members = plan.spec.group_of(&head.rank).into_iter().skip(1);
-    members
-        .filter(|member| member.ring.is_some())
-        .all(|member| {
-            pods.iter().any(|pod| {
-                pod.has_rank(&member.name) && leads(head, pod) && is_up(observed, pod, &member.name)
-            })
-        })
+    let group = plan.spec.group_of(&head.rank);
+    let mut members = group.into_iter().filter(|member| member.ring.is_some());
+    members.all(|member| {
+        let name = &member.name;
+        let is_there = |pod: &Arc<PodView>| {
+            pod.has_rank(name) && leads(head, pod) && is_up(observed, pod, name)
+        };
+        let is_head = *name == head.rank;
+        (is_head || pods.iter().any(is_there)) && missed_by(observed, head, name).is_none()
+    })
+}
+
+/// Cause that keeps a rank of the target from its group although its Pod may be ready: the head waits for it.
+pub(super) fn missed(scene: &Scene<'_>, rank: &str) -> Option<Cause> {
+    let mut heads = scene.wants.iter();
+    let head = heads.find(|head| head.group.iter().any(|member| member == rank))?;
+    let mut pods = scene.observed.pods.iter();
+    let head = pods.find(|pod| pod.name == head.name)?;
+    missed_by(scene.observed, head, rank)
+}
+
+/// The same of a rank of the group whose head's Pod that is, by what a gateway says of the head; where none has reached it yet, by
+/// the last status.
+fn missed_by(observed: &Observed, head: &PodView, rank: &str) -> Option<Cause> {
+    let told = report(observed, head, &head.rank);
+    let told = told.filter(|told| told.reach != Reach::NotYet);
+    let is_missed = match told {
+        Some(told) => told.waits_for == rank,
+        None => was_missed(observed, head, rank),
+    };
+    if !head.is_ready || !is_missed {
+        return None;
+    }
+    let what = match rank == head.rank {
+        true => format!("{rank} waits for a member of its group"),
+        false => format!("{} waits for {rank}, whose Pod is ready", head.rank),
+    };
+    let why = told.map(|told| {
+        let why = told.group.split_once(": ");
+        format!(": {}", quoted(why.map_or(&told.group, |(_, why)| why)))
+    });
+    Some(Cause {
+        is_vague: why.is_none(),
+        ..Cause::trouble(LOST_TO_GROUP, what + &why.unwrap_or_default())
+    })
+}
+
+/// Whether the last status says that the head waits for a rank.
+fn was_missed(observed: &Observed, head: &PodView, rank: &str) -> bool {
+    let status = observed.deployment.status.iter();
+    let groups = status.flat_map(|status| &status.groups);
+    let mut groups = groups.filter(|it| (it.plan, &it.head) == (head.plan_generation, &head.rank));
+    let is_it = |it: &GroupMember| it.rank == rank && it.reason.as_deref() == Some(LOST_TO_GROUP);
+    groups.any(|group| group.members.iter().any(is_it))
 }
 
 /// Adds to the cause that keeps a lost member from its group what is done about it; other causes stay as they are.
@@ -116,7 +167,7 @@ fn member_of_target(input: &StatusInput<'_>, scene: &Scene<'_>, rank: &PlanRank)
         pods.find(|pod| pod.name == want.name)
     });
     let cause = match pod {
-        Some(pod) if is_up(input.observed, pod, name) => None,
+        Some(pod) if is_up(input.observed, pod, name) && missed(scene, name).is_none() => None,
         _ => scene.member_cause(name),
     };
     let kept_from = match scene.has_been_whole {
@@ -135,7 +186,12 @@ fn member_of_other(input: &StatusInput<'_>, plan: &InferencePlan, rank: &PlanRan
             "NodeLost",
             format!("{name} waits: {}", lost_words(observed, &rank.node)),
         )),
-        Some(pod) if is_up(observed, pod, name) => None,
+        Some(pod) if is_up(observed, pod, name) => {
+            let head = rank
+                .group()
+                .and_then(|group| running(input, plan, group.head));
+            head.and_then(|head| missed_by(observed, head, name))
+        }
         Some(pod) => Some(cause(name, pod)),
         None => Some(Cause::trouble(
             "Ended",

@@ -13,9 +13,18 @@ const NAMED: usize = 3;
 
 /// A gateway's report on whether requests reach a rank of a Pod; `None` without one.
 pub(super) fn reach(observed: &Observed, pod: &PodView, rank: &str) -> Option<Reach> {
+    Some(report(observed, pod, rank)?.reach)
+}
+
+/// A gateway's report on a rank of a Pod; `None` without one.
+pub(super) fn report<'a>(
+    observed: &'a Observed,
+    pod: &PodView,
+    rank: &str,
+) -> Option<&'a Placement> {
     let mut ranks = pod.ranks().zip(endpoints(pod));
     let (_, endpoint) = ranks.find(|((name, _), _)| *name == rank)?;
-    Some(at(observed, &endpoint)?.reach)
+    at(observed, &endpoint)
 }
 
 /// A gateway's report on the rank at `endpoint`.

@@ -1,4 +1,4 @@
-//! A deployment, its plan and the operator's settings, for the tests.
+//! A deployment, its plan, its load and the operator's settings, for the tests.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use hearth_crds::{
 use serde_json::json;
 
 use crate::build::BuildContext;
-use crate::observed::{NodeSettings, Settings};
+use crate::observed::{Demand, NodeSettings, Settings};
 
 /// Settings of an operator with the default chart.
 pub fn settings() -> Settings {
@@ -69,6 +69,23 @@ pub fn deployment_of(source: serde_json::Value) -> InferenceDeployment {
     deployment.spec.model.source =
         serde_json::from_value::<ModelSource>(source).expect("model source");
     deployment
+}
+
+/// A steady load of that many requests a second, of 250 tokens and answers of 100.
+pub fn steady(arrivals_per_s: f64) -> Demand {
+    Demand {
+        age_s: 1.0,
+        span_s: 60.0,
+        arrivals: arrivals_per_s * 60.0,
+        long_span_s: 300.0,
+        long_arrivals: arrivals_per_s * 300.0,
+        recent_span_s: 15.0,
+        recent_arrivals: arrivals_per_s * 15.0,
+        prompt_tokens: Some(250.0),
+        prompt_cv2: 0.5,
+        output_tokens: Some(100.0),
+        ..Demand::default()
+    }
 }
 
 /// A gateway, one prefill rank and two decode ranks: decode-1 alone on node b.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use hearth_crds::PlanRole;
 
 use super::fake_cluster::FakeCluster;
-use super::sharing::{EVERYTHING, asker, names as names_of, neighbour};
+use super::sharing::{asker, empty, fill, names as names_of, neighbour_everywhere};
 use super::zero::{asked, workers};
 use crate::conditions::{DECODE_READY, DEGRADED, PLANNED, PROGRESSING, READY};
 use crate::observed::PodRole;
@@ -166,13 +166,11 @@ fn a_plan_is_tried_before_its_workers_end() {
 #[test]
 fn whoever_is_asked_for_and_has_no_place_waits_for_one_and_asks_whom_it_outranks() {
     let mut cluster = emptied(1);
-    let nodes: Vec<String> = cluster.observed.nodes.keys().cloned().collect();
-    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
-    cluster.observed.held_by_others = all.collect();
-    let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
+    fill(&mut cluster, Vec::new());
     cluster.change(&spec(1));
     for (priority, who) in [(0, &[][..]), (-1, &["idle"][..])] {
-        cluster.observed.neighbours = vec![neighbour("idle", &nodes, priority, 900.0)];
+        let idle = neighbour_everywhere(&cluster, "idle", priority, 900.0);
+        cluster.observed.neighbours = vec![idle];
         let decision = cluster.reconcile();
         assert_eq!(names_of(&decision.asks), who);
         assert_eq!(workers(&cluster), 0);
@@ -183,8 +181,7 @@ fn whoever_is_asked_for_and_has_no_place_waits_for_one_and_asks_whom_it_outranks
     cluster.settle();
     assert!(cluster.status().is_at_zero());
     cluster.change(&spec(1));
-    cluster.observed.held_by_others.clear();
-    cluster.observed.neighbours.clear();
+    empty(&mut cluster);
     cluster.settle();
     assert!(workers(&cluster) > 0);
     // Nobody has its workers end while the autoscaler asks for them.

@@ -61,7 +61,7 @@ impl FakeCluster {
         decision
     }
 
-    fn apply(&mut self, decision: &Decision) {
+    pub(super) fn apply(&mut self, decision: &Decision) {
         let made = &mut self.made;
         carry_out(&mut self.observed, decision, || {
             *made += 1;

@@ -7,8 +7,9 @@ use hearth_crds::{PlanRole, PoolAutoscaling};
 use crate::conditions::{PLANNED, READY};
 use crate::observed::{Demand, Neighbour, PodRole};
 use crate::testing::MIB;
+use crate::testing::samples::steady;
 use crate::tests::fake_cluster::FakeCluster;
-use crate::tests::sharing::{EVERYTHING, neighbour};
+use crate::tests::sharing::{empty, fill, neighbour_everywhere};
 
 const DECODE: &str = "decode: {scaling: {mode: Auto, minReplicas: 1, maxReplicas: 2}}\n";
 const BOTH: &str = "prefill: {scaling: {mode: Auto, maxReplicas: 2}}\ndecode: {scaling: {mode: Auto, maxReplicas: 2}}\n\
@@ -17,20 +18,10 @@ const BOTH: &str = "prefill: {scaling: {mode: Auto, maxReplicas: 2}}\ndecode: {s
 /// A steady load of that many requests a second, of prompts that take a second and answers that take five.
 fn load(arrivals_per_s: f64) -> Option<Demand> {
     Some(Demand {
-        age_s: 1.0,
-        span_s: 60.0,
-        arrivals: arrivals_per_s * 60.0,
-        long_span_s: 300.0,
-        long_arrivals: arrivals_per_s * 300.0,
-        recent_span_s: 15.0,
-        recent_arrivals: arrivals_per_s * 15.0,
-        prompt_tokens: Some(250.0),
-        prompt_cv2: 0.5,
-        output_tokens: Some(100.0),
         prefill_ms_per_token: Some(4.0),
         step_ms: Some(50.0),
         step_tokens: Some(1.0),
-        ..Demand::default()
+        ..steady(arrivals_per_s)
     })
 }
 
@@ -70,10 +61,10 @@ fn scaled(cluster: &mut FakeCluster) -> Vec<String> {
         .collect()
 }
 
-fn workers(cluster: &FakeCluster) -> Vec<String> {
+/// Uids of all Pods, the gateway's among them.
+fn uids(cluster: &FakeCluster) -> Vec<String> {
     let pods = cluster.observed.pods.iter();
-    let workers = pods.filter(|pod| !pod.role.is_gateway());
-    workers.map(|pod| pod.uid.clone()).collect()
+    pods.map(|pod| pod.uid.clone()).collect()
 }
 
 #[test]
@@ -82,7 +73,7 @@ fn a_pool_grows_with_its_load_and_shrinks_with_it_and_says_why_once() {
     cluster.observed.demand = load(0.1);
     cluster.settle();
     assert_eq!(count(&cluster, PlanRole::Decode), 1);
-    let first = workers(&cluster);
+    let first = uids(&cluster);
     scaled(&mut cluster);
 
     cluster.observed.demand = load(2.0);
@@ -101,7 +92,7 @@ fn a_pool_grows_with_its_load_and_shrinks_with_it_and_says_why_once() {
         "{decided:?}"
     );
     // Nobody was moved, and while nothing changes nothing is written.
-    let now = workers(&cluster);
+    let now = uids(&cluster);
     assert!(
         first.iter().all(|uid| now.contains(uid)),
         "{first:?} {now:?}"
@@ -110,7 +101,7 @@ fn a_pool_grows_with_its_load_and_shrinks_with_it_and_says_why_once() {
 
     // The load goes, and the operator is another one halfway: it goes on from what the status says once it has seen for itself.
     cluster.observed.demand = load(0.1);
-    go_on(&mut cluster, 60);
+    go_on(&mut cluster, 40);
     assert_eq!(count(&cluster, PlanRole::Decode), 2);
     let since = told(&cluster, "decode").fewer_since;
     assert!(since.is_some());
@@ -130,10 +121,10 @@ fn a_pool_grows_with_its_load_and_shrinks_with_it_and_says_why_once() {
     let events = scaled(&mut cluster);
     assert_eq!(events.len(), 1, "{events:?}");
     assert!(
-        events[0].starts_with("ScaledDecode: 2 to 1 decode workers: 1 sufficed for 120 s"),
+        events[0].starts_with("ScaledDecode: 2 to 1 decode workers: 1 sufficed for 60 s"),
         "{events:?}"
     );
-    assert_eq!(workers(&cluster), first);
+    assert_eq!(uids(&cluster), first);
     assert_eq!(go_on(&mut cluster, 600), 0);
 }
 
@@ -188,12 +179,12 @@ fn a_worker_that_has_no_room_is_asked_for_without_a_plan_and_said_once() {
             node.memory_bytes = 100 * MIB;
         });
     }
-    let before = workers(&cluster);
+    let before = uids(&cluster);
     cluster.observed.demand = load(2.0);
     let writes = go_on(&mut cluster, 600);
     assert_eq!(writes, 1, "{:#?}", cluster.status());
     assert_eq!(cluster.observed.plans.len(), 1);
-    assert_eq!(workers(&cluster), before);
+    assert_eq!(uids(&cluster), before);
     assert_eq!(scaled(&mut cluster), [""; 0]);
     assert_eq!(cluster.says(PLANNED), ("True", "Planned"));
     let decided = told(&cluster, "decode");
@@ -207,16 +198,13 @@ fn a_pool_that_grows_has_others_end_that_nobody_needs_and_no_others() {
     let mut cluster = FakeCluster::new(DECODE);
     cluster.observed.demand = load(0.1);
     cluster.settle();
-    let nodes: Vec<String> = cluster.observed.nodes.keys().cloned().collect();
-    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
-    cluster.observed.held_by_others = all.collect();
+    fill(&mut cluster, Vec::new());
     cluster.observed.demand = load(2.0);
-    let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
     let started = cluster.observed.now;
     cluster.pass(Duration::from_secs(100));
     let warm = Neighbour {
         preloaded_since: Some(started),
-        ..neighbour("warm", &nodes, 0, 500.0)
+        ..neighbour_everywhere(&cluster, "warm", 0, 500.0)
     };
     let asked_since = Neighbour {
         idle_s: Some(50.0),
@@ -231,7 +219,7 @@ fn a_pool_that_grows_has_others_end_that_nobody_needs_and_no_others() {
         preloaded_since: None,
         ..warm.clone()
     };
-    let idle = neighbour("idle", &nodes, -9, 500.0);
+    let idle = neighbour_everywhere(&cluster, "idle", -9, 500.0);
     // Whether it waits for that one, and asks it; what is ending already need not be asked, and may be woken.
     for (other, waits, asks) in [
         (&idle, false, 0),
@@ -248,8 +236,7 @@ fn a_pool_that_grows_has_others_end_that_nobody_needs_and_no_others() {
         let words = "; it waits until warm can end its workers";
         assert_eq!(limit.ends_with(words), waits, "{limit}");
     }
-    cluster.observed.held_by_others.clear();
-    cluster.observed.neighbours.clear();
+    empty(&mut cluster);
     let decision = cluster.reconcile();
     assert!(decision.asks.is_empty() && decision.awaits.is_empty());
     cluster.settle();

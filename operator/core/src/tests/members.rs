@@ -14,7 +14,7 @@ use crate::conditions::{DECODE_READY, DEGRADED, PLACED, PREFILL_READY, READY};
 use crate::decision::Decision;
 use crate::model::builtin;
 use crate::observed::forbidden::{Counted, Forbidden};
-use crate::observed::{ContainerEnd, ContainerView, FetchView, Placement};
+use crate::observed::{ContainerEnd, ContainerView, FetchView, Placement, Reach};
 use crate::testing::{GIB, node};
 
 /// More KV than one node of 4 GiB has room for.
@@ -98,13 +98,18 @@ fn a_ring_lists_its_members_with_their_layers_and_is_placed() {
 
 /// Has the gateway report what a rank got.
 fn report(cluster: &mut FakeCluster, rank: &str, shortfalls: &str) {
-    let mut pods = cluster.observed.pods.iter();
-    let pod = pods.find(|pod| pod.rank == rank).expect("a Pod");
-    let at: SocketAddr = format!("{}:9400", pod.ip).parse().expect("an address");
     let placement = Placement {
         shortfalls: shortfalls.to_owned(),
         ..Placement::default()
     };
+    told_of(cluster, rank, placement);
+}
+
+/// Has the gateway report this of a rank.
+fn told_of(cluster: &mut FakeCluster, rank: &str, placement: Placement) {
+    let mut pods = cluster.observed.pods.iter();
+    let pod = pods.find(|pod| pod.rank == rank).expect("a Pod");
+    let at: SocketAddr = format!("{}:9400", pod.ip).parse().expect("an address");
     cluster.observed.placements.insert(at, placement);
     cluster.reconcile();
 }
@@ -169,6 +174,54 @@ fn a_member_whose_pod_is_gone_comes_again() {
     cluster.settle();
     assert_eq!(cluster.says(READY), ("True", "Serving"));
     assert_eq!(group(&cluster).plan, 1);
+}
+
+/// As where its node is cut off from the head's alone, or has just hung: nothing of its Pod says so yet.
+#[test]
+fn a_member_that_its_head_waits_for_is_lost_although_its_pod_is_ready() {
+    let mut cluster = ring(&["attic", "office"]);
+    let words =
+        "stage-0 on office (10.0.0.3:9400) is lost to its group: it has said nothing for 4s";
+    let lost = || Placement {
+        group: format!("not complete, its requests are computed again when it is: {words}"),
+        waits_for: "stage-0".to_owned(),
+        ..Placement::default()
+    };
+    told_of(&mut cluster, "decode-0", lost());
+    assert_eq!(cluster.says(READY), ("False", "LostToGroup"));
+    assert_eq!(cluster.says(DECODE_READY), ("False", "LostToGroup"));
+    assert_eq!(cluster.says(DEGRADED), ("True", "LostToGroup"));
+    let message = cluster.condition(READY).message.clone();
+    let meanwhile = "answers wait until the ring is whole, and go on with the same tokens";
+    assert_eq!(
+        message,
+        format!("decode-0 waits for stage-0, whose Pod is ready: {words}; {meanwhile}")
+    );
+    assert_eq!(pool(&cluster, "decode"), "0/1");
+    assert_eq!(group(&cluster).summary, "1/2");
+    let named = member(&cluster, "stage-0");
+    assert_eq!(
+        (&*named.state, named.message.as_ref()),
+        (GroupMember::LOST, Some(&message))
+    );
+    assert_eq!(member(&cluster, "decode-0").state, GroupMember::READY);
+    assert_eq!(cluster.told(), ["MemberLost", "NotReady"]);
+    // A new operator has no report yet, and a new gateway has not reached the head.
+    cluster.observed.placements.clear();
+    cluster.reconcile();
+    let not_yet = Placement {
+        reach: Reach::NotYet,
+        ..Placement::default()
+    };
+    told_of(&mut cluster, "decode-0", not_yet);
+    assert_eq!(cluster.condition(READY).message, message);
+    assert_eq!(member(&cluster, "stage-0").message, Some(message));
+    assert!(cluster.told().is_empty());
+
+    told_of(&mut cluster, "decode-0", Placement::default());
+    assert_eq!(cluster.says(READY), ("True", "Serving"));
+    assert_eq!(group(&cluster).summary, "2/2");
+    assert_eq!(cluster.told(), ["WorkerReady", "Ready"]);
 }
 
 #[test]

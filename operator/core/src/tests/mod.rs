@@ -9,6 +9,7 @@ mod follow;
 mod gateways;
 mod handover;
 mod keep;
+mod killed;
 mod lost_gpus;
 mod members;
 mod models;

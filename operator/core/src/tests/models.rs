@@ -342,6 +342,45 @@ fn a_model_of_a_hub_is_fetched_as_an_archive_is() {
     assert_eq!(cluster.reconcile().fetch_on, ["attic"]);
 }
 
+/// An operator that was restarted knows what plans record, and nothing that nodes told.
+#[test]
+fn nodes_that_are_added_after_a_restart_fetch_the_commit_that_the_plan_records() {
+    let spec = |repo: &str, replicas: u32| {
+        format!(
+            "model: {{source: {{huggingFace: {{repo: {repo}}}}}, contextLength: 2048}}\n\
+             decode: {{replicas: {replicas}, kvCache: {{memory: 2500Mi}}}}\nprefill: {{mode: Chunked}}\n"
+        )
+    };
+    let mut cluster = FakeCluster::new(&spec("acme/poems", 1));
+    assert_eq!(cluster.reconcile().fetch_commit, None);
+    cluster.observed.fetches.insert("attic".to_owned(), ready());
+    cluster.observed.fetched_commit = Some("c1".to_owned());
+    cluster.settle();
+    cluster.observed.fetches.clear();
+    cluster.observed.fetched_commit = None;
+    cluster.change(&spec("acme/poems", 2));
+    let decision = cluster.reconcile();
+    assert_eq!(decision.fetch_on.len(), 2, "{:?}", decision.fetch_on);
+    assert_eq!(decision.fetch_commit.as_deref(), Some("c1"));
+    // A new plan goes on from the one before, whatever a node has told first.
+    cluster.observed.fetched_commit = Some("c2".to_owned());
+    for name in ["attic", "office"] {
+        cluster.observed.fetches.insert(name.to_owned(), ready());
+    }
+    cluster.settle();
+    let newest = cluster.observed.plans.last().expect("a plan");
+    let inputs = newest.spec.inputs.as_ref().expect("inputs");
+    assert_eq!(
+        (newest.spec.generation, inputs.model_commit.as_deref()),
+        (2, Some("c1"))
+    );
+    // Another model has another one.
+    cluster.observed.fetches.clear();
+    cluster.observed.fetched_commit = None;
+    cluster.change(&spec("acme/prose", 1));
+    assert_eq!(cluster.reconcile().fetch_commit, None);
+}
+
 #[test]
 fn a_node_that_cannot_fetch_leaves_it_to_the_next() {
     let mut cluster = FakeCluster::new(&http());

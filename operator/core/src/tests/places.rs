@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::fake_cluster::FakeCluster;
-use super::zero::at_zero;
+use super::sharing::{EVERYTHING, neighbour};
+use super::zero::{asked, at_zero, idle_for};
 use crate::conditions::{DEGRADED, NODES_TAKEN, PLANNED, READY, ROLLED_BACK, holds_nothing};
-use crate::observed::Holding;
+use crate::observed::{Demand, Holding};
 use crate::plan_record::ahead;
 use crate::testing::GIB;
 
@@ -190,4 +191,91 @@ fn a_node_that_is_not_ready_for_a_moment_is_given_to_nobody() {
     });
     cluster.settle();
     assert_eq!(worker_nodes(&cluster), BTreeSet::from([node]));
+}
+
+/// The rest of a spec of workers of which a node has room for one.
+const LARGE: &str = "kvCache: {memory: 2500Mi}}\nprefill: {mode: Chunked}\n";
+
+/// A deployment whose two workers had a node each until they ended; a busy one of that priority has the office.
+fn half_taken(priority: i32) -> FakeCluster {
+    let mut cluster = FakeCluster::new(&format!(
+        "autoscaling: {{scaleToZeroAfter: 5m}}\n\
+         decode: {{replicas: 2, scaling: {{mode: Auto, minReplicas: 0, maxReplicas: 2}}, {LARGE}"
+    ));
+    // Seen for too short for the number to fall first.
+    let idle_for = |idle_s: f64| {
+        let demand = idle_for(idle_s)?;
+        Some(Demand {
+            span_s: 20.0,
+            ..demand
+        })
+    };
+    cluster.observed.demand = idle_for(1.0);
+    cluster.settle();
+    assert_eq!(worker_nodes(&cluster).len(), 2);
+    cluster.told();
+    cluster.observed.demand = idle_for(301.0);
+    cluster.pass(Duration::from_secs(301));
+    cluster.settle();
+    assert_eq!(workers(&cluster), 0);
+    let held = [("office".to_owned(), EVERYTHING)];
+    cluster.observed.held_by_others = held.into();
+    cluster.observed.neighbours = vec![neighbour("busy", &["office"], priority, 0.0)];
+    cluster.observed.demand = asked();
+    cluster
+}
+
+#[test]
+fn a_pool_that_follows_the_load_starts_on_the_nodes_that_nobody_took() {
+    let mut cluster = half_taken(1);
+    cluster.reconcile();
+    assert_eq!(cluster.says(READY), ("True", "ScalingFromZero"));
+    cluster.settle();
+    assert_eq!(cluster.says(READY), ("True", "Serving"));
+    assert_eq!(worker_nodes(&cluster), BTreeSet::from(["attic".to_owned()]));
+    let pool = cluster.status().pool("decode").expect("a pool").clone();
+    let told = pool.autoscaling.expect("a decision");
+    let words = "others were given room of its plan";
+    assert!(
+        told.replicas == 1 && told.reason.starts_with(&format!("2 to 1: {words}")),
+        "{told:?}"
+    );
+    let limit = told.limited_by.expect("a limit");
+    assert!(
+        limit.starts_with(&format!("2 decode workers: {words}")),
+        "{limit}"
+    );
+    // Once it has room again, it grows with its load.
+    cluster.observed.held_by_others.clear();
+    cluster.observed.neighbours.clear();
+    cluster.observed.demand = Some(Demand {
+        arrivals: 600.0,
+        long_arrivals: 3000.0,
+        recent_arrivals: 150.0,
+        prompt_tokens: Some(250.0),
+        output_tokens: Some(100.0),
+        step_ms: Some(50.0),
+        step_tokens: Some(1.0),
+        ..idle_for(0.0).expect("a demand")
+    });
+    cluster.settle();
+    assert_eq!(worker_nodes(&cluster).len(), 2);
+}
+
+#[test]
+fn a_pool_waits_for_all_of_its_place_where_others_end_for_it_or_its_number_is_not_its_own() {
+    // One of the same priority gives way in its turn.
+    let mut equal = half_taken(0);
+    let decision = equal.reconcile();
+    assert_eq!((decision.asks.len(), workers(&equal)), (1, 0));
+    assert_eq!(equal.says(DEGRADED), ("True", NODES_TAKEN));
+    // The number of the spec is all or nothing, as it is for a new deployment.
+    let mut fixed = half_taken(1);
+    fixed.change(&format!("decode: {{replicas: 2, {LARGE}"));
+    for _ in 0..3 {
+        fixed.reconcile();
+        fixed.turn();
+    }
+    assert_eq!(fixed.says(DEGRADED), ("True", NODES_TAKEN));
+    assert_eq!(workers(&fixed), 0);
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use hearth_crds::PlanRole;
 
 use super::fake_cluster::FakeCluster;
-use super::sharing::{EVERYTHING, asker, names, neighbour};
+use super::sharing::{EVERYTHING, asker, empty, fill, names, neighbour, neighbour_everywhere};
 use super::zero::{asked, call, idle_for, workers};
 use crate::calls::{ANNOTATION_LOAD, ANNOTATION_UNLOAD, UNLOADED};
 use crate::conditions::{DECODE_READY, READY};
@@ -56,11 +56,8 @@ fn home(cluster: &FakeCluster) -> String {
 #[test]
 fn workers_come_back_when_there_is_room_and_take_nobodys_place() {
     let mut cluster = gave_way();
-    let nodes: Vec<String> = cluster.observed.nodes.keys().cloned().collect();
-    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
-    cluster.observed.held_by_others = all.collect();
-    let names_of: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    cluster.observed.neighbours = vec![neighbour("idle", &names_of, -9, 900.0)];
+    let idle = neighbour_everywhere(&cluster, "idle", -9, 900.0);
+    fill(&mut cluster, vec![idle]);
     cluster.observed.askers.clear();
     cluster.observed.demand = idle_for(5000.0);
     cluster.pass(Duration::from_secs(5000));
@@ -84,8 +81,7 @@ fn workers_come_back_when_there_is_room_and_take_nobodys_place() {
         let told = &cluster.condition(type_).message;
         assert!(told.contains(words), "{told}");
     }
-    cluster.observed.held_by_others.clear();
-    cluster.observed.neighbours.clear();
+    empty(&mut cluster);
     cluster.told();
     cluster.settle();
     assert!(workers(&cluster) > 0);
@@ -233,8 +229,7 @@ fn workers_that_lose_their_node_end_rather_than_ask_others_for_another() {
             assert_eq!(names(&decision.asks), [""; 0]);
             assert!(cluster.status().is_at_zero());
         }
-        cluster.observed.held_by_others.clear();
-        cluster.observed.neighbours.clear();
+        empty(&mut cluster);
         cluster.settle();
         assert_eq!(self::home(&cluster), other);
         assert!(workers(&cluster) > 0);
@@ -332,10 +327,9 @@ fn the_status_says_why_workers_do_not_start_without_a_request() {
         &format!("others are about to start on {}", nodes.join(" and ")),
     );
     cluster.observed.awaited_nodes.clear();
-    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
-    cluster.observed.held_by_others = all.collect();
+    fill(&mut cluster, Vec::new());
     says(&mut cluster, "others were given room of its plan");
-    cluster.observed.held_by_others.clear();
+    empty(&mut cluster);
     cluster.settle();
     assert!(workers(&cluster) > 0);
 }

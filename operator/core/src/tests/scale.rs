@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::{InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRole};
+use hearth_crds::{InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRole, PlanRouting};
 use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanInput, plan};
 
 use crate::candidates::Candidates;
@@ -57,6 +57,7 @@ fn more_workers_come_where_the_planner_would_have_them() {
     let new = planned("decode: {replicas: 3}\n", 2, &free);
     let scaled = in_place(&old, &new, &free).unwrap();
     assert_eq!(scaled.generation, 2);
+    assert_eq!(new.routing, old.routing);
     assert_eq!(scaled.ranks[..old.ranks.len()], old.ranks);
     let count = |plan: &InferencePlanSpec, node: &str| {
         plan.ranks_of(PlanRole::Decode)
@@ -76,6 +77,22 @@ fn fewer_workers_are_the_first_ones() {
     let new = planned("decode: {replicas: 2}\n", 2, &free);
     let scaled = in_place(&old, &new, &free).unwrap();
     assert_eq!(decodes(&scaled), decodes(&old)[..2]);
+}
+
+#[test]
+fn prompts_are_routed_as_before_but_for_how_long_requests_are_held() {
+    let free = profiles(4 * GIB);
+    let mut old = planned("", 1, &free);
+    // As an earlier version planned.
+    (old.routing.max_queue, old.routing.chunked_below_tokens) = (512, 77);
+    let zero = "decode: {replicas: 2, scaling: {mode: External, minReplicas: 0}}\n";
+    let new = planned(zero, 2, &free);
+    assert_ne!(new.routing.hold_timeout_ms, None);
+    let expected = PlanRouting {
+        hold_timeout_ms: new.routing.hold_timeout_ms,
+        ..old.routing.clone()
+    };
+    assert_eq!(in_place(&old, &new, &free).unwrap().routing, expected);
 }
 
 #[test]

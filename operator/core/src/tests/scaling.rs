@@ -1,10 +1,13 @@
 //! Numbers of workers: who changes them, within which bounds, and what an autoscaler is told.
 
+use std::sync::Arc;
+
 use crate::conditions::{PLANNED, READY};
 use crate::decide::decide;
 use crate::decision::ScalerStep;
 use crate::observed::{ContainerView, PodRole};
 use crate::tests::fake_cluster::FakeCluster;
+use crate::tests::shared_gpus::of_spec;
 
 use hearth_crds::{InferencePoolScalerStatus, PlanRole};
 use kube_core::ResourceExt;
@@ -120,10 +123,48 @@ fn ask(cluster: &mut FakeCluster, replicas: u32) {
     scaler.generation = scaler.generation.map(|generation| generation + 1);
 }
 
-fn workers(cluster: &FakeCluster) -> Vec<String> {
+/// Uids of all Pods, the gateway's among them.
+fn uids(cluster: &FakeCluster) -> Vec<String> {
     let pods = cluster.observed.pods.iter();
-    let workers = pods.filter(|pod| !pod.role.is_gateway());
-    workers.map(|pod| pod.uid.clone()).collect()
+    pods.map(|pod| pod.uid.clone()).collect()
+}
+
+#[test]
+fn another_number_replaces_no_gateway_wherever_the_workers_run() {
+    let gateway = |cluster: &FakeCluster| -> Vec<(String, String)> {
+        let pods = cluster.observed.pods.iter();
+        let gateways = pods.filter(|pod| pod.role.is_gateway());
+        let told = gateways.map(|pod| (pod.uid.clone(), pod.name.clone()));
+        told.collect()
+    };
+    let on_cpus = ["replicas: 1", "replicas: 2", "replicas: 2", "replicas: 1"];
+    let on_gpus = (["mode: Chunked"; 4], &["attic", "office"][..]);
+    for (prefill, gpus) in [(on_cpus, &[][..]), on_gpus] {
+        let spec = |step: usize, decode: u32| {
+            let prefill = prefill[step];
+            format!("prefill: {{{prefill}}}\ndecode: {{replicas: {decode}}}\n")
+        };
+        let mut cluster = of_spec(&spec(0, 1), gpus);
+        // The planner would choose another threshold today.
+        let plan = cluster.observed.plans.last_mut().expect("a plan");
+        Arc::make_mut(plan).spec.routing.chunked_below_tokens = 77;
+        cluster.settle();
+        let before = gateway(&cluster);
+        assert_eq!(before.len(), 1);
+        for (step, decode) in [(1, 2), (2, 1), (3, 2)] {
+            cluster.change(&spec(step, decode));
+            cluster.settle();
+            let plan = cluster.observed.plans.last().expect("a plan");
+            let workers: Vec<_> = plan.spec.ranks_of(PlanRole::Decode).collect();
+            assert_eq!(workers.len(), decode as usize);
+            assert!(
+                workers
+                    .iter()
+                    .all(|rank| rank.is_on_gpu() != gpus.is_empty())
+            );
+            assert_eq!(gateway(&cluster), before, "{gpus:?}, step {step}");
+        }
+    }
 }
 
 #[test]
@@ -150,12 +191,12 @@ fn prefill_workers_follow_their_scaler() {
     assert_eq!(status(&cluster), Some(told(1, 2, 2)));
 
     // What runs stays where it is.
-    let before = workers(&cluster);
+    let before = uids(&cluster);
     ask(&mut cluster, 3);
     cluster.settle();
     assert_eq!(count(&cluster, PlanRole::Prefill), 3);
     assert_eq!(status(&cluster), Some(told(2, 3, 3)));
-    let after = workers(&cluster);
+    let after = uids(&cluster);
     assert!(
         before.iter().all(|uid| after.contains(uid)),
         "{before:?} {after:?}"
@@ -164,7 +205,7 @@ fn prefill_workers_follow_their_scaler() {
     // Beyond the bound nothing happens, and both objects say so.
     ask(&mut cluster, 60);
     cluster.settle();
-    assert_eq!(workers(&cluster), after);
+    assert_eq!(uids(&cluster), after);
     assert_eq!(status(&cluster), Some(told(3, 3, 3)));
     let message = &cluster.condition(PLANNED).message;
     let words = "60 prefill workers are requested, but spec.prefill.scaling.maxReplicas is 3";
@@ -173,7 +214,7 @@ fn prefill_workers_follow_their_scaler() {
     // The deployment's number no longer counts.
     cluster.change("prefill: {replicas: 1, scaling: {mode: External, maxReplicas: 3}}\n");
     cluster.settle();
-    assert_eq!(workers(&cluster), after);
+    assert_eq!(uids(&cluster), after);
 }
 
 #[test]
@@ -182,12 +223,12 @@ fn a_scaler_that_somebody_deletes_comes_again_with_what_is_in_force() {
     cluster.settle();
     ask(&mut cluster, 3);
     cluster.settle();
-    let before = workers(&cluster);
+    let before = uids(&cluster);
     cluster.observed.scaler = None;
     cluster.settle();
     let scaler = cluster.observed.scaler.clone().expect("it is recreated");
     assert_eq!(scaler.replicas, 3);
-    assert_eq!(workers(&cluster), before);
+    assert_eq!(uids(&cluster), before);
 }
 
 #[test]
@@ -238,7 +279,7 @@ fn go_on(cluster: &mut FakeCluster, seconds: u32) {
 fn another_number_in_the_middle_of_a_rollout_joins_it() {
     let mut cluster = FakeCluster::new("decode: {replicas: 2}\n");
     cluster.settle();
-    let old = workers(&cluster);
+    let old = uids(&cluster);
     cluster.change("decode: {replicas: 2, maxBatch: 3}\n");
     cluster.broken_from = 2;
     go_on(&mut cluster, 3);
@@ -254,14 +295,14 @@ fn another_number_in_the_middle_of_a_rollout_joins_it() {
         go_on(&mut cluster, 3);
         // What the rollout has begun stays, as does all that serves; the difference comes and goes.
         assert_eq!(of_plan(&cluster, 2), begun, "{replicas}");
-        let now = workers(&cluster);
+        let now = uids(&cluster);
         assert!(old.iter().all(|uid| now.contains(uid)), "{old:?} {now:?}");
         assert_eq!(now.len(), old.len() + begun.len() + more, "{replicas}");
     }
     cluster.broken_from = u64::MAX;
     cluster.settle();
     assert_eq!(count(&cluster, PlanRole::Decode), 3);
-    let now = workers(&cluster);
+    let now = uids(&cluster);
     assert!(
         begun.iter().all(|uid| now.contains(uid)),
         "{begun:?} {now:?}"
@@ -302,7 +343,7 @@ fn workers_that_load_are_progress_whatever_number_is_asked_for_meanwhile() {
     go_on(&mut cluster, 3);
     for pod in &mut cluster.observed.pods {
         if pod.plan_generation == 2 {
-            std::sync::Arc::make_mut(pod).container = Some(ContainerView {
+            Arc::make_mut(pod).container = Some(ContainerView {
                 running_since: Some(cluster.observed.now),
                 is_starting: true,
                 ..ContainerView::default()
@@ -328,7 +369,7 @@ fn after_a_rollback_the_number_is_that_of_what_serves_and_nothing_is_tried_again
     assert_eq!(cluster.says(PLANNED), ("False", "RolledBack"));
     let generation = |cluster: &FakeCluster| cluster.status().plan.clone().unwrap().generation;
     assert_eq!(generation(&cluster), 1);
-    let before = workers(&cluster);
+    let before = uids(&cluster);
 
     // What serves can grow and shrink meanwhile.
     cluster.broken_from = u64::MAX;
@@ -340,7 +381,7 @@ fn after_a_rollback_the_number_is_that_of_what_serves_and_nothing_is_tried_again
         assert_eq!(cluster.says(PLANNED), ("False", "RolledBack"), "{replicas}");
         let message = &cluster.condition(PLANNED).message;
         assert!(message.contains("plan 2 was given up"), "{message}");
-        let now = workers(&cluster);
+        let now = uids(&cluster);
         assert!(
             before.iter().all(|uid| now.contains(uid)),
             "{before:?} {now:?}"

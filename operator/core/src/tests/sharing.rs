@@ -1,6 +1,5 @@
 //! Deployments that end their workers for others, in a simulated cluster.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::fake_cluster::FakeCluster;
@@ -40,6 +39,31 @@ pub(super) fn neighbour(name: &str, nodes: &[&str], priority: i32, idle_s: f64) 
         is_leaving: false,
         holding: holding.collect(),
     }
+}
+
+/// One that holds all of all nodes.
+pub(super) fn neighbour_everywhere(
+    cluster: &FakeCluster,
+    name: &str,
+    priority: i32,
+    idle_s: f64,
+) -> Neighbour {
+    let nodes: Vec<&str> = cluster.observed.nodes.keys().map(String::as_str).collect();
+    neighbour(name, &nodes, priority, idle_s)
+}
+
+/// Lets others hold all of all nodes.
+pub(super) fn fill(cluster: &mut FakeCluster, neighbours: Vec<Neighbour>) {
+    let nodes = cluster.observed.nodes.keys();
+    let all = nodes.map(|node| (node.clone(), EVERYTHING));
+    cluster.observed.held_by_others = all.collect();
+    cluster.observed.neighbours = neighbours;
+}
+
+/// Lets others hold nothing.
+pub(super) fn empty(cluster: &mut FakeCluster) {
+    cluster.observed.held_by_others.clear();
+    cluster.observed.neighbours.clear();
 }
 
 /// Seconds after the workers are ready at which they end for another that asks from then on.
@@ -114,10 +138,7 @@ fn a_deployment_in_another_namespace_is_not_named() {
 /// A new deployment, on a cluster that others fill.
 pub(super) fn crowded(neighbours: Vec<Neighbour>) -> FakeCluster {
     let mut cluster = FakeCluster::new(YAML);
-    let nodes = cluster.observed.nodes.keys();
-    let all: BTreeMap<String, Holding> = nodes.map(|node| (node.clone(), EVERYTHING)).collect();
-    cluster.observed.held_by_others = all;
-    cluster.observed.neighbours = neighbours;
+    fill(&mut cluster, neighbours);
     cluster
 }
 
@@ -167,11 +188,8 @@ fn who_finds_no_room_asks_the_one_that_was_used_least_recently() {
 #[test]
 fn who_wakes_without_a_place_asks_and_rests_again_when_nobody_waits() {
     let mut cluster = at_zero();
-    let nodes: Vec<String> = cluster.observed.nodes.keys().cloned().collect();
-    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
-    cluster.observed.held_by_others = all.collect();
-    let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    cluster.observed.neighbours = vec![neighbour("busy", &nodes, 0, 0.0)];
+    let busy = neighbour_everywhere(&cluster, "busy", 0, 0.0);
+    fill(&mut cluster, vec![busy]);
     cluster.observed.demand = asked();
     let decision = cluster.reconcile();
     assert_eq!(names(&decision.asks), ["busy"]);
@@ -193,8 +211,7 @@ fn who_wakes_without_a_place_asks_and_rests_again_when_nobody_waits() {
     // Someone asks again, and the other has ended its workers.
     cluster.observed.demand = asked();
     cluster.reconcile();
-    cluster.observed.held_by_others.clear();
-    cluster.observed.neighbours.clear();
+    empty(&mut cluster);
     cluster.settle();
     assert!(workers(&cluster) > 0);
 }
@@ -202,12 +219,8 @@ fn who_wakes_without_a_place_asks_and_rests_again_when_nobody_waits() {
 #[test]
 fn a_load_waits_for_a_place_as_a_request_does() {
     let mut cluster = at_zero();
-    let nodes: Vec<String> = cluster.observed.nodes.keys().cloned().collect();
-    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
-    cluster.observed.held_by_others = all.collect();
-    let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    cluster.observed.neighbours = vec![neighbour("busy", &nodes, 0, 0.0)];
-    let full = cluster.observed.clone();
+    let busy = neighbour_everywhere(&cluster, "busy", 0, 0.0);
+    fill(&mut cluster, vec![busy.clone()]);
     call(&mut cluster, ANNOTATION_LOAD);
     for _ in 0..3 {
         cluster.pass(Duration::from_secs(100));
@@ -215,15 +228,13 @@ fn a_load_waits_for_a_place_as_a_request_does() {
         assert_eq!(names(&decision.asks), ["busy"]);
         assert!(!cluster.status().is_at_zero());
     }
-    cluster.observed.held_by_others.clear();
-    cluster.observed.neighbours.clear();
+    empty(&mut cluster);
     cluster.settle();
     assert!(workers(&cluster) > 0);
 
     // For no longer than a request would.
     let mut cluster = at_zero();
-    cluster.observed.held_by_others = full.held_by_others;
-    cluster.observed.neighbours = full.neighbours;
+    fill(&mut cluster, vec![busy]);
     call(&mut cluster, ANNOTATION_LOAD);
     cluster.reconcile();
     cluster.pass(Duration::from_secs(601));
@@ -234,10 +245,9 @@ fn a_load_waits_for_a_place_as_a_request_does() {
 
 #[test]
 fn one_that_gives_nothing_back_asks_only_whom_it_outranks() {
-    let probe = FakeCluster::new("");
-    let nodes: Vec<&str> = probe.observed.nodes.keys().map(String::as_str).collect();
+    let idle = neighbour_everywhere(&FakeCluster::new(""), "idle", 0, 900.0);
     let asks = |priority: i32| {
-        let mut cluster = crowded(vec![neighbour("idle", &nodes, 0, 900.0)]);
+        let mut cluster = crowded(vec![idle.clone()]);
         cluster.change(&format!("priority: {priority}"));
         cluster.reconcile().asks.len()
     };
@@ -273,8 +283,7 @@ fn who_needs_two_nodes_awaits_the_one_that_is_free_already_too() {
     let decision = cluster.reconcile();
     assert_eq!(names(&decision.asks), [""; 0]);
     assert!(decision.awaits.is_empty());
-    cluster.observed.held_by_others.clear();
-    cluster.observed.neighbours.clear();
+    empty(&mut cluster);
     let decision = cluster.reconcile();
     assert!(decision.create_plan.is_some());
     assert!(decision.awaits.is_empty());
@@ -329,9 +338,7 @@ fn whoever_matters_is_found_among_many_on_other_nodes() {
 #[test]
 fn who_wakes_while_nobody_can_end_makes_no_pod_and_asks_once_somebody_can() {
     let mut cluster = at_zero();
-    let nodes: Vec<String> = cluster.observed.nodes.keys().cloned().collect();
-    let all = nodes.iter().map(|node| (node.clone(), EVERYTHING));
-    cluster.observed.held_by_others = all.collect();
+    fill(&mut cluster, Vec::new());
     cluster.observed.demand = asked();
     let decision = cluster.reconcile();
     assert_eq!(names(&decision.asks), [""; 0]);
@@ -341,11 +348,9 @@ fn who_wakes_while_nobody_can_end_makes_no_pod_and_asks_once_somebody_can() {
     );
     let deployment = cluster.observed.deployment.clone();
     assert!(holds_nothing(deployment.status.as_ref()));
-    let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    cluster.observed.neighbours = vec![neighbour("ready", &nodes, 0, 0.0)];
+    cluster.observed.neighbours = vec![neighbour_everywhere(&cluster, "ready", 0, 0.0)];
     assert_eq!(names(&cluster.reconcile().asks), ["ready"]);
-    cluster.observed.held_by_others.clear();
-    cluster.observed.neighbours.clear();
+    empty(&mut cluster);
     cluster.settle();
     assert!(workers(&cluster) > 0);
     let deployment = cluster.observed.deployment.clone();

@@ -5,14 +5,11 @@
 
 use std::cmp::Reverse;
 
-use hearth_crds::{
-    FieldError, GpuProfile, NodeProfileStatus, PlanRole, RING_VERSION, format_bytes,
-};
+use hearth_crds::{GpuProfile, NodeProfileStatus, PlanRole, RING_VERSION, format_bytes};
 
+use super::RingPlanning;
 use super::layers::LayerFacts;
 use super::problem::kv_layer_bytes;
-use super::{RingPlanning, too_old};
-use crate::error::PlanError;
 use crate::gpus::{GpuRoom, activations_on, gpu_rooms, unusable};
 use crate::halda::MAX_DEVICES;
 use crate::memory::{GPU_PADDING_SHARE, free_bytes};
@@ -38,25 +35,22 @@ pub(super) struct Members<'a> {
     pub(super) all: Vec<Member<'a>>,
     /// Names of nodes that cannot be in a ring.
     pub(super) too_old: Vec<&'a str>,
-    /// GPUs that cannot be, each with the reason.
+    /// Nodes and GPUs that cannot be, each with the reason.
     pub(super) refused: Vec<String>,
+    /// Whether one of them lacks the memory for a layer.
+    pub(super) lack_memory: bool,
     pub(super) layers: LayerFacts,
 }
 
 impl<'a> Members<'a> {
     /// Members on all nodes whose workers know rings: their CPUs where they have some for one, and those of their GPUs that
-    /// `may_use` allows. Of more than [`MAX_DEVICES`], GPUs come first, then those with most memory.
-    ///
-    /// # Errors
-    /// [`PlanError::Unsupported`] if there is none.
-    pub(super) fn of(
-        planning: &RingPlanning<'a>,
-        may_use: &dyn Fn(&GpuProfile) -> bool,
-    ) -> Result<Self, PlanError> {
+    /// `may_use` allows. Of more than [`MAX_DEVICES`], GPUs come first, then those with most memory. There may be none.
+    pub(super) fn of(planning: &RingPlanning<'a>, may_use: &dyn Fn(&GpuProfile) -> bool) -> Self {
         let mut members = Self {
             all: Vec::new(),
             too_old: Vec::new(),
             refused: Vec::new(),
+            lack_memory: false,
             layers: LayerFacts::of(planning.demand.facts),
         };
         for (n, node) in planning.estimator.nodes().iter().enumerate() {
@@ -64,20 +58,6 @@ impl<'a> Members<'a> {
                 true => members.too_old.push(&node.node),
                 false => members.add(planning, (n, node), may_use),
             }
-        }
-        if members.all.is_empty() {
-            let mut why = members.refused;
-            if !members.too_old.is_empty() {
-                why.push(too_old(&members.too_old));
-            }
-            if why.is_empty() {
-                why.push("no node has CPUs for a member".to_owned());
-            }
-            return Err(PlanError::Unsupported(vec![FieldError::new(
-                "spec.strategy",
-                "is \"PipedRing\", and no node can be in a ring",
-                why.join("; "),
-            )]));
         }
         let all = &mut members.all;
         // As they were added, members are in the order of nodes.
@@ -92,7 +72,7 @@ impl<'a> Members<'a> {
         kept.truncate(MAX_DEVICES);
         kept.sort_unstable();
         *all = kept.into_iter().map(|at| all[at].clone()).collect();
-        Ok(members)
+        members
     }
 
     /// The same members with another head.
@@ -128,10 +108,11 @@ impl<'a> Members<'a> {
             planning.host_bytes(gpus.len(), here) + planning.demand.worker_scratch_bytes();
         let layer_bytes = self.least_layer(planning);
         let has_room = needs_bytes + layer_bytes <= free_bytes(node);
-        if !has_room && gpus.is_empty() {
+        self.lack_memory |= !has_room;
+        if !has_room {
             self.refused.push(format!(
                 "{}: a layer takes {} with its KV, and of {} of memory {} are left beside processes",
-                node.node,
+                name_of_cpus(node),
                 format_bytes(layer_bytes),
                 format_bytes(free_bytes(node)),
                 format_bytes(free_bytes(node).saturating_sub(needs_bytes))
@@ -146,10 +127,7 @@ impl<'a> Members<'a> {
                 node,
                 gpu: None,
                 rates: Rates::of(node, set, planning.demand.facts),
-                name: match node.gpus.is_empty() {
-                    true => node.node.clone(),
-                    false => format!("CPUs of {}", node.node),
-                },
+                name: name_of_cpus(node),
             });
         }
         let asked = planning.input.spec.model.activations;
@@ -214,6 +192,7 @@ impl<'a> Members<'a> {
             (planning.gpu_working_bytes(), self.least_layer(planning));
         rooms.retain(|room| {
             let fits = layer_bytes <= planning.gpu_layer_room_bytes(room.usable_bytes);
+            self.lack_memory |= !fits;
             if !fits {
                 self.refused.push(format!(
                     "{}: a layer takes {} with its KV, and {} are free beside {} of working room",
@@ -243,6 +222,7 @@ impl<'a> Members<'a> {
             if has_cpus && needs <= free_bytes(node) {
                 break;
             }
+            self.lack_memory |= has_cpus;
             self.refused.push(match has_cpus {
                 true => format!(
                     "{}: the processes on the node's GPUs and the gateways' take {} of its memory, and {} are free",
@@ -272,6 +252,14 @@ impl Member<'_> {
             Some(room) => room.usable_bytes,
             None => free_bytes(self.node),
         }
+    }
+}
+
+/// A node's name, where it has GPUs as that of its CPUs.
+fn name_of_cpus(node: &NodeProfileStatus) -> String {
+    match node.gpus.is_empty() {
+        true => node.node.clone(),
+        false => format!("CPUs of {}", node.node),
     }
 }
 

@@ -40,6 +40,8 @@ struct Chosen<'a> {
     members: Members<'a>,
     choice: Choice,
     passes: Passes,
+    /// Whether nothing else could be a member.
+    is_only: bool,
     /// Members that were not taken, each with the reason, which are not in the choice.
     left_out: Vec<String>,
 }
@@ -198,29 +200,35 @@ impl RingPlanning<'_> {
     /// # Errors
     /// [`PlanError`] if no node can be a member, or no ring fits.
     pub(crate) fn plan(&self, instead: &str) -> Result<InferencePlanSpec, PlanError> {
-        let chosen = self.with_passes(self.choose()?);
+        let all = Members::of(self, &|_| true);
+        if all.all.is_empty() {
+            return Err(self.nobody(&all));
+        }
+        let chosen = Chosen {
+            is_only: all.all.len() == 1,
+            ..self.with_passes(self.choose(&all)?)
+        };
         Ok(self.write(&chosen, instead))
     }
 
     /// The ring with the least time per output token of three: of all that may be members; of these without the GPUs that were
     /// left out, whose processes need no memory then; and of the CPUs alone. Where they take as long, it is the last.
-    fn choose(&self) -> Result<Chosen<'_>, PlanError> {
-        let all = Members::of(self, &|_| true)?;
+    fn choose<'a>(&'a self, all: &Members<'a>) -> Result<Chosen<'a>, PlanError> {
         let refused = all.refused.clone();
         if all.all.iter().all(|member| member.gpu.is_none()) {
-            let chosen = self.best(&all);
-            let chosen = chosen.map_err(|error| self.refusal(&all, error))?;
+            let chosen = self.best(all);
+            let chosen = chosen.map_err(|error| self.refusal(all, error))?;
             return Ok(chosen.without(refused));
         }
         let best_of = |may_use: &dyn Fn(&GpuProfile) -> bool| {
-            let members = Members::of(self, may_use).ok()?;
+            let members = Members::of(self, may_use);
             self.best(&members).ok()
         };
         let on_cpus = best_of(&|_| false);
-        let with_gpus = match self.best(&all) {
+        let with_gpus = match self.best(all) {
             Ok(with_gpus) => with_gpus,
             Err(error) => {
-                let on_cpus = on_cpus.ok_or_else(|| self.refusal(&all, error))?;
+                let on_cpus = on_cpus.ok_or_else(|| self.refusal(all, error))?;
                 return Ok(on_cpus.without(refused));
             }
         };
@@ -258,6 +266,7 @@ impl RingPlanning<'_> {
             members: members.led_by(head),
             choice,
             passes: self.longest_passes(),
+            is_only: false,
             left_out: Vec::new(),
         })
     }

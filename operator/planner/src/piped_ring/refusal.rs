@@ -1,18 +1,35 @@
 //! What is said where no ring has room: what the model needs, what each node has, and a change that fits.
 
-use hearth_crds::format_bytes;
+use hearth_crds::{FieldError, GpuProfile, NodeProfileStatus, RING_VERSION, format_bytes};
 
 use super::members::{Member, Members};
 use super::{RingPlanning, too_old};
+use crate::advice::smaller_kv;
 use crate::disks;
 use crate::error::{Advice, PlanError};
 use crate::halda::{Device, Limits, RingError, choose};
 use crate::memory::Demand;
 
-/// Trials of a smaller KV, each with half of the one before.
-const TRIALS: u32 = 12;
-
 impl RingPlanning<'_> {
+    /// The error where no node and no GPU can be a member.
+    pub(super) fn nobody(&self, members: &Members<'_>) -> PlanError {
+        let why = left_out(members);
+        if members.lack_memory {
+            let accounts = format!("no member has room for a layer: {}", why.join("; "));
+            return self.no_room(accounts, Vec::new(), false);
+        }
+        let why = match why.is_empty() {
+            true => "no node has CPUs for a member".to_owned(),
+            false => why.join("; "),
+        };
+        let strategy = self.input.spec.strategy;
+        PlanError::Unsupported(vec![FieldError::new(
+            "spec.strategy",
+            format!("is \"{strategy:?}\", and no node can be in a ring"),
+            why,
+        )])
+    }
+
     /// The error for members of which no ring has room.
     pub(super) fn refusal(&self, members: &Members<'_>, error: RingError) -> PlanError {
         if !matches!(
@@ -21,43 +38,48 @@ impl RingPlanning<'_> {
         ) {
             return PlanError::NoRing(error);
         }
-        let (facts, demand) = (self.demand.facts, self.demand);
-        let kv_bytes = demand
-            .kv_memory_bytes
-            .unwrap_or_else(|| demand.kv_bytes(demand.context_length));
-        let kv_of = match demand.kv_memory_bytes {
-            Some(_) => "spec.decode.kvCache.memory".to_owned(),
-            None => format!("one context of {} tokens", demand.context_length),
-        };
         let problem = members.problem(self, self.longest_passes());
         let devices = problem.devices.iter();
         let room_bytes: u64 = devices
             .map(|device| device.memory_bytes.saturating_sub(device.buffer_bytes))
             .sum();
-        let needs_bytes = facts.bytes.total() + kv_bytes;
-        let mut accounts: Vec<String> = members
-            .all
-            .iter()
-            .zip(&problem.devices)
+        let rooms = members.all.iter().zip(&problem.devices);
+        let rooms: Vec<String> = rooms
             .map(|(member, device)| account(member, device.buffer_bytes))
             .collect();
-        accounts.extend(members.refused.iter().cloned());
-        if !members.too_old.is_empty() {
-            accounts.push(too_old(&members.too_old));
-        }
-        let mut advice: Vec<Advice> = self.measured_disks(members).into_iter().collect();
-        advice.extend(self.smaller_kv(kv_bytes));
-        if room_bytes < needs_bytes || advice.is_empty() {
-            let more = self.more_memory(members);
+        let mut accounts = vec![format!("there is room for {}", rooms.join(", "))];
+        accounts.extend(left_out(members));
+        let disks = self.measured_disks(members).into_iter().collect();
+        let is_short = room_bytes < self.demand.facts.bytes.total() + self.kv_bytes();
+        self.no_room(accounts.join("; "), disks, is_short)
+    }
+
+    /// The error where there are accounts of too little room, with advice that was found, and with more memory where all that
+    /// there is `is_short`.
+    fn no_room(&self, accounts: String, mut advice: Vec<Advice>, is_short: bool) -> PlanError {
+        let fits = |demand: &Demand<'_>| RingPlanning { demand, ..*self }.fits();
+        advice.extend(smaller_kv(self.demand, fits));
+        if is_short || advice.is_empty() {
+            let more = self.more_memory();
             advice.push(more.unwrap_or(Advice::SmallerModel));
         }
         PlanError::NoRoomInRing {
-            weights_bytes: facts.bytes.total(),
-            kv_bytes,
-            kv_of,
-            accounts: accounts.join(", "),
+            weights_bytes: self.demand.facts.bytes.total(),
+            kv_bytes: self.kv_bytes(),
+            kv_of: match self.demand.kv_memory_bytes {
+                Some(_) => "spec.decode.kvCache.memory".to_owned(),
+                None => format!("one context of {} tokens", self.demand.context_length),
+            },
+            accounts,
             advice,
         }
+    }
+
+    /// Bytes of KV that a ring has at the least.
+    fn kv_bytes(&self) -> u64 {
+        let demand = self.demand;
+        let asked = demand.kv_memory_bytes;
+        asked.unwrap_or_else(|| demand.kv_bytes(demand.context_length))
     }
 
     /// Disks that were not measured, where a ring would fit if they are fast enough to be read for each token.
@@ -80,19 +102,20 @@ impl RingPlanning<'_> {
     }
 
     /// The least more memory of one node, of those with the most, with which a ring fits: of what others use there now.
-    fn more_memory(&self, members: &Members<'_>) -> Option<Advice> {
-        let cpus = members.all.iter().filter(|member| member.gpu.is_none());
-        let most = cpus.max_by_key(|member| member.memory_bytes())?;
-        let memory = &most.node.memory;
+    fn more_memory(&self) -> Option<Advice> {
+        let nodes = self.estimator.nodes();
+        let may_be_in = nodes.iter().enumerate();
+        let may_be_in = may_be_in.filter(|(_, node)| node.reads_up_to() >= RING_VERSION);
+        let (n, most) = may_be_in.max_by_key(|(_, node)| node.memory.available_bytes)?;
+        let memory = &most.memory;
         let used_bytes = memory.total_bytes.saturating_sub(memory.available_bytes);
         let fits = |mib: u64| {
-            self.fits_with(members, |device| {
-                if device.name == most.name {
-                    // A twentieth of what is free stays so.
-                    let more_bytes = (mib << 20) / 20 * 19;
-                    device.memory_bytes = device.memory_bytes.saturating_add(more_bytes);
-                }
-            })
+            let mut freed = NodeProfileStatus::clone(most);
+            freed.memory.available_bytes += mib << 20;
+            let mut nodes = nodes.to_vec();
+            nodes[n] = &freed;
+            let estimator = &self.estimator.with_nodes(&nodes);
+            RingPlanning { estimator, ..*self }.fits()
         };
         let (mut less, mut enough) = (0, used_bytes >> 20);
         if enough == 0 || !fits(enough) {
@@ -106,52 +129,17 @@ impl RingPlanning<'_> {
                 false => less = middle,
             }
         }
-        Some(Advice::FreeMemoryOf(most.node.node.clone(), enough << 20))
+        Some(Advice::FreeMemoryOf(most.node.clone(), enough << 20))
     }
 
-    /// A smaller KV, of which a ring fits.
-    fn smaller_kv(&self, kv_bytes: u64) -> Option<Advice> {
-        let demand = self.demand;
-        let least_bytes = demand.kv_bytes(demand.context_length);
-        if demand.kv_memory_bytes.is_some() {
-            let halves = (1..=TRIALS).map(|n| (kv_bytes >> n) & !((1 << 20) - 1));
-            let mut smaller = halves.take_while(|bytes| *bytes >= least_bytes.max(1));
-            let fitting = smaller.find(|bytes| {
-                self.fits(Demand {
-                    kv_memory_bytes: Some(*bytes),
-                    ..*demand
-                })
-            });
-            return match fitting {
-                Some(bytes) => Some(Advice::KvMemory(bytes)),
-                None => self
-                    .fits(Demand {
-                        kv_memory_bytes: None,
-                        ..*demand
-                    })
-                    .then_some(Advice::RemoveKvMemory),
-            };
-        }
-        let halves = (1..=TRIALS).map(|n| demand.context_length >> n);
-        let mut shorter = halves.take_while(|tokens| *tokens >= Advice::LEAST_CONTEXT_TOKENS);
-        let fitting = shorter.find(|tokens| {
-            self.fits(Demand {
-                context_length: *tokens,
-                chunk_tokens: demand.chunk_tokens.min(*tokens),
-                ..*demand
-            })
-        });
-        fitting.map(Advice::ContextLength)
-    }
-
-    /// Whether some ring has room for another demand, by greedy splits alone.
-    fn fits(&self, demand: Demand<'_>) -> bool {
-        let planning = RingPlanning {
-            demand: &demand,
-            ..*self
+    /// Whether some ring has room, of all that may be members or of the CPUs alone, by greedy splits alone.
+    fn fits(&self) -> bool {
+        let has_room = |may_use: &dyn Fn(&GpuProfile) -> bool| {
+            self.fits_with(&Members::of(self, may_use), |_| {})
         };
-        let members = Members::of(&planning, &|_| true);
-        members.is_ok_and(|members| planning.fits_with(&members, |_| {}))
+        let mut nodes = self.estimator.nodes().iter();
+        let has_gpus = nodes.any(|node| !node.gpus.is_empty());
+        has_room(&|_| true) || has_gpus && has_room(&|_| false)
     }
 
     /// Whether some ring of members has room after a change to each of them, by greedy splits alone.
@@ -169,22 +157,28 @@ impl RingPlanning<'_> {
     }
 }
 
+/// Who cannot be a member, each with the reason.
+fn left_out(members: &Members<'_>) -> Vec<String> {
+    let mut why = members.refused.clone();
+    if !members.too_old.is_empty() {
+        why.push(too_old(&members.too_old));
+    }
+    why
+}
+
 /// What a member has.
 fn account(member: &Member<'_>, buffer_bytes: u64) -> String {
     let left = format_bytes(member.memory_bytes().saturating_sub(buffer_bytes));
     let all = format_bytes(member.memory_bytes());
-    let disk = match (&member.gpu, member.rates.disk_gbps) {
-        (Some(_), _) => "",
+    let rest = match (&member.gpu, member.rates.disk_gbps) {
+        (Some(_), _) => "activations and padding",
         (None, gbps) if gbps <= 0.0 => {
-            "; its disk was not measured, so that all of its layers must fit"
+            "processes and gateways; its disk was not measured, so that all of its layers must fit"
         }
         (None, gbps) if gbps < disks::SLOW_GBPS => {
-            "; its disk is slow, so that all of its layers must fit"
+            "processes and gateways; its disk is slow, so that all of its layers must fit"
         }
-        (None, _) => "",
+        (None, _) => "processes and gateways",
     };
-    format!(
-        "{} {left} (of {all}, the rest for processes and gateways{disk})",
-        member.name
-    )
+    format!("{} {left} (of {all}, the rest for {rest})", member.name)
 }

@@ -10,7 +10,7 @@ use crate::draft::{Draft, ranks_of};
 use crate::halda::{Dropped, Share};
 use crate::link::measured_link;
 use crate::numerics::of_rank;
-use crate::sentences::{gateways, moment, ms, objectives};
+use crate::sentences::{NO_RING, gateways, moment, ms, objectives};
 
 /// Most slower rings that are told.
 const MOST_ALTERNATIVES: usize = 3;
@@ -42,7 +42,7 @@ pub(super) fn write(
     not_chosen.extend(chosen.left_out.iter().cloned());
     if not_chosen.is_empty() {
         not_chosen.push(match chosen.size() {
-            1 => "a ring: no other node takes part".to_owned(),
+            1 => NO_RING.to_owned(),
             size => format!(
                 "another ring over these {size} members: no other split of the layers, order or number of rounds was found that fits"
             ),
@@ -60,8 +60,12 @@ fn topology(chosen: &Chosen<'_>, instead: &str, why: &mut Vec<String>) {
     let choice = &chosen.choice;
     let over = names(chosen, &choice.order);
     if chosen.size() == 1 {
+        let alone = match chosen.is_only {
+            true => "alone, since nothing else can be a member of a ring",
+            false => "alone is faster than any ring",
+        };
         why.push(format!(
-            "{over} alone is faster than any ring ({instead}): predicted TPOT {}",
+            "{over} {alone}: predicted TPOT {}",
             ms(choice.tpot_ms)
         ));
         return;
@@ -139,8 +143,12 @@ fn read_as_chosen(share: &Share) -> String {
 fn kv(planning: &RingPlanning<'_>, kept: &[Kept], why: &mut Vec<String>) {
     let bytes: u64 = kept.iter().map(|kept| kept.kv_bytes).sum();
     let tokens = bytes / planning.demand.kv_bytes_per_token.max(1);
+    let place = match kept.len() {
+        1 => "",
+        _ => " over the ring, each member's layers at home",
+    };
     why.push(format!(
-        "KV: {tokens} tokens, {} over the ring, each member's layers at home",
+        "KV: {tokens} tokens, {}{place}",
         format_bytes(bytes)
     ));
 }
@@ -154,9 +162,16 @@ fn prompts(
     let Some(head) = ranks_of(ranks, PlanRole::Decode).next() else {
         return;
     };
+    let (reader, no_workers) = match head.ring {
+        Some(_) => ("the ring", "; a ring has no prefill workers"),
+        None => (
+            "the decode worker",
+            "; there are no prefill workers beside it",
+        ),
+    };
     let workers = match planning.input.spec.prefill.planned_replicas() {
         0 => "",
-        _ => "; a ring has no prefill workers",
+        _ => no_workers,
     };
     let longest = head.idle_chunk_tokens.unwrap_or(head.chunk_tokens);
     let shorter = match head.idle_chunk_tokens {
@@ -168,7 +183,7 @@ fn prompts(
         _ => String::new(),
     };
     why.push(format!(
-        "prompts are read by the ring itself in chunks of {longest} tokens{shorter}{flights}: predicted TTFT {} at {} tokens{workers}",
+        "prompts are read by {reader} itself in chunks of {longest} tokens{shorter}{flights}: predicted TTFT {} at {} tokens{workers}",
         ms(predicted.ttft_ms),
         predicted.ttft_prompt_tokens
     ));
@@ -276,7 +291,7 @@ pub(super) fn other_ring(what: &str, other: Option<&Chosen<'_>>, chosen: &Chosen
             ms(other.choice.tpot_ms),
             ttft(other.choice.ttft_ms)
         ),
-        None => format!("{what}: no ring of them fits"),
+        None => format!("{what}: they have no room"),
     }
 }
 

@@ -9,7 +9,7 @@ use super::Planning;
 use crate::advice;
 use crate::draft::Draft;
 use crate::error::{Advice, PlanError};
-use crate::expert_parallel::PEERS;
+use crate::expert_parallel::{PEERS, small_ep_keeps_bits};
 use crate::gpus::usable_count;
 use crate::numerics::peers_are_alike;
 use crate::place::{Objection, Refused, Wanted, no_peers};
@@ -52,14 +52,15 @@ impl<'a> Usable<'a> {
         }
     }
 
-    /// Numbers of peers that there are GPUs for, best first.
+    /// Numbers of peers that there are GPUs for, the largest first.
     fn numbers(&self) -> impl Iterator<Item = u32> {
         PEERS.into_iter().filter(|peers| *peers <= self.count)
     }
 }
 
 impl Planning<'_> {
-    /// The numbers of peers that are tried, best first; 0: each prefill rank reads prompts alone.
+    /// The numbers of peers that are tried, best first; 0: each prefill rank reads prompts alone. Those that exchange least come first;
+    /// which of them reads a prompt soonest is decided once one has room.
     ///
     /// # Errors
     /// [`PlanError`] if the spec asks for more peers than there are GPUs.
@@ -73,6 +74,7 @@ impl Planning<'_> {
         if usable.count >= least {
             let asked = prefill.gpus_per_worker.map(|asked| vec![asked]);
             let mut numbers = asked.unwrap_or_else(|| usable.numbers().collect());
+            numbers.sort_by_key(|peers| !small_ep_keeps_bits(*peers));
             numbers.retain(|peers| self.messages_fit(*peers));
             return match numbers.is_empty() {
                 true => Err(self.too_long(least)),
@@ -124,9 +126,57 @@ impl Planning<'_> {
         })
     }
 
+    /// The plan with as many peers as read a long prompt soonest, where the spec leaves their number open.
+    pub(super) fn with_peers(
+        &self,
+        wanted: Wanted,
+        draft: Draft<'_>,
+        plan: InferencePlanSpec,
+    ) -> InferencePlanSpec {
+        match wanted.peers {
+            0 => self.together_or_alone(wanted, draft, plan),
+            _ => self.with_other_number(wanted, &draft, plan),
+        }
+    }
+
+    /// A plan with peers, or one with another number of them that reads a long prompt sooner.
+    fn with_other_number(
+        &self,
+        wanted: Wanted,
+        draft: &Draft<'_>,
+        plan: InferencePlanSpec,
+    ) -> InferencePlanSpec {
+        let tokens = draft.long_prompt_tokens();
+        let head = plan.ranks_of(PlanRole::Prefill).next();
+        let own_ms = head.and_then(|head| draft.together_ttft_ms(head, tokens));
+        let (None, Some(own_ms)) = (self.input.spec.prefill.gpus_per_worker, own_ms) else {
+            return plan;
+        };
+        let Ok(other) = self.soonest(wanted, draft, tokens, &Usable::of(self)) else {
+            return plan;
+        };
+        let own = Group {
+            peers: wanted.peers,
+            ttft_ms: own_ms,
+            plan,
+        };
+        let (mut sooner, slower) = match other.ttft_ms < own.ttft_ms {
+            true => (other, own),
+            false => (own, other),
+        };
+        sooner.plan.not_chosen.push(format!(
+            "{} GPUs reading prompts together: a prompt of {tokens} tokens would take {}, and {} on {}",
+            slower.peers,
+            ms(slower.ttft_ms),
+            ms(sooner.ttft_ms),
+            sooner.peers
+        ));
+        sooner.plan
+    }
+
     /// A plan of mode Auto in which a prefill rank streams prompts, with as many peers as read a long one soonest; the plan as it
     /// is where they do not pay, have no room or are not wanted.
-    pub(super) fn with_peers(
+    fn together_or_alone(
         &self,
         wanted: Wanted,
         mut alone: Draft<'_>,
@@ -176,20 +226,21 @@ impl Planning<'_> {
             && wanted.devices.prefill.is_streaming()
     }
 
-    /// The group that reads a prompt of `tokens` soonest, with decode ranks where they are in `alone`.
+    /// The group that reads a prompt of `tokens` soonest, of another number of peers than `wanted` has, with decode ranks where they
+    /// are in `draft`.
     ///
     /// # Errors
     /// Why there is none.
     fn soonest(
         &self,
         wanted: Wanted,
-        alone: &Draft<'_>,
+        draft: &Draft<'_>,
         tokens: u32,
         usable: &Usable<'_>,
     ) -> Result<Group, Objection> {
         let mut why = Objection::Slower(no_peers(&usable.old_nodes));
         let mut best: Option<Group> = None;
-        for peers in usable.numbers() {
+        for peers in usable.numbers().filter(|peers| *peers != wanted.peers) {
             if !self.messages_fit(peers) {
                 let bytes = format_bytes(self.demand.exchange_bytes(peers));
                 why = Objection::Slower(format!(
@@ -197,7 +248,7 @@ impl Planning<'_> {
                 ));
                 continue;
             }
-            match self.group(Wanted { peers, ..wanted }, alone, tokens) {
+            match self.group(Wanted { peers, ..wanted }, draft, tokens) {
                 Ok(group)
                     if best
                         .as_ref()

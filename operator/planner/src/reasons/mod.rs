@@ -14,10 +14,11 @@ use hearth_crds::{
 use crate::cpus::{CpuLack, core_count, format_cpu_list};
 use crate::disks;
 use crate::draft::{Draft, ranks_of};
+use crate::gpus::usable_count;
 use crate::memory::PREFILL_BATCH;
 use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
-use crate::sentences::{gateways, moment, ms, objectives};
+use crate::sentences::{NO_RING, gateways, moment, ms, objectives};
 
 /// Returns `(why, notChosen)`.
 pub(crate) fn write(
@@ -265,11 +266,16 @@ fn route(draft: &Draft<'_>, ranks: &[PlanRank], routing: &PlanRouting, why: &mut
 }
 
 fn rings(draft: &Draft<'_>, ranks: &[PlanRank], not_chosen: &mut Vec<String>) {
-    let total = format_bytes(draft.demand.facts.bytes.total());
-    if draft.nodes.len() < 2 {
-        not_chosen.push(format!(
-            "piped ring: it needs 2 nodes and there is 1 (weights {total})"
-        ));
+    if let [node] = draft.nodes {
+        let may_use_gpus = draft.input.spec.prefill.gpus_per_worker != Some(0);
+        let has_gpus = may_use_gpus && usable_count(node, draft.estimator.gpus()) > 0;
+        not_chosen.push(match has_gpus {
+            false => NO_RING.to_owned(),
+            true => format!(
+                "piped ring over the CPUs and GPUs of {}: of one node alone, only strategy PipedRing makes one",
+                node.node
+            ),
+        });
         return;
     }
     if ranks.iter().any(|rank| rank.disk_weight_bytes() > 0) {
@@ -281,6 +287,7 @@ fn rings(draft: &Draft<'_>, ranks: &[PlanRank], not_chosen: &mut Vec<String>) {
         }
         return;
     }
+    let total = format_bytes(draft.demand.facts.bytes.total());
     not_chosen.push(format!(
         "piped ring over {} nodes: the weights ({total}) fit on one node, and each additional node would add a round trip to every token",
         draft.nodes.len()

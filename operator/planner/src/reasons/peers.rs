@@ -39,8 +39,12 @@ fn group(draft: &Draft<'_>, members: &[&PlanRank]) -> Option<String> {
         PlanExpertParallel::SmallEp => {
             "all rows go to all of them and come back summed (SmallEP)".to_owned()
         }
-        PlanExpertParallel::Ep => format!(
+        PlanExpertParallel::Ep if peers.ranks > facts.experts_per_token => format!(
             "rows go to the GPUs of the {} experts that a token chooses (EP), which is less than all rows to all {} GPUs",
+            facts.experts_per_token, peers.ranks
+        ),
+        PlanExpertParallel::Ep => format!(
+            "rows go to the GPUs of the {} experts that a token chooses (EP): sums of {} GPUs would have other bits than those of one",
             facts.experts_per_token, peers.ranks
         ),
     };

@@ -1,6 +1,7 @@
 //! Machines and models shared by the planner's tests.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
+pub mod advice;
 pub mod rings;
 
 use std::collections::{BTreeMap, BTreeSet};

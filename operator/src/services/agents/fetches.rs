@@ -23,7 +23,7 @@ pub(super) struct Fetches {
     wanted: BTreeMap<Key, Wanted>,
     /// Progress by model and node.
     seen: BTreeMap<(String, String), Seen>,
-    /// The commit that nodes have of a model of a hub, by model.
+    /// The commit that the first node told of a model of a hub, by model.
     commits: BTreeMap<String, String>,
 }
 
@@ -33,6 +33,8 @@ struct Wanted {
     key: String,
     source: ModelSource,
     nodes: BTreeSet<String>,
+    /// The commit that the deployment's plans record.
+    commit: Option<String>,
 }
 
 #[derive(Debug)]
@@ -75,13 +77,20 @@ impl From<FetchView> for Answer {
 
 impl Fetches {
     /// See [`super::Agents::want`].
-    pub(super) fn want(&mut self, deployment: &Key, source: &ModelSource, nodes: &[String]) {
+    pub(super) fn want(
+        &mut self,
+        deployment: &Key,
+        source: &ModelSource,
+        nodes: &[String],
+        commit: Option<&str>,
+    ) {
         match source.store_key(&deployment.namespace) {
             Some(key) if !nodes.is_empty() => {
                 let wanted = Wanted {
                     key,
                     source: source.clone(),
                     nodes: nodes.iter().cloned().collect(),
+                    commit: commit.map(str::to_owned),
                 };
                 self.wanted.insert(deployment.clone(), wanted);
             }
@@ -97,6 +106,14 @@ impl Fetches {
         });
         self.commits
             .retain(|key, _| wanted.values().any(|wish| wish.key == *key));
+    }
+
+    /// The commit of a model of a hub that all nodes are to have: that of plans, which outlives the operator, else the first one that
+    /// a node told.
+    pub(super) fn commit(&self, key: &str) -> Option<&str> {
+        let mut wishes = self.wanted.values().filter(|wish| wish.key == key);
+        let of_plans = wishes.find_map(|wish| wish.commit.as_deref());
+        of_plans.or_else(|| self.commits.get(key).map(String::as_str))
     }
 
     /// Progress of a model, by polled node.
@@ -176,12 +193,13 @@ impl Fetches {
                     now.duration_since(seen.asked) >= every
                 });
                 if is_due {
+                    let commit = wish.commit.as_deref().or_else(|| self.commit(key));
                     polls.entry((key, node)).or_insert_with(|| Poll {
                         node: node.clone(),
                         namespace: Arc::clone(&deployment.namespace),
                         key: wish.key.clone(),
                         source: wish.source.clone(),
-                        commit: self.commits.get(key).cloned().unwrap_or_default(),
+                        commit: commit.unwrap_or_default().to_owned(),
                     });
                 }
             }
@@ -221,18 +239,15 @@ impl Fetches {
     pub(super) fn learn(&mut self, poll: &Poll, answer: Answer, now: Instant) -> Vec<Key> {
         let key = &poll.key;
         let Answer { view, commit } = answer;
-        let waiting: Vec<Key> = self
-            .wanted
-            .iter()
-            .filter(|(_, wish)| wish.key == *key && wish.nodes.contains(&poll.node))
-            .map(|(deployment, _)| deployment.clone())
-            .collect();
+        let wants = |wish: &Wanted| wish.key == *key && wish.nodes.contains(&poll.node);
+        let waiting = self.wanted.iter().filter(|(_, wish)| wants(wish));
+        let waiting: Vec<Key> = waiting.map(|(deployment, _)| deployment.clone()).collect();
         if waiting.is_empty() {
             return waiting;
         }
         let view = match commit.is_empty() {
             true => view,
-            false => self.of_one_commit(key, view, &commit),
+            false => self.of_one_commit(poll, view, &commit),
         };
         let place = (key.clone(), poll.node.clone());
         let before = self.seen.get(&place).map(|seen| &seen.view);
@@ -245,14 +260,15 @@ impl Fetches {
         self.seen.insert(place, seen);
         if is_news { waiting } else { Vec::new() }
     }
-}
 
-impl Fetches {
     /// Records the commit of a model that a node has. Ranks of one plan must hold the same weights: a node with another
-    /// commit than the first that was told does not have the model.
-    fn of_one_commit(&mut self, key: &str, view: FetchView, commit: &str) -> FetchView {
-        let known = self.commits.entry(key.to_owned());
-        let known = known.or_insert_with(|| commit.to_owned());
+    /// commit than the one that it was asked for, or else is known, does not have the model.
+    fn of_one_commit(&mut self, poll: &Poll, view: FetchView, commit: &str) -> FetchView {
+        let asked = Some(&*poll.commit).filter(|asked| !asked.is_empty());
+        let Some(known) = asked.or_else(|| self.commit(&poll.key)) else {
+            self.commits.insert(poll.key.clone(), commit.to_owned());
+            return view;
+        };
         if known == commit {
             return view;
         }
@@ -335,6 +351,17 @@ mod tests {
         }
     }
 
+    fn hub() -> ModelSource {
+        ModelSource {
+            hugging_face: Some(HuggingFaceSource {
+                repo: "a/b".to_owned(),
+                revision: None,
+                token_secret_ref: None,
+            }),
+            ..ModelSource::default()
+        }
+    }
+
     fn key_of(source: &ModelSource, namespace: &str) -> String {
         source.store_key(namespace).unwrap()
     }
@@ -365,7 +392,7 @@ mod tests {
         let source = source("http://nas/m.tar", 'a');
         let (now, key) = (Instant::now(), key_of(&source, "default"));
         assert!(fetches.due(now).is_empty());
-        fetches.want(&demo, &source, &nodes(&["a", "b"]));
+        fetches.want(&demo, &source, &nodes(&["a", "b"]), None);
         let polls = fetches.due(now);
         assert_eq!(
             polls.iter().map(|poll| &*poll.node).collect::<Vec<_>>(),
@@ -410,7 +437,7 @@ mod tests {
         );
         assert_eq!(fetches.due(now + FAILED_EVERY).len(), 2);
 
-        fetches.want(&demo, &ModelSource::default(), &[]);
+        fetches.want(&demo, &ModelSource::default(), &[], None);
         assert!(
             fetches.due(now).is_empty()
                 && fetches.views(&key).is_empty()
@@ -435,10 +462,10 @@ mod tests {
         private.http.as_mut().unwrap().secret_ref = Some(SecretRef {
             name: "nas".to_owned(),
         });
-        fetches.want(&one, &public, &nodes(&["a"]));
-        fetches.want(&two, &public, &nodes(&["a", "b"]));
-        fetches.want(&three, &mirror, &nodes(&["a"]));
-        fetches.want(&four, &private, &nodes(&["a"]));
+        fetches.want(&one, &public, &nodes(&["a"]), None);
+        fetches.want(&two, &public, &nodes(&["a", "b"]), None);
+        fetches.want(&three, &mirror, &nodes(&["a"]), None);
+        fetches.want(&four, &private, &nodes(&["a"]), None);
         let now = Instant::now();
         let polls = fetches.due(now);
         assert_eq!((polls.len(), fetches.keys().len()), (4, 3));
@@ -455,7 +482,7 @@ mod tests {
         // The digest and the URL of someone else's private model.
         assert_ne!(key_of(&private, "f"), key);
         assert_ne!(key_of(&private, "f"), key_of(&private, "o"));
-        fetches.want(&one, &ModelSource::default(), &[]);
+        fetches.want(&one, &ModelSource::default(), &[], None);
         let known = BTreeMap::from([("a".to_owned(), fetching(1))]);
         assert_eq!(fetches.views(&key), known);
     }
@@ -464,16 +491,9 @@ mod tests {
     fn all_nodes_of_a_branch_have_the_commit_that_the_first_one_tells() {
         let mut fetches = Fetches::default();
         let demo = Key::new("default", "demo");
-        let source = ModelSource {
-            hugging_face: Some(HuggingFaceSource {
-                repo: "a/b".to_owned(),
-                revision: None,
-                token_secret_ref: None,
-            }),
-            ..ModelSource::default()
-        };
+        let source = hub();
         let key = key_of(&source, "default");
-        fetches.want(&demo, &source, &nodes(&["a", "b"]));
+        fetches.want(&demo, &source, &nodes(&["a", "b"]), None);
         let now = Instant::now();
         let polls = fetches.due(now);
         assert_eq!((polls.len(), &*polls[0].node), (1, "a"));
@@ -499,8 +519,8 @@ mod tests {
         );
         assert_eq!(views["b"], fetching(7));
         // Forgotten with the last deployment that wants it.
-        fetches.want(&demo, &source, &[]);
-        fetches.want(&demo, &source, &nodes(&["b"]));
+        fetches.want(&demo, &source, &[], None);
+        fetches.want(&demo, &source, &nodes(&["b"]), None);
         assert_eq!(fetches.due(now)[0].commit, "");
     }
 
@@ -508,16 +528,8 @@ mod tests {
     fn nodes_that_have_the_commit_give_it_and_those_with_the_fewest_readers_first() {
         let mut fetches = Fetches::default();
         let demo = Key::new("default", "demo");
-        let hub = HuggingFaceSource {
-            repo: "a/b".to_owned(),
-            revision: None,
-            token_secret_ref: None,
-        };
-        let source = ModelSource {
-            hugging_face: Some(hub),
-            ..ModelSource::default()
-        };
-        fetches.want(&demo, &source, &nodes(&["a", "b", "c", "d", "e"]));
+        let source = hub();
+        fetches.want(&demo, &source, &nodes(&["a", "b", "c", "d", "e"]), None);
         let poll = |node: &str, commit: &str| Poll {
             node: node.to_owned(),
             namespace: Arc::clone(&demo.namespace),

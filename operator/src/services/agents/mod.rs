@@ -198,9 +198,21 @@ impl<G: AgentDirectory> Agents<G> {
         self.lock().all()
     }
 
-    /// Has the agents of `nodes` keep the model for a deployment. With a source that is not fetched it wants none.
-    pub(crate) fn want(&self, deployment: &Key, source: &ModelSource, nodes: &[String]) {
-        self.lock().want(deployment, source, nodes);
+    /// The commit of a model of a hub that nodes have; `None` for other models, and while none is known.
+    pub(crate) fn commit(&self, key: &str) -> Option<String> {
+        self.lock().commit(key).map(str::to_owned)
+    }
+
+    /// Has the agents of `nodes` keep the model for a deployment, at the commit that its plans record. With a source that is not fetched
+    /// it wants none.
+    pub(crate) fn want(
+        &self,
+        deployment: &Key,
+        source: &ModelSource,
+        nodes: &[String],
+        commit: Option<&str>,
+    ) {
+        self.lock().want(deployment, source, nodes, commit);
     }
 
     async fn keep_profiles(&self) {

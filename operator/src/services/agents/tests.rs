@@ -298,6 +298,7 @@ async fn a_fetch_is_started_followed_and_told() {
         &demo,
         &fetched(&source),
         &["a".to_owned(), "gone".to_owned()],
+        None,
     );
     let view = |node: &str| fixture.agents.fetches(&key).remove(node);
     until("half", || {
@@ -387,6 +388,7 @@ async fn nothing_is_dropped_before_all_is_known() {
         &Key::new("default", "demo"),
         &fetched(&source),
         &["a".to_owned()],
+        None,
     );
     *fixture.played.node.lock().expect("node") = "a".to_owned();
     let kept = until("a call of Retain with the wish in it", || {
@@ -421,7 +423,7 @@ async fn a_secret_opens_the_url_of_its_own_namespace() {
     for deployment in [&one, &two] {
         fixture
             .agents
-            .want(deployment, &fetched(&source), &["a".to_owned()]);
+            .want(deployment, &fetched(&source), &["a".to_owned()], None);
     }
     let (own, other) = (source.store_key("one"), source.store_key("two"));
     assert_ne!(own, other);

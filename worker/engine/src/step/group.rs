@@ -16,7 +16,7 @@ use crate::{
     request::EngineRequest,
 };
 
-/// Time between two looks at commands while the group is not complete.
+/// Time between two looks at commands while the group is not complete; more where members are slow to answer.
 const JOIN_PERIOD: Duration = Duration::from_secs(1);
 /// Time that lost peers have to join, while a request that comes waits for it.
 const PEERS_PATIENCE: Duration = Duration::from_millis(300);
@@ -103,6 +103,7 @@ impl<F: Forward> StepLoop<F> {
                 self.group.apart = None;
                 self.idle = false;
                 self.shared.set_health(Health::Healthy);
+                self.shared.set_apart(None);
                 return true;
             }
             // The right one may come as late as one that is lost.
@@ -300,7 +301,9 @@ impl<F: Forward> StepLoop<F> {
             "not complete, its requests are computed again when it is: {why}"
         ));
         self.shared.set_health(Health::Apart(why.clone()));
-        self.group.apart = Some(Apart::new(why));
+        let apart = Apart::new(why);
+        self.shared.set_apart(Some(apart.since));
+        self.group.apart = Some(apart);
     }
 
     /// Says that a member has come that computes otherwise than before.

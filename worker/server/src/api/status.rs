@@ -16,24 +16,32 @@ use serde_json::{Value, json};
 use crate::app::App;
 use crate::error::{ApiError, ErrorType};
 use crate::metrics::CONTENT_TYPE;
-use crate::router::Role;
+use crate::router::{Health, Role, WorkerView};
 
 /// Reports that the process works.
 pub(super) async fn health() -> Json<Value> {
     Json(json!({"status": "ok"}))
 }
 
-/// Reports whether requests are answered: a decode worker is ready, and the gateway is not shutting down.
+/// Reports whether requests are answered: a decode worker is ready, whose ring is whole if it leads one, and the gateway is not
+/// shutting down.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     let is_draining = app.is_draining.load(Ordering::Relaxed);
-    let pool = |role| {
+    let views = app.pool.views();
+    // Whoever waits for a member of its group takes requests, and answers none meanwhile.
+    let count = |role| {
         let (ready, of) = app.pool.count(role);
+        let is_open = |worker: &&WorkerView| worker.role == role && worker.health == Health::Ready;
+        let open = views.iter().filter(is_open);
+        let waiting = open.filter(|worker| !worker.waits_for.is_empty()).count();
+        (ready.saturating_sub(waiting), of)
+    };
+    let pool = |role| {
+        let (ready, of) = count(role);
         json!({"ready": ready, "of": of})
     };
-    let is_ready = !is_draining && app.pool.count(Role::Decode).0 > 0;
-    let workers: Vec<Value> = app
-        .pool
-        .views()
+    let is_ready = !is_draining && count(Role::Decode).0 > 0;
+    let workers: Vec<Value> = views
         .iter()
         .map(|worker| {
             json!({
@@ -41,6 +49,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
                 "address": worker.endpoint.to_string(),
                 "role": worker.role.as_str(),
                 "state": worker.health.as_str(),
+                "waits_for": (!worker.waits_for.is_empty()).then_some(&worker.waits_for),
                 "running": worker.stats.running,
                 "waiting": worker.stats.waiting,
                 "placement": worker.placement.as_ref().map(placement),

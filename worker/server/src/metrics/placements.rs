@@ -28,13 +28,11 @@ pub(super) fn write(writer: &mut Writer<'_>, workers: &[WorkerView]) -> Result<(
         MetricType::Info,
     )?;
     for (worker, placement) in placed() {
-        let group = ("group", worker.group.clone());
-        let labels = [
-            labels_of(worker),
-            labels_of_placement(placement),
-            vec![group],
-        ]
-        .concat();
+        let group = vec![
+            ("group", worker.group.clone()),
+            ("waits_for", worker.waits_for.clone()),
+        ];
+        let labels = [labels_of(worker), labels_of_placement(placement), group].concat();
         Info::new(labels).encode(info.encode_family(&Labels::new())?)?;
     }
     // Two heads may name one member, while a group takes the place of another.

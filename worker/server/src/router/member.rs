@@ -120,6 +120,7 @@ impl Member {
             context_length: state.description.context_length,
             placement: state.description.placement.clone(),
             group: state.description.group.clone(),
+            waits_for: state.description.waits_for.clone(),
             members: state.description.members.clone(),
         }
     }

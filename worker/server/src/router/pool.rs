@@ -163,7 +163,7 @@ impl WorkerPool {
         }
         let _waiting = match want.is_admitted {
             true => Waiting::enter(&self.waiting_admitted, usize::MAX)?,
-            false => Waiting::enter(&self.waiting, self.routing.max_queue)?,
+            false => Waiting::enter(&self.waiting, self.queue_bound())?,
         };
         let out_of_time = |_| self.wait_error();
         let _turn = timeout_at(deadline, self.turnstile.lock())
@@ -270,15 +270,9 @@ impl WorkerPool {
     /// Maximum number of choices of one request at workers or in the queue at a time: half of what the workers compute
     /// at a time, so that a request for many choices leaves slots to the others. At least one.
     pub fn share(&self) -> usize {
-        let members = self.members();
-        let decode = members.iter().filter(|member| member.is(Role::Decode));
-        let batches = decode.filter_map(|member| {
-            let state = member.lock();
-            state.is_open().then(|| batch(&state) as usize)
-        });
-        match batches.sum() {
+        match self.slots(MemberState::is_open) {
             0 => DEFAULT_BATCH as usize / 2,
-            batch => usize::max(batch / 2, 1),
+            slots => usize::max(slots / 2, 1),
         }
     }
 
@@ -294,6 +288,24 @@ impl WorkerPool {
     /// Wakes waiting requests: a worker may fit that did not before.
     pub(super) fn tell(&self) {
         self.changed.send_replace(());
+    }
+
+    /// Number of requests that may wait. It follows the workers as they join and leave, so that nobody replaces a gateway for it.
+    fn queue_bound(&self) -> usize {
+        let slots = self.slots(|state| !state.is_leaving);
+        let routing = &self.routing;
+        routing.max_queue.max(routing.queued_per_slot * slots)
+    }
+
+    /// Number of requests that those decode workers compute at a time.
+    fn slots(&self, counts: impl Fn(&MemberState) -> bool) -> usize {
+        let members = self.members();
+        let decode = members.iter().filter(|member| member.is(Role::Decode));
+        let batches = decode.filter_map(|member| {
+            let state = member.lock();
+            counts(&state).then(|| batch(&state) as usize)
+        });
+        batches.sum()
     }
 
     fn members(&self) -> Vec<Arc<Member>> {

@@ -172,6 +172,8 @@ pub struct WorkerView {
     pub placement: Option<Placement>,
     /// What became of the group of ranks that it leads; empty: it has lost no member, or leads none.
     pub group: String,
+    /// The member of that group that its requests wait for; empty: they wait for none.
+    pub waits_for: String,
     /// The other members of that group, and what each had got of its machine when it joined.
     pub members: Vec<MemberPlacement>,
 }

@@ -424,3 +424,27 @@ async fn members_of_a_group_are_shown_as_their_head_tells_of_them() {
     let told = gateway.metric("hearth_worker_placement_info", labels).await;
     assert!((told - 1.0).abs() < f64::EPSILON);
 }
+
+/// Requests go to it and wait there: they are not refused, and nobody is told that they are answered.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_waits_for_a_member_of_its_group_is_not_ready_and_takes_requests() {
+    let head = FakeWorker::start();
+    let gateway = gateway(&[&head], |_| {}).await;
+    eventually(|| gateway.is_ready(1)).await;
+    let waits_for = |member: &str| {
+        let description = head.behaviour.description.lock();
+        description.unwrap().waits_for = member.to_owned();
+    };
+    waits_for("stage-0");
+    eventually(|| async { gateway.get("/ready").await.0 == 503 }).await;
+    let ready = gateway.ready().await;
+    assert_eq!(ready["decode"], json!({"ready": 0, "of": 1}));
+    assert_eq!(ready["workers"][0]["waits_for"], "stage-0");
+    let label = r#"waits_for="stage-0""#;
+    let told = gateway.metric("hearth_worker_placement_info", label).await;
+    assert!((told - 1.0).abs() < f64::EPSILON);
+    assert_eq!(gateway.chat("say:waited", json!({})).await.0, 200);
+    waits_for("");
+    eventually(|| gateway.is_ready(1)).await;
+    assert_eq!(gateway.get("/ready").await.0, 200);
+}

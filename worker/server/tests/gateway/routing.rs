@@ -125,6 +125,34 @@ async fn a_full_queue_is_a_429() {
     );
 }
 
+/// More may wait where workers compute more at a time, and fewer once they have left.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_queue_is_as_long_as_the_workers_that_are_there_can_bear() {
+    let (worker, gateway) = with_one_place(|config| {
+        config.routing.max_queue = 1;
+        config.routing.queued_per_slot = 2;
+        config.routing.queue_timeout = Duration::from_secs(2);
+    })
+    .await;
+    // Much longer than all of it.
+    paced(&worker, 50);
+    let mut running = gateway.open(PATH, body(400)).await;
+    running.next_text().await.unwrap();
+    for (may, waits) in [(2, "queue_timeout"), (1, "workers_starting")] {
+        let answers = all((0..3).map(|_| gateway.chat("next", json!({})))).await;
+        let codes = answers.iter().map(|(_, answer)| &answer["error"]["code"]);
+        let (waited, refused): (Vec<_>, Vec<_>) = codes.partition(|code| *code == waits);
+        assert_eq!((waited.len(), refused.len()), (may, 3 - may), "{answers:?}");
+        assert!(refused.into_iter().all(|code| code == "queue_full"));
+        let words = format!("{may} requests wait, {may} may");
+        assert!(
+            format!("{answers:?}").contains(&words),
+            "{words}: {answers:?}"
+        );
+        gateway.pool.set_members(&[]).unwrap();
+    }
+}
+
 /// A request with many choices that has begun gets them all, however full the queue is and however long they wait.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_queue_refuses_no_request_in_its_middle() {

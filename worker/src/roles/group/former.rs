@@ -13,13 +13,15 @@ use tonic::{Code, Status};
 
 use super::addresses::Addresses;
 use super::judge::{Slow, Told, judge};
-use super::link::BEAT_PERIOD;
+use super::link::{BEAT_PERIOD, SILENCE};
 use super::membership::{EPOCH, Membership};
 use super::net::{Member, NetGroup};
 use super::terms::{VERSION, version};
 
 /// Time before members that do not answer are asked again.
 const RETRY_PERIOD: Duration = Duration::from_millis(100);
+/// Time between two looks at where members are that have not answered.
+const LOOK_PERIOD: Duration = Duration::from_secs(1);
 /// Why members are left out of a group that does without them.
 const NO_ADDRESS: &str = "it has no address yet";
 const PAUSED: &str = "it was lost again soon after it had come back";
@@ -52,6 +54,8 @@ struct Standing {
     attendance: Attendance,
     /// The group that was formed last, with the places of its ranks, unless it is known to be lost.
     current: Option<(Arc<NetGroup>, Vec<usize>)>,
+    /// Least time for all members to answer: longer once some have not within the time before.
+    patience: Duration,
 }
 
 impl Standing {
@@ -118,12 +122,16 @@ impl NetFormer {
             standing: Mutex::new(Standing {
                 attendance: Attendance::new(stand_ins),
                 current: None,
+                patience: Duration::ZERO,
             }),
         }
     }
 
     /// Says which member is missing and why, at first quietly: most are back within a moment.
-    fn miss(&self, member: &str, why: &str) {
+    fn miss(&self, place: usize, why: &str) {
+        let member = self.name(place);
+        self.membership
+            .set_missing(Some(self.names[place].0.clone()));
         tracing::debug!(member, why, "not there yet");
         let now = Instant::now();
         let mut missing = lock(&self.missing);
@@ -230,8 +238,14 @@ impl NetFormer {
         let is_in_vain = |call: &Call| all_or_none && !call.absent.is_empty();
         while !silent.is_empty() && !is_in_vain(call) {
             let left = deadline.saturating_duration_since(Instant::now());
-            let (rank, answer) = match answers.recv_timeout(left) {
+            let (rank, answer) = match answers.recv_timeout(left.min(LOOK_PERIOD)) {
                 Ok(answer) => answer,
+                // Of one whose successor is elsewhere nobody answers here.
+                Err(RecvTimeoutError::Timeout)
+                    if left > LOOK_PERIOD && !self.have_moved(call, &silent) =>
+                {
+                    continue;
+                }
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                     let why = || "it has not answered yet".to_owned();
                     let places = silent.iter().map(|rank| (call.places[*rank], why()));
@@ -246,6 +260,15 @@ impl NetFormer {
             }
         }
         Ok(())
+    }
+
+    /// Whether one of these ranks is no longer where it was asked.
+    fn have_moved(&self, call: &Call, ranks: &[usize]) -> bool {
+        let members = self.members();
+        ranks.iter().any(|rank| {
+            let member = members.get(&call.places[*rank]);
+            matches!(member, Some(Ok(member)) if member.told() != call.told[*rank])
+        })
     }
 
     /// Notes what a member says that has joined.
@@ -308,6 +331,7 @@ impl NetFormer {
             "a group has formed"
         );
         *lock(&self.missing) = None;
+        self.membership.set_missing(None);
         let is_away = |place| absent.contains_key(&place);
         let attendance = &mut standing.attendance;
         attendance.formed(&places, is_away, Instant::now());
@@ -349,7 +373,7 @@ impl Former for NetFormer {
         let _within = self.runtime.enter();
         let formed = match (self.membership.has_left(), wanted.may_be_short()) {
             (true, _) => Ok(None),
-            (false, false) => self.form_whole(deadline, wanted, standing),
+            (false, false) => self.form_whole(patience, wanted, standing),
             (false, true) => self.form_most(patience, wanted, standing),
         };
         // Whoever asks again does so in a moment.
@@ -363,24 +387,32 @@ impl Former for NetFormer {
 }
 
 impl NetFormer {
-    /// Forms a group of all members.
+    /// Forms a group of all members. Those that have not answered get more time each time, up to that after which they would be lost:
+    /// asked anew each time before they have answered, slow ones would never come together.
     fn form_whole(
         &self,
-        deadline: Instant,
+        patience: Duration,
         wanted: &Wanted<'_>,
         standing: &mut Standing,
     ) -> Result<Option<Formed>, GroupError> {
+        let patience = patience.max(standing.patience);
+        let deadline = Instant::now() + patience;
         let mut members = Vec::new();
         for (place, member) in self.members() {
             match member {
                 Ok(member) => members.push((place, member)),
                 Err(why) => {
-                    self.miss(&self.name(place), &why);
+                    self.miss(place, &why);
                     return Ok(None);
                 }
             }
         }
         let call = self.all_of(members, deadline, wanted)?;
+        if call.is_some() {
+            standing.patience = Duration::ZERO;
+        } else if Instant::now() >= deadline {
+            standing.patience = (2 * patience).min(SILENCE);
+        }
         Ok(call.map(|call| self.formed(call, standing, (&Absent::new(), None))))
     }
 
@@ -410,7 +442,7 @@ impl NetFormer {
             return Err(unfit);
         }
         if let Some((place, why)) = call.absent.iter().next() {
-            self.miss(&self.name(*place), why);
+            self.miss(*place, why);
         }
         Ok(None)
     }

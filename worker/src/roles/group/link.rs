@@ -112,6 +112,14 @@ pub(super) fn draining() -> v1::Parcel {
     }))
 }
 
+/// What a member says last that leaves because it has lost another.
+pub(super) fn farewell(lost: usize, why: String) -> v1::Parcel {
+    parcel(Content::Farewell(v1::Farewell {
+        lost: lost as u32,
+        why,
+    }))
+}
+
 /// Sends `first`, and then what comes through `messages`, until those end; `heard` is called with what the receiver says.
 /// Returns why it ended otherwise.
 pub(super) async fn run(

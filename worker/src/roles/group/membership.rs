@@ -4,7 +4,6 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use futures::Stream;
 use hearth_crds::MOST_WAITING_BYTES;
@@ -25,8 +24,6 @@ pub(super) const EPOCH: &str = "hearth-epoch";
 /// The latest epoch that a head may give: milliseconds of 280,000 years, so that there is always a next one. A head whose clock
 /// is behind the members' epoch is told that one and goes on from it.
 const LATEST_EPOCH: u64 = 1 << 53;
-/// Time for which whoever hears a member's way end waits for the reason.
-const FAREWELL_PATIENCE: Duration = Duration::from_millis(250);
 
 /// Implements `hearth.v1.Group`; clones are the same member.
 #[derive(Clone)]
@@ -45,6 +42,8 @@ struct State {
     members: Mutex<Vec<v1::MemberPlacement>>,
     /// At a head: what is slow now.
     slow: Mutex<Option<String>>,
+    /// At a head: name of the member without which no group has formed.
+    missing: Mutex<Option<String>>,
 }
 
 /// A member that joins when the head asks it to.
@@ -78,6 +77,7 @@ impl Membership {
             head_drains: AtomicBool::new(false),
             members: Mutex::default(),
             slow: Mutex::default(),
+            missing: Mutex::default(),
         }))
     }
 
@@ -89,6 +89,7 @@ impl Membership {
             head_drains: AtomicBool::new(false),
             members: Mutex::default(),
             slow: Mutex::default(),
+            missing: Mutex::default(),
         }))
     }
 
@@ -145,6 +146,20 @@ impl Membership {
         *self.0.slow.lock().unwrap_or_else(PoisonError::into_inner) = slow;
     }
 
+    /// Name of the member without which the group of this head does not form, or that it has lost; `None`: none.
+    pub(in crate::roles) fn missing(&self) -> Option<String> {
+        let missing = self.0.missing.lock();
+        let missing = missing.unwrap_or_else(PoisonError::into_inner).clone();
+        let current = self.0.current.borrow();
+        missing.or_else(|| current.as_ref()?.lost_member())
+    }
+
+    /// Sets which member is missing.
+    pub(super) fn set_missing(&self, missing: Option<String>) {
+        let noted = self.0.missing.lock();
+        *noted.unwrap_or_else(PoisonError::into_inner) = missing;
+    }
+
     /// A sign of life with what this rank does in a group.
     fn beat(&self, group: &NetGroup) -> v1::Sign {
         let now = self.0.follower.as_ref().and_then(|f| f.progress.now());
@@ -184,6 +199,12 @@ impl Membership {
             known = current.as_ref().map_or(0, |current| current.epoch);
             let is_later = group.epoch > known;
             if is_later && let Some(before) = current.replace(Arc::clone(group)) {
+                // Until it is known who is missing from this group.
+                if self.0.follower.is_none()
+                    && let Some(lost) = before.lost_member()
+                {
+                    self.set_missing(Some(lost));
+                }
                 before.leave();
             }
             is_later
@@ -389,11 +410,8 @@ async fn read(
         let parcel = parcel.map_err(|_| format!("it has said nothing for {SILENCE:?}"))?;
         let parcel = match parcel {
             Ok(Some(parcel)) => parcel,
-            Ok(None) => {
-                // It may be over for it because it has lost another: it says so where this member's way to it ends.
-                let _ = timeout(FAREWELL_PATIENCE, group.over()).await;
-                return Err(link::LEFT.to_owned());
-            }
+            // Had it lost another, it would have said so.
+            Ok(None) => return Err(link::LEFT.to_owned()),
             Err(status) => return Err(status.message().to_owned()),
         };
         let piece = match parcel.parcel {
@@ -401,6 +419,10 @@ async fn read(
             Some(Content::Beat(beat)) => {
                 head_drains.fetch_or(beat.draining && from == 0, Ordering::Relaxed);
                 continue;
+            }
+            Some(Content::Farewell(farewell)) => {
+                group.left_for(from, &farewell);
+                return Err(farewell.why);
             }
             Some(Content::Hello(_)) | None => return Err("it says hello again".to_owned()),
         };

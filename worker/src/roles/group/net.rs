@@ -70,7 +70,7 @@ struct Link {
     /// Parcels of messages that were counted before: no more wait here than are to wait at the receiver.
     messages: mpsc::UnboundedSender<v1::Parcel>,
     way: Arc<Way>,
-    _task: AbortOnDropHandle<()>,
+    task: AbortOnDropHandle<()>,
 }
 
 /// A message that somebody waits for.
@@ -191,10 +191,18 @@ impl NetGroup {
         self.is_retiring.load(Ordering::Relaxed)
     }
 
-    /// Records that this member leaves.
+    /// Records that this member leaves: those to whom its ways are open learn whom it has lost, if that is why.
     pub(super) fn leave(&self) {
         self.end(GroupError::Left);
-        self.links().clear();
+        let lost = self.loss_told();
+        for (_, link) in self.links().drain() {
+            if let Some((rank, why)) = &lost {
+                // Whoever took it is gone.
+                let _ = link.messages.send(link::farewell(*rank, why.clone()));
+                // The way ends once that has come, or its receiver is silent.
+                drop(link.task.detach());
+            }
+        }
     }
 
     fn end(&self, error: GroupError) {
@@ -207,6 +215,32 @@ impl NetGroup {
         loss(&self.members, (self.rank, to), status)
     }
 
+    /// Takes the farewell of a member that leaves because it has lost another.
+    pub(super) fn left_for(&self, from: usize, farewell: &v1::Farewell) {
+        let lost = Some(farewell.lost as usize);
+        self.end(blamed(
+            &self.members,
+            (self.rank, from),
+            lost,
+            &farewell.why,
+        ));
+    }
+
+    /// The member that this one has lost, and why; `None` if the group is over for another reason, or is not.
+    fn loss_told(&self) -> Option<(usize, String)> {
+        let GroupError::Lost { member, why } = self.lost()? else {
+            return None;
+        };
+        let rank = (0..self.size()).find(|rank| self.name(*rank) == member);
+        Some((rank?, why))
+    }
+
+    /// Name in the plan of the member that this one has lost.
+    pub(super) fn lost_member(&self) -> Option<String> {
+        let (rank, _) = self.loss_told()?;
+        Some(self.members[rank].name.clone())
+    }
+
     /// Waits until this group is over.
     pub(super) async fn over(&self) {
         self.over.cancelled().await;
@@ -214,16 +248,14 @@ impl NetGroup {
 
     /// What another member is told once this group is over: whom this one has lost, and why.
     pub(super) fn farewell(&self) -> Option<Status> {
-        Some(match self.lost()? {
+        let over = self.lost()?;
+        if let Some((rank, why)) = self.loss_told() {
+            let mut status = Status::aborted(why);
+            status.metadata_mut().insert(link::LOST, rank.into());
+            return Some(status);
+        }
+        Some(match over {
             GroupError::Left => Status::unavailable(link::LEFT),
-            GroupError::Lost { member, why } => {
-                let mut status = Status::aborted(why);
-                let rank = (0..self.size()).find(|rank| self.name(*rank) == member);
-                if let Some(rank) = rank {
-                    status.metadata_mut().insert(link::LOST, rank.into());
-                }
-                status
-            }
             error => Status::aborted(error.to_string()),
         })
     }
@@ -264,7 +296,7 @@ impl NetGroup {
         Ok(Link {
             messages,
             way,
-            _task: AbortOnDropHandle::new(task),
+            task: AbortOnDropHandle::new(task),
         })
     }
 
@@ -313,14 +345,25 @@ fn name(members: &[Member], rank: usize) -> String {
 }
 
 /// Whom a member loses whose way to another has ended: that one, or whom it has lost itself.
-fn loss(members: &[Member], (own, to): (usize, usize), status: &Status) -> GroupError {
+fn loss(members: &[Member], ranks: (usize, usize), status: &Status) -> GroupError {
     let told = status.metadata().get(link::LOST);
     let told = told.and_then(|rank| rank.to_str().ok()?.parse::<usize>().ok());
-    let (why, other) = (status.message(), name(members, to));
+    blamed(members, ranks, told, status.message())
+}
+
+/// Whom the member `own` loses where `other` has left, which says that it has lost `told`.
+fn blamed(
+    members: &[Member],
+    (own, other): (usize, usize),
+    told: Option<usize>,
+    why: &str,
+) -> GroupError {
     let (lost, why) = match told {
-        Some(rank) if rank == own => (to, format!("it has lost this rank: {why}")),
-        Some(rank) if rank < members.len() && rank != to => (rank, format!("{why}, says {other}")),
-        _ => (to, why.to_owned()),
+        Some(rank) if rank == own => (other, format!("it has lost this rank: {why}")),
+        Some(rank) if rank < members.len() && rank != other => {
+            (rank, format!("{why}, says {}", name(members, other)))
+        }
+        _ => (other, why.to_owned()),
     };
     GroupError::Lost {
         member: name(members, lost),

@@ -19,6 +19,7 @@ use super::addresses::Addresses;
 use super::former::NetFormer;
 use super::link::{hello, pieces};
 use super::membership::{Follower, JoinedGroup};
+use super::net::{Member, NetGroup};
 use super::terms::{Terms, VERSION};
 use super::{Membership, Place, Task};
 
@@ -180,7 +181,7 @@ type Signs = Streaming<v1::Sign>;
 /// Both ends of a group.
 struct Pair {
     head: Arc<dyn Group>,
-    stage: Arc<super::net::NetGroup>,
+    stage: Arc<NetGroup>,
     epoch: u64,
 }
 
@@ -273,6 +274,45 @@ async fn whoever_leaves_for_a_loss_says_whom_it_has_lost() {
     let Pair { head, stage, .. } = two.form().expect("a group");
     stage.leave();
     assert_names_the_stage(&*head, "lost to its group: it has left");
+}
+
+/// Of a ring's members that learn of a loss, one may hear nothing of the lost member itself, and has no way to whoever tells it.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_lost_member_is_named_also_by_those_whom_the_one_before_tells_of_it() {
+    let hearer = Membership::of_head();
+    let endpoint = serve(hearer.clone()).await;
+    let names = ["decode-0", "stage-0", "stage-1"];
+    let members = || {
+        names.map(|name| Member {
+            name: name.to_owned(),
+            node: "attic".to_owned(),
+            endpoint: endpoint.clone(),
+        })
+    };
+    let of = |epoch, rank| {
+        let most = WAITING_BYTES as usize;
+        Arc::new(NetGroup::new(
+            epoch,
+            rank,
+            members().to_vec(),
+            most,
+            clients(),
+        ))
+    };
+    let name = |rank: usize| format!("{} on attic ({endpoint})", names[rank]);
+    // Which of the two comes first, the last message or the end of its way, is a matter of luck where both are sent at once.
+    for epoch in 1..20 {
+        let (teller, told) = (of(epoch, 1), of(epoch, 2));
+        hearer.enter(&told).expect("a later epoch");
+        teller.send(2, TAG, vec![7]).expect("sent");
+        assert_eq!(told.recv(1, TAG, PATIENCE), Ok(Some(vec![7])));
+        teller.lose(0, "it is silent");
+        teller.leave();
+        let says = format!("it is silent, says {}", name(1));
+        let want = format!("{} is lost to its group: {says}", name(0));
+        assert_eq!(lost(&*told), want);
+        assert_eq!(told.lost_member().as_deref(), Some("decode-0"));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -396,8 +436,11 @@ async fn a_member_of_another_version_or_model_does_not_fit_and_is_named() {
     }
 }
 
-/// A member that joins whatever it is asked, with this version, lives, and takes nothing.
-struct Deaf(&'static str);
+/// A member that joins whatever it is asked, after a while, lives, and takes nothing.
+struct Deaf {
+    version: &'static str,
+    answers_after: Duration,
+}
 
 #[tonic::async_trait]
 impl v1::group_server::Group for Deaf {
@@ -409,9 +452,10 @@ impl v1::group_server::Group for Deaf {
     ) -> Result<Response<Self::ExchangeStream>, Status> {
         let joined = v1::Joined {
             numerics: "scalar".to_owned(),
-            version: self.0.to_owned(),
+            version: self.version.to_owned(),
             placement: None,
         };
+        tokio::time::sleep(self.answers_after).await;
         let signs = async_stream::stream! {
             // The way stays open as long as this does.
             let _unread = request;
@@ -425,11 +469,31 @@ impl v1::group_server::Group for Deaf {
     }
 }
 
+fn deaf(version: &'static str) -> Deaf {
+    Deaf {
+        version,
+        answers_after: Duration::ZERO,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_member_that_answers_later_than_it_is_asked_again_joins() {
+    let mut two = Two::start().await;
+    let slow = Deaf {
+        answers_after: Duration::from_millis(2500),
+        ..deaf(VERSION)
+    };
+    two.endpoints[1] = serve(slow).await;
+    let former = two.former(PATIENCE);
+    let head = tokio::task::block_in_place(|| formed(&former)).expect("it joins");
+    assert_eq!(head.lost(), None);
+}
+
 /// As versions did before members said theirs.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_member_of_an_earlier_version_that_joins_does_not_fit_either() {
     let mut two = Two::start().await;
-    two.endpoints[1] = serve(Deaf("")).await;
+    two.endpoints[1] = serve(deaf("")).await;
     let error = two.form().err().expect("it says no version").to_string();
     assert!(
         error.starts_with("stage-0 on cellar (")
@@ -443,7 +507,7 @@ async fn a_member_of_an_earlier_version_that_joins_does_not_fit_either() {
 async fn a_sender_waits_for_a_member_that_takes_nothing_until_that_is_lost() {
     const PART_PATIENCE: Duration = Duration::from_secs(2);
     let mut two = Two::start().await;
-    two.endpoints[1] = serve(Deaf(VERSION)).await;
+    two.endpoints[1] = serve(deaf(VERSION)).await;
     let former = two.former(PART_PATIENCE);
     let sent = tokio::task::block_in_place(|| {
         let head = formed(&former).expect("it joins");

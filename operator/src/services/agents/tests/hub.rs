@@ -28,7 +28,7 @@ async fn a_repository_is_asked_for_with_its_token_at_the_hub_that_is_configured(
         ..ModelSource::default()
     };
     let demo = Key::new("one", "demo");
-    fixture.agents.want(&demo, &source, &["a".to_owned()]);
+    fixture.agents.want(&demo, &source, &["a".to_owned()], None);
     let view = || fixture.agents.fetches(&key).remove("a");
     until("the Secret is missed", || {
         matches!(view(), Some(FetchView::Failed(why)) if why.contains("huggingFace.tokenSecretRef is not there"))
@@ -62,4 +62,50 @@ async fn a_repository_is_asked_for_with_its_token_at_the_hub_that_is_configured(
     );
     assert_eq!((&*asked.url, &*asked.holder), ("", "one/hub"));
     assert_eq!(asked.credentials.expect("credentials").token, "hush");
+}
+
+/// An operator that was restarted has heard of no node yet.
+#[test]
+fn the_commit_that_plans_record_is_that_of_all_nodes_whoever_tells_another_one_first() {
+    let mut fetches = Fetches::default();
+    let [demo, twin] = ["demo", "twin"].map(|name| Key::new("default", name));
+    let source = ModelSource {
+        hugging_face: Some(HuggingFaceSource {
+            repo: "a/b".to_owned(),
+            revision: None,
+            token_secret_ref: None,
+        }),
+        ..ModelSource::default()
+    };
+    let key = source.store_key("default").expect("a key");
+    let nodes = |names: &[&str]| -> Vec<String> { names.iter().map(ToString::to_string).collect() };
+    let view = FetchView::Fetching {
+        bytes: 7,
+        total_bytes: 1000,
+        bytes_per_second: 5,
+        from_node: None,
+    };
+    let told = |commit: &str| Answer {
+        view: view.clone(),
+        commit: commit.to_owned(),
+    };
+    let now = Instant::now();
+    fetches.want(&demo, &source, &nodes(&["a", "b"]), Some("c1"));
+    let polls = fetches.due(now);
+    let asked: Vec<_> = polls.iter().map(|it| (&*it.node, &*it.commit)).collect();
+    assert_eq!(asked, [("a", "c1"), ("b", "c1")]);
+    fetches.learn(&polls[0], told("c2"), now);
+    assert!(matches!(&fetches.views(&key)["a"], FetchView::Failed(_)));
+    fetches.learn(&polls[1], told("c1"), now);
+    assert_eq!(fetches.views(&key)["b"], view);
+    // One that has no plan yet has the same model, and may come first.
+    let mut fetches = Fetches::default();
+    fetches.want(&twin, &source, &nodes(&["a"]), None);
+    let poll = fetches.due(now).remove(0);
+    assert_eq!(poll.commit, "");
+    fetches.learn(&poll, told("c2"), now);
+    fetches.want(&demo, &source, &nodes(&["b"]), Some("c1"));
+    assert_eq!(fetches.commit(&key), Some("c1"));
+    let commits: Vec<String> = fetches.due(now).into_iter().map(|it| it.commit).collect();
+    assert_eq!(commits, ["c1", "c1"]);
 }

@@ -18,11 +18,11 @@ async fn an_agent_that_never_ends_its_answer_delays_no_other_and_is_given_up() {
     let (demo, other) = (Key::new("default", "demo"), Key::new("default", "other"));
     fixture
         .agents
-        .want(&demo, &fetched(&one), &["a".to_owned()]);
+        .want(&demo, &fetched(&one), &["a".to_owned()], None);
     tokio::time::sleep(2 * FETCH_EVERY).await;
     fixture
         .agents
-        .want(&other, &fetched(&two), &["gone".to_owned()]);
+        .want(&other, &fetched(&two), &["gone".to_owned()], None);
     let began = Instant::now();
     until("the other node", || view(&fixture.agents, &two, "gone")).await;
     assert!(view(&fixture.agents, &one, "a").is_none(), "it is stuck");
@@ -31,7 +31,7 @@ async fn an_agent_that_never_ends_its_answer_delays_no_other_and_is_given_up() {
     fixture.restart(Duration::from_millis(300));
     fixture
         .agents
-        .want(&demo, &fetched(&one), &["a".to_owned()]);
+        .want(&demo, &fetched(&one), &["a".to_owned()], None);
     until("the end of the call", || {
         let view = view(&fixture.agents, &one, "a");
         matches!(view, Some(FetchView::Unknown(why)) if why.contains("no answer within 0.3 s"))

@@ -42,14 +42,14 @@ async fn who_lacks_a_model_is_told_who_gives_it() {
     says(&fixture.played, answer(ModelState::Absent, "", ""));
     let demo = Key::new("one", "demo");
     let view = |node: &str| fixture.agents.fetches(&key).remove(node);
-    fixture.agents.want(&demo, &source, &["b".to_owned()]);
+    fixture.agents.want(&demo, &source, &["b".to_owned()], None);
     until("b has it", || {
         matches!(view("b"), Some(FetchView::Ready { .. })).then_some(())
     })
     .await;
     // Its agent is of an older version, and gives nothing: the model comes from the hub.
     let nodes = ["a", "b"].map(str::to_owned);
-    fixture.agents.want(&demo, &source, &nodes);
+    fixture.agents.want(&demo, &source, &nodes, None);
     let asked = || {
         let asked = fixture.played.asked.lock().expect("asked").clone();
         let of_hub = asked.into_iter().filter(|asked| asked.hub.is_some());

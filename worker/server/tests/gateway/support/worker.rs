@@ -103,6 +103,7 @@ impl FakeWorker {
                 context_length: CONTEXT as u32,
                 version: String::new(),
                 group: String::new(),
+                waits_for: String::new(),
                 members: vec![MemberPlacement {
                     name: "stage-0".into(),
                     endpoint: "10.0.0.9:9400".into(),

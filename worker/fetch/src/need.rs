@@ -1,0 +1,196 @@
+//! What a fetch needs of a cache, and what limits it: the quota, and the reserve of each disk.
+
+use std::path::PathBuf;
+
+use hearth_crds::format_bytes;
+
+use crate::room::Item;
+use crate::{Cache, Owner};
+
+/// Bytes that are to be written. A disk of parts or of models is one that the cache has besides another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Need {
+    /// Bytes that the cache holds afterwards besides what it holds now: what the quota counts, and the disk if it has one.
+    pub(crate) held_bytes: u64,
+    /// Bytes on the disk of the parts; `None` if nothing is written there, and it may be full.
+    pub(crate) parts_bytes: Option<u64>,
+    /// Bytes on the disk of the models; `None` likewise.
+    pub(crate) models_bytes: Option<u64>,
+}
+
+impl Need {
+    /// Of a part that grows by these bytes.
+    pub(crate) fn of_part(bytes: u64) -> Self {
+        Self {
+            held_bytes: bytes,
+            parts_bytes: Some(bytes),
+            models_bytes: None,
+        }
+    }
+
+    /// Of these bytes of files that are unpacked from a part.
+    pub(crate) fn of_unpacked(bytes: u64) -> Self {
+        Self {
+            held_bytes: bytes,
+            parts_bytes: None,
+            models_bytes: Some(bytes),
+        }
+    }
+
+    /// Of a part that is copied to its model on another disk: it was counted, and goes at once.
+    pub(crate) fn of_copy(bytes: u64) -> Self {
+        Self {
+            held_bytes: 0,
+            ..Self::of_unpacked(bytes)
+        }
+    }
+
+    /// Of both.
+    pub(crate) fn and(self, other: Self) -> Self {
+        let sum = |one: Option<u64>, other: Option<u64>| match (one, other) {
+            (Some(one), Some(other)) => Some(one.saturating_add(other)),
+            (one, other) => one.or(other),
+        };
+        Self {
+            held_bytes: self.held_bytes.saturating_add(other.held_bytes),
+            parts_bytes: sum(self.parts_bytes, other.parts_bytes),
+            models_bytes: sum(self.models_bytes, other.models_bytes),
+        }
+    }
+}
+
+/// What a limit is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scope {
+    Quota,
+    /// The disk of everything.
+    Disk,
+    DiskOfModels,
+    DiskOfParts,
+}
+
+impl Scope {
+    /// How much of the item counts against the limit.
+    pub(crate) fn bytes_of(self, item: &Item) -> u64 {
+        match self {
+            Self::Quota | Self::Disk => item.bytes,
+            Self::DiskOfModels => item.bytes.saturating_sub(item.part_bytes),
+            Self::DiskOfParts => item.part_bytes,
+        }
+    }
+
+    /// How much of the need counts against the limit; `None` if that does not matter to it.
+    pub(crate) fn bytes_needed(self, need: Need) -> Option<u64> {
+        match self {
+            Self::Quota | Self::Disk => Some(need.held_bytes),
+            Self::DiskOfModels => need.models_bytes,
+            Self::DiskOfParts => need.parts_bytes,
+        }
+    }
+
+    /// A directory on the disk.
+    pub(crate) fn directory(self, cache: &Cache) -> PathBuf {
+        match self {
+            Self::DiskOfParts => cache.partial(),
+            _ => cache.disk_of_models(),
+        }
+    }
+}
+
+/// The quota or a disk, and what is wanted of it.
+#[derive(Clone, Debug)]
+pub(crate) struct Limit {
+    pub(crate) scope: Scope,
+    pub(crate) need_bytes: u64,
+    /// Bytes that other running fetches still have to write.
+    pub(crate) promised_bytes: u64,
+    /// The quota, or what is free on the disk.
+    pub(crate) room_bytes: u64,
+    /// What is not to be had of it: what the cache holds, or what stays free.
+    pub(crate) taken_bytes: u64,
+}
+
+impl Limit {
+    /// Bytes to remove.
+    pub(crate) fn missing_bytes(&self) -> u64 {
+        let wanted_bytes = self.need_bytes.saturating_add(self.promised_bytes);
+        let wanted_bytes = wanted_bytes.saturating_add(self.taken_bytes);
+        wanted_bytes.saturating_sub(self.room_bytes)
+    }
+
+    /// What there is.
+    pub(crate) fn short(&self, cache: &Cache) -> String {
+        let room = format_bytes(self.room_bytes);
+        let mut text = match self.scope {
+            Scope::Quota => {
+                let left_bytes = self.room_bytes.saturating_sub(self.taken_bytes);
+                format!("the quota of {room} has {} left", format_bytes(left_bytes))
+            }
+            _ => format!(
+                "the disk of {} has {room} free, of which {} stay free",
+                self.scope.directory(cache).display(),
+                format_bytes(self.taken_bytes)
+            ),
+        };
+        if self.promised_bytes > 0 {
+            text += &format!(
+                ", and other downloads still need {}",
+                format_bytes(self.promised_bytes)
+            );
+        }
+        text
+    }
+
+    pub(crate) fn remedy(&self, owner: &Owner) -> &'static str {
+        match (owner, self.scope) {
+            (Owner::Node(_), Scope::Quota) => {
+                "raise agent.store.quota of Hearth's chart, unpin models, or delete deployments of others"
+            }
+            (Owner::Node(_), Scope::Disk | Scope::DiskOfModels) => {
+                "free space on that disk, unpin models, or delete deployments of others; agent.diskReservePercent of Hearth's chart is what stays free"
+            }
+            (Owner::Node(_), Scope::DiskOfParts) => {
+                "free space on that disk, which has what is being downloaded; agent.diskReservePercent of Hearth's chart is what stays free"
+            }
+            (Owner::User, Scope::Quota) => {
+                "raise HEARTH_MODEL_QUOTA, or remove models: hearth models list, hearth models rm NAME"
+            }
+            (Owner::User, Scope::Disk | Scope::DiskOfModels) => {
+                "free space on that disk, remove models (hearth models list, hearth models rm NAME), or keep them on another disk: HEARTH_CACHE=DIR"
+            }
+            (Owner::User, Scope::DiskOfParts) => {
+                "free space on that disk, which has what is being downloaded, or download to another one: HEARTH_CACHE=DIR"
+            }
+        }
+    }
+}
+
+/// The items to remove, least recently used first, and none that frees nothing of what is short.
+///
+/// # Errors
+/// The limit that most is missing of if all goes that may be removed.
+pub(crate) fn choose<'a>(
+    items: &'a [Item],
+    limits: &'a [Limit],
+) -> Result<Vec<&'a Item>, &'a Limit> {
+    let mut free: Vec<&Item> = items.iter().filter(|item| item.stays.is_none()).collect();
+    free.sort_by_key(|item| (item.used, item.key.clone()));
+    let missing = limits.iter().map(|limit| (limit, limit.missing_bytes()));
+    let mut missing: Vec<(&Limit, u64)> = missing.collect();
+    let mut chosen = Vec::new();
+    for item in free {
+        let helps = |(limit, missing_bytes): &(&Limit, u64)| {
+            *missing_bytes > 0 && limit.scope.bytes_of(item) > 0
+        };
+        if missing.iter().any(helps) {
+            for (limit, missing_bytes) in &mut missing {
+                *missing_bytes = missing_bytes.saturating_sub(limit.scope.bytes_of(item));
+            }
+            chosen.push(item);
+        }
+    }
+    match missing.into_iter().max_by_key(|(_, bytes)| *bytes) {
+        Some((limit, bytes)) if bytes > 0 => Err(limit),
+        _ => Ok(chosen),
+    }
+}

@@ -163,7 +163,7 @@ pub(crate) fn by_the_load(cluster: &Cluster) {
     let spec = json!({
         "prefill": {"mode": "Chunked"},
         "decode": {"scaling": scaling},
-        "objectives": {"timeToFirstToken": "1s"},
+        "objectives": {"timeToFirstToken": "100ms"},
     });
     cluster.apply(&deployment("demo", spec).to_string());
     wait_until_settled(cluster, "demo");

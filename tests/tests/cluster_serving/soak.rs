@@ -77,7 +77,7 @@ fn streams_lose_nothing_while_pools_grow_and_shrink_for_ten_minutes() {
 }
 
 #[test]
-#[ignore = "takes minutes, most of them calm: make test-long runs it"]
+#[ignore = "takes minutes, and has not passed yet: the pool was not seen to grow; make test-long runs it"]
 fn a_pool_follows_the_load_up_and_down() {
     let Some(cluster) = cluster() else {
         return;

@@ -3,14 +3,17 @@
 //! A CEL rule refuses what the engine cannot do anywhere, at the field, in the API server and in `hearth up` alike.
 //! This module covers what is supported at one target but not at the other.
 
+use std::collections::BTreeSet;
+
 use crate::deployment::{
     AutoscalingSpec, EndpointType, InferenceDeploymentSpec, PlacementSpec, PrefillMode,
 };
 use crate::error::{FieldError, counted};
-use crate::model::ModelSource;
+use crate::model::{HttpSource, ModelSource};
 use crate::pod_template::PodTemplateSpec;
 use crate::quantity::DurationText;
 use crate::scaling::ScalingMode;
+use crate::url::{is_url, shown_url};
 
 /// Models that come with Hearth.
 pub const BUILTIN_MODELS: [&str; 1] = ["hearth-demo"];
@@ -53,6 +56,50 @@ fn source(source: &ModelSource, target: Target, errors: &mut Vec<FieldError>) {
             format!("names {}", claim.claim_name),
             "a volume claim exists only in a cluster: fetch the files yourself and name their directory by hostPath: {path: /models/NAME}, or offer them as an archive by http: {url, sha256}",
         ));
+    }
+    if let Some(http) = &source.http {
+        files(http, errors);
+    }
+}
+
+/// What no rule of the schema can say of a list of files within its bounds.
+fn files(http: &HttpSource, errors: &mut Vec<FieldError>) {
+    let mut paths = BTreeSet::new();
+    let server = |url: &str| -> String { url.split('/').take(3).collect::<Vec<_>>().join("/") };
+    let first = http.files.first().map(|file| server(&file.url));
+    for (at, file) in http.files.iter().enumerate() {
+        let field = |name: &str| format!("spec.model.source.http.files[{at}]{name}");
+        if !file.has_plain_path() {
+            errors.push(FieldError::new(
+                field(".path"),
+                format!(
+                    "is by default \"{}\", the last part of the URL",
+                    file.path()
+                ),
+                "write its path in the model's directory, such as config.json",
+            ));
+        } else if !paths.insert(file.path()) {
+            errors.push(FieldError::new(
+                field(".path"),
+                format!("is \"{}\", as another one's is", file.path()),
+                "write another path, or remove one of the two: a path is by default the last part of the URL",
+            ));
+        }
+        if !is_url(&file.url) {
+            errors.push(FieldError::new(
+                field(".url"),
+                format!("is {:?}", shown_url(&file.url)),
+                "it cannot be read as a URL: write one such as https://nas.lan/qwen3/config.json, without spaces and control characters",
+            ));
+        }
+        let server = server(&file.url);
+        if http.secret_ref.is_some() && first.as_ref() != Some(&server) {
+            errors.push(FieldError::new(
+                field(".url"),
+                format!("is of another server than the first one's: {}", shown_url(&server)),
+                "files that a secretRef opens are all of one server, which alone gets the credentials: write a URL there, or remove secretRef",
+            ));
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::counted;
 #[cfg(feature = "kube")]
 use crate::rules;
 use crate::url::shown_url;
@@ -71,7 +72,7 @@ pub struct ModelSource {
     /// A directory of the node's own file system.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_path: Option<HostPathSource>,
-    /// One archive or file at a URL, fetched by the nodes' agents.
+    /// An archive or files at URLs, fetched by the nodes' agents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub http: Option<HttpSource>,
 }
@@ -150,29 +151,101 @@ pub struct HostPathSource {
     pub path: String,
 }
 
-/// One archive or file behind a URL.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// An archive, or a model's files, behind URLs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[cfg_attr(
+    feature = "kube",
+    x_kube(validation = Rule::new(rules::ARCHIVE_XOR_FILES).message(rules::ARCHIVE_XOR_FILES_SAYS))
+)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct HttpSource {
-    /// An http or https URL.
+    /// An http or https URL of an archive; none with files.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 2048)))]
     #[cfg_attr(
         feature = "kube",
         x_kube(validation = Rule::new("self.matches('^https?://[^/ ]+/[^ ]+$')").message("write a URL such as https://nas.lan/models/qwen3.tar"))
     )]
     pub url: String,
-    /// The SHA-256 of the file at the URL, in 64 hexadecimal digits.
+    /// The archive's SHA-256.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
-    #[cfg_attr(
-        feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^[0-9a-f]{64}$')").message("write the 64 lower-case hexadecimal digits that sha256sum prints"))
-    )]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::SHA256).message(rules::SHA256_SAYS)))]
     pub sha256: String,
+    /// The model's files, instead of an archive. What serving needs of them is fetched.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 200)))]
+    pub files: Vec<HttpFile>,
     /// The Secret with the credentials for the URL, in the deployment's namespace: username and password, or token.
     /// Its type is Opaque or kubernetes.io/basic-auth.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secret_ref: Option<SecretRef>,
+}
+
+/// Longest path of a listed file.
+const MAX_FILE_PATH_BYTES: usize = 255;
+
+/// One of a model's files behind a URL.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::KubeSchema))]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct HttpFile {
+    /// An http or https URL.
+    #[cfg_attr(feature = "kube", schemars(length(max = 2048)))]
+    #[cfg_attr(
+        feature = "kube",
+        x_kube(validation = Rule::new(rules::FILE_URL).message(rules::FILE_URL_SAYS))
+    )]
+    pub url: String,
+    /// The file's SHA-256.
+    #[cfg_attr(feature = "kube", schemars(length(max = 64)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::SHA256).message(rules::SHA256_SAYS)))]
+    pub sha256: String,
+    /// Its path in the model's directory. By default the URL's last part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 255)))]
+    #[cfg_attr(feature = "kube", x_kube(validation = Rule::new(rules::FILE_PATH).message(rules::FILE_PATH_SAYS)))]
+    pub path: Option<String>,
+}
+
+impl HttpFile {
+    /// Its path in the model's directory.
+    pub fn path(&self) -> &str {
+        let of_url = || {
+            let path = self.url.split(['?', '#']).next().unwrap_or_default();
+            path.rsplit('/').next().unwrap_or_default()
+        };
+        self.path.as_deref().unwrap_or_else(of_url)
+    }
+
+    /// Whether that is a path within the directory, of letters, digits and ._-.
+    pub fn has_plain_path(&self) -> bool {
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        let is_name = |name: &str| {
+            name.starts_with(|c: char| c.is_ascii_alphanumeric()) && name.bytes().all(is_plain)
+        };
+        self.path().len() <= MAX_FILE_PATH_BYTES && self.path().split('/').all(is_name)
+    }
+}
+
+impl HttpSource {
+    /// Where it is, as it may be shown: the archive's URL without secrets, or the directory of the first file.
+    pub fn shown(&self) -> String {
+        let Some(first) = self.files.first() else {
+            return shown_url(&self.url);
+        };
+        shown_files(&first.url, self.files.len())
+    }
+}
+
+/// Where a list of `count` files is, as it may be shown: the directory of the first one's URL, without secrets.
+pub fn shown_files(first: &str, count: usize) -> String {
+    let url = shown_url(first);
+    let directory = url
+        .rsplit_once('/')
+        .map_or(&*url, |(directory, _)| directory);
+    format!("{directory}/ ({})", counted(count, "file"))
 }
 
 /// A LoRA adapter.
@@ -236,8 +309,8 @@ impl Activations {
 }
 
 impl ModelSource {
-    /// Returns the name that the source gives its model: a builtin's name, a repository, the last part of a path, or
-    /// an archive's name without its extension.
+    /// Returns the name that the source gives its model: a builtin's name, a repository, the last part of a path, an
+    /// archive's name without its extension, or the directory of the first file.
     pub fn default_name(&self) -> String {
         let last = |path: &str| {
             let part = path
@@ -263,6 +336,14 @@ impl ModelSource {
                 .as_deref()
                 .map_or_else(|| claim.claim_name.clone(), last)
         } else if let Some(http) = &self.http {
+            if let Some(first) = http.files.first() {
+                let url = shown_url(&first.url);
+                let directory = url.split_once("://").map_or(&*url, |(_, place)| place);
+                let directory = directory.rsplit_once('/').map(|(directory, _)| directory);
+                // Without the server's name.
+                let path = directory.and_then(|directory| directory.split_once('/'));
+                return last(path.map_or("", |(_, path)| path));
+            }
             // The part behind the path may be a credential.
             let path = http.url.split(['?', '#']).next().unwrap_or_default();
             let name = last(path);
@@ -294,7 +375,7 @@ impl ModelSource {
                 claim.path.as_deref().unwrap_or("")
             )
         } else if let Some(http) = &self.http {
-            format!("http {}", shown_url(&http.url))
+            format!("http {}", http.shown())
         } else {
             "none".to_owned()
         }
@@ -318,6 +399,9 @@ impl ModelSource {
     fn hide(&mut self) {
         if let Some(http) = &mut self.http {
             http.url = shown_url(&http.url);
+            for file in &mut http.files {
+                file.url = shown_url(&file.url);
+            }
         }
     }
 }
@@ -340,11 +424,40 @@ mod tests {
                 http: Some(HttpSource {
                     url: url.to_owned(),
                     sha256: "a".repeat(64),
-                    secret_ref: None,
+                    ..HttpSource::default()
                 }),
                 ..ModelSource::default()
             };
             assert_eq!(source.default_name(), name, "{url}");
+        }
+    }
+
+    #[test]
+    fn files_name_their_model_by_the_directory_of_the_first() {
+        for (url, name, shown) in [
+            (
+                "https://ann:pw@nas.lan/models/qwen3/config.json?sig=x/y",
+                "qwen3",
+                "https://nas.lan/models/qwen3/ (1 file)",
+            ),
+            ("http://nas/config.json", "model", "http://nas/ (1 file)"),
+        ] {
+            let mut source = ModelSource {
+                http: Some(HttpSource {
+                    files: vec![HttpFile {
+                        url: url.to_owned(),
+                        ..HttpFile::default()
+                    }],
+                    ..HttpSource::default()
+                }),
+                ..ModelSource::default()
+            };
+            assert_eq!(source.default_name(), name, "{url}");
+            assert_eq!(source.describe(), format!("http {shown}"));
+            source.hide();
+            let text = serde_json::to_string(&source).unwrap();
+            assert!(!text.contains("pw") && !text.contains("sig"), "{text}");
+            assert_eq!(source.http.unwrap().files[0].path(), "config.json");
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::store::{NodeModel, NodeStore};
+
 /// Settings for one node: none yet. Measurements are in the status; profiles of earlier versions have them here, and
 /// they are read from here until the node is measured again.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -15,7 +17,7 @@ use serde::{Deserialize, Serialize};
         category = "hearth",
         status = "NodeProfileStatus",
         derive = "PartialEq",
-        doc = "What Hearth measured on one node: CPUs, memory, GPUs, disks and links.",
+        doc = "What Hearth measured on one node: CPUs, memory, GPUs, disks and links; and the models that its store has.",
         printcolumn(
             name = "Memory",
             type_ = "integer",
@@ -32,6 +34,7 @@ use serde::{Deserialize, Serialize};
             json_path = ".status.memory.readAllThreadsGbps"
         ),
         printcolumn(name = "GPU", type_ = "string", json_path = ".status.gpus[0].name"),
+        printcolumn(name = "Models", type_ = "integer", json_path = ".status.store.models"),
         printcolumn(name = "Measured", type_ = "date", json_path = ".status.measuredAt"),
     )
 )]
@@ -76,9 +79,25 @@ pub struct NodeProfileStatus {
     /// the workers. Unset in profiles of versions that read 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reader_version: Option<u32>,
+    /// What the node's store has. Unset if its agent is of an earlier version, or cannot read the store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<NodeStore>,
+    /// Models that it has and that are fetched, by source, at most 32; without those that only one namespace may have.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub models: Vec<NodeModel>,
 }
 
 impl NodeProfileStatus {
+    /// The measurements alone: plans take no notice of what else the node's store has.
+    #[must_use]
+    pub fn without_store(self) -> Self {
+        Self {
+            store: None,
+            models: Vec::new(),
+            ..self
+        }
+    }
+
     /// Highest `minVersion` of plans that the node's workers read.
     pub fn reads_up_to(&self) -> u32 {
         self.reader_version.unwrap_or(2)

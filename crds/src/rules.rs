@@ -57,6 +57,21 @@ pub(crate) const NO_ITEMS: &str = "self.size() == 0";
 /// The models that come with Hearth.
 pub(crate) const BUILTIN_NAME: &str = "self == 'hearth-demo'";
 pub(crate) const BUILTIN_NAME_SAYS: &str = "the models that come with Hearth are: hearth-demo";
+/// Rule for what is behind a URL.
+pub(crate) const ARCHIVE_XOR_FILES: &str = "has(self.files) ? self.files.size() > 0 && !has(self.url) && !has(self.sha256) : has(self.url) && has(self.sha256)";
+pub(crate) const ARCHIVE_XOR_FILES_SAYS: &str =
+    "write url and sha256 of an archive, or files: [{url, sha256}] with all files of the model";
+pub(crate) const SHA256: &str = "self.matches('^[0-9a-f]{64}$')";
+pub(crate) const SHA256_SAYS: &str =
+    "write the 64 lower-case hexadecimal digits that sha256sum prints";
+/// Rule for the URL of one of many files, which the API server counts for each that there may be: a longer one costs too much.
+pub(crate) const FILE_URL: &str = "self.startsWith('http://') || self.startsWith('https://')";
+pub(crate) const FILE_URL_SAYS: &str = "write a URL such as https://nas.lan/qwen3/config.json";
+/// Rule for the path of a model's file; what it does not forbid may still be no file that is needed.
+pub(crate) const FILE_PATH: &str =
+    "self.matches('^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$')";
+pub(crate) const FILE_PATH_SAYS: &str =
+    "write a path such as config.json, of letters, digits and ._-";
 pub(crate) const NATIVE_WEIGHTS: &str = "self == 'Native'";
 pub(crate) const NATIVE_WEIGHTS_SAYS: &str = "this engine runs weights as the checkpoint has them: write Native, and choose a checkpoint in FP8 for less memory";
 pub(crate) const NO_ADAPTERS_SAYS: &str =

@@ -1,4 +1,5 @@
-//! Checks that every InferenceDeployment in manifests/examples is accepted as it is, also by `hearth up` unless it is about a cluster.
+//! Checks that every InferenceDeployment in manifests/examples, and every one between ```yaml and ``` in README.md and docs, is accepted as it is, also by `hearth up` unless it is
+//! about a cluster.
 #![cfg(feature = "kube")]
 #![allow(clippy::unwrap_used)]
 
@@ -41,6 +42,53 @@ fn every_example_is_accepted_where_it_is_for() {
             "hub.yaml",
             "qwen3-moe-hostpath.yaml",
             "warm.yaml"
+        ]
+    );
+}
+
+/// YAML of a page, block by block.
+fn yaml_of(page: &str) -> Vec<&str> {
+    let blocks = page.split("```yaml\n").skip(1);
+    blocks
+        .map(|block| block.split_once("\n```").unwrap().0)
+        .collect()
+}
+
+#[test]
+fn every_deployment_on_a_page_is_accepted_where_it_is_for() {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
+    let docs = std::fs::read_dir(root.join("docs")).unwrap();
+    let docs = docs.map(|entry| entry.unwrap().path());
+    let pages = docs.filter(|path| path.extension().is_some_and(|it| it == "md"));
+    let mut names = Vec::new();
+    for path in pages.chain([root.join("README.md")]) {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        for text in yaml_of(&std::fs::read_to_string(&path).unwrap()) {
+            // A part of an object's status.
+            if name != "README.md" && !text.contains("kind: InferenceDeployment\n") {
+                continue;
+            }
+            let targets = match text.contains("scaling:") {
+                true => vec![Target::Cluster],
+                false => vec![Target::Machine, Target::Cluster],
+            };
+            for target in targets {
+                if let Err(error) = parse_deployment_for(text, target) {
+                    panic!("{name} for {target:?}: {error}\n{text}");
+                }
+            }
+            names.push(name.clone());
+        }
+    }
+    names.sort();
+    assert_eq!(
+        names,
+        [
+            "README.md",
+            "README.md",
+            "deployment.md",
+            "deployment.md",
+            "rings.md"
         ]
     );
 }

@@ -8,7 +8,7 @@ use hearth_crds::{Target, parse_deployment_for};
 use serde_json::{Value, json};
 
 /// Fields that `hearth up` obeys, whatever value admission lets through.
-const OBEYED: [&str; 28] = [
+const OBEYED: [&str; 29] = [
     "decode.dualBatch",
     "decode.expertCache",
     "decode.kvCache.keyType",
@@ -25,6 +25,7 @@ const OBEYED: [&str; 28] = [
     "model.source.huggingFace.repo",
     "model.source.huggingFace.revision",
     "model.source.huggingFace.tokenSecretRef.name",
+    "model.source.http.files",
     "model.source.http.secretRef.name",
     "model.source.http.sha256",
     "model.source.http.url",

@@ -4,11 +4,12 @@
     docs/benchmarks/rings.py BIN WHAT [--rounds 3] [--tokens 12] [--answers 3] [--beds NAME...]
 
 BIN is a folder with builds of both programs; WHAT is one or more of: rounds, splits, predictions, pressure, processes. The model
-is a random Qwen3 of 32 layers, 3.6 GiB, and in two beds of the predictions one with experts, 2.6 GiB. Needs root, 16 GiB of memory
-and control groups of version 1 (testbed.py). Nothing else should run.
+is a random Qwen3 of 32 layers, 3.6 GiB, and in two beds of the predictions one with experts, 2.4 GiB. Of each ring it says what its
+members read from their disks. Needs root, 16 GiB of memory and control groups of version 1 (testbed.py). Nothing else should run.
 """
 
 import argparse
+import array
 import contextlib
 import copy
 import json
@@ -21,13 +22,15 @@ import subprocess
 import sys
 import tempfile
 
-from testbed import Bed, Bystander, Disk, Node, complete, prompt_of
+from testbed import Bed, BedError, Bystander, Disk, Node, complete, drawn_prompt, prompt_of
 
 HERE = pathlib.Path(__file__).resolve().parent
 DISK_MIB = 6900
 DENSE, MOE = "qwen3-ring", "qwen3-moe-ring"
 # Room beside weights and KV where a plan does not tell it: a process, its buffers and a gateway.
 FIXED_BYTES = 160 << 20
+# What a process uses of the memory that its plan sets aside for it, and what a gateway does.
+PROCESS_BYTES, GATEWAY_BYTES = 16 << 20, 24 << 20
 
 
 def deployment(model, strategy):
@@ -49,19 +52,29 @@ class Bench:
         self.file = self.folder / "deployment.yaml"
         self.use(DENSE)
 
-    def use(self, config):
-        """Makes this the model of what follows."""
+    def use(self, config, by_token=False):
+        """Makes this the model of what follows; `by_token`: each token chooses experts of its own."""
+        self.by_token = by_token
+        name = config + by_token * "-by-token"
+        self.config = json.loads((HERE / f"configs/{config}.json").read_text())
         # Requests name the folder.
-        self.model = self.disk / config / "model"
+        self.model = self.disk / name / "model"
         if not self.model.exists():
-            config = HERE / f"configs/{config}.json"
-            make = [self.worker, "random", "--config", str(config), "--dtype", "bf16", "--out", str(self.model)]
+            for other in self.disk.iterdir():  # there is room for the dense one and another
+                if other.name not in (DENSE, "lost+found"):
+                    shutil.rmtree(other)
+            make = [self.worker, "random", "--config", str(HERE / f"configs/{config}.json"), "--dtype", "bf16", "--out", str(self.model)]
             subprocess.run(make, check=True, capture_output=True)
+            if by_token:
+                choose_by_token(self.model)
             for file in (HERE / "../../models/hearth-demo").glob("tokenizer*"):
                 shutil.copy(file, self.model)
 
     def bed(self, nodes):
-        return Bed(nodes, self.model)
+        bed = Bed(nodes, self.model)
+        # All ranks of a node share its limit, and what a gateway's Pod may have beyond its use would be the experts' page cache.
+        bed.gateway_bytes = GATEWAY_BYTES if self.by_token else None
+        return bed
 
     def plan(self, profiles, strategy="PipedRing"):
         self.file.write_text(deployment(self.model, strategy))
@@ -71,17 +84,65 @@ class Bench:
         return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
     def serve(self, bed, plan, prompt_tokens=16):
-        """Medians of milliseconds to the first token and between tokens, and the text, of a ring that starts cold."""
+        """Medians of milliseconds to the first token and between tokens, and the text, of a ring that starts cold. Prints what its
+        members read."""
         bed.forget()
         endpoint = bed.start(self.worker, copy.deepcopy(plan), self.folder)
         try:
             complete(endpoint, "a b c d", 3)
             seeds = range(1, 1 + self.args.answers)
-            prompts = [prompt_of(endpoint, prompt_tokens, seed) for seed in seeds]
-            answers = [complete(endpoint, prompt, self.args.tokens, seed) for prompt, seed in zip(prompts, seeds)]
+            vocab = self.config["vocab_size"]
+            prompts = [drawn_prompt(prompt_tokens, vocab, seed) if self.by_token else prompt_of(endpoint, prompt_tokens, seed) for seed in seeds]
+            answers, reads = [], []
+            for prompt, seed in zip(prompts, seeds):
+                read = [bed.read_bytes()]
+                answers.append(complete(endpoint, prompt, self.args.tokens, seed, lambda: read.append(bed.read_bytes())))
+                reads.append(read)
         finally:
             bed.stop()
+        say_reads(plan, self.config, reads, self.args.tokens)
         return [statistics.median(answer[n] for answer in answers) for n in (0, 1)] + [answers[0][2]]
+
+
+def choose_by_token(model):
+    """Makes a random model's embedding 64 times as large, so that each token chooses experts of its own, as plans count on. As it is
+    drawn, attention adds far more to a row than its token does, and all tokens behind a prompt choose those that the prompt chose."""
+    for path in model.glob("*.safetensors"):
+        with open(path, "r+b") as file:
+            length = int.from_bytes(file.read(8), "little")
+            tensor = json.loads(file.read(length)).get("model.embed_tokens.weight")
+            if tensor is None:
+                continue
+            begin, end = tensor["data_offsets"]
+            file.seek(8 + length + begin)
+            values = array.array("H", file.read(end - begin))
+            for n, bits in enumerate(values):  # bf16: six more in the exponent, but for zeros and the smallest
+                if bits & 0x7F80:
+                    values[n] = bits + (6 << 7)
+            file.seek(8 + length + begin)
+            file.write(values.tobytes())
+
+
+def say_reads(plan, config, reads, tokens):
+    """What members have read from their disks, by what each node had read when an answer began and with each of its pieces."""
+    for rank in members(plan):
+        prompts, alls, halves = [], [], []
+        for answer in reads:
+            before, *at = [of[rank["node"]] for of in answer]
+            middle, last = (len(at) - 1) // 2, len(at) - 1
+            prompts.append(at[0] - before)
+            alls.append((at[last] - at[0]) / (tokens - 1))
+            # Several tokens may come as one piece.
+            halves.append((at[last] - at[middle]) / (last - middle) * last / (tokens - 1))
+        prompt, all_, half = (statistics.median(of) / 1e6 for of in (prompts, alls, halves))
+        print(f"# {rank['node']} read {prompt:.0f} MB until the first token, {all_:.1f} a token behind it, {half:.1f} in the second half")
+    if "num_experts" in config:
+        share = config["num_experts_per_tok"] / config["num_experts"]
+        without_room = [rank["residency"]["weightBytes"] - rank["residency"]["budgetBytes"] for rank in members(plan)]
+        unused = [rank["scratchBytes"] - PROCESS_BYTES for rank in members(plan)]
+        absent = [max(0, bytes - cache) for bytes, cache in zip(without_room, unused)]
+        counted = [f"{sum(bytes) / 1e6 * share:.0f}" for bytes in (without_room, absent)]
+        print(f"# by the plan: {counted[0]} MB a token if each expert without room is read, {counted[1]} with what stays in the page cache")
 
 
 def members(plan):
@@ -294,6 +355,8 @@ MOE_BEDS = {
     "experts": two((1900, 500), (1700, 500)),
     "short of experts": two((1500, 800), (1300, 800)),
 }
+# Of these, beds that must not keep what a prompt's tokens have chosen: each token chooses experts of its own.
+BY_TOKEN = ["short of experts"]
 CPUS = 2
 
 
@@ -324,13 +387,19 @@ def predictions(bench):
     nodes, and the disk, which is memory that the kernel copies, take time from each other that no profile knows of."""
     say("nodes", "k", *(cell for name, _ in PREDICTED for cell in (f"{name}: predicted, ms", "measured", "ratio")))
     say(*["---"] * 8)
-    apart = []
+    apart, failed = [], []
     for name in bench.args.beds or [*BEDS, *MOE_BEDS]:
         nodes = (BEDS | MOE_BEDS)[name]
-        bench.use(MOE if name in MOE_BEDS else DENSE)
-        taken, counts = [prediction(bench, nodes)], len(nodes) <= CPUS
-        if counts and any(abs(math.log(a / b)) > math.log(GOAL) for a, b in taken[0][1].values()):
-            taken += [prediction(bench, nodes) for _ in range(2)]
+        counts = len(nodes) <= CPUS
+        try:
+            bench.use(MOE if name in MOE_BEDS else DENSE, name in BY_TOKEN)
+            taken = [prediction(bench, nodes)]
+            if counts and any(abs(math.log(a / b)) > math.log(GOAL) for a, b in taken[0][1].values()):
+                taken += [prediction(bench, nodes) for _ in range(2)]
+        except (BedError, OSError, subprocess.CalledProcessError) as error:  # the others may do
+            failed.append(name)
+            print(f"# {name}: {error}\n{getattr(error, 'stderr', None) or ''}", flush=True)
+            continue
         cells = []
         for what, _ in PREDICTED:
             pairs = sorted((of[what] for _, of in taken if what in of), key=lambda pair: pair[0] / pair[1])
@@ -345,6 +414,8 @@ def predictions(bench):
         say(f"{name} ({len(members(plan))} in the ring)", rounds(plan), *cells)
     if apart:
         print(f"\nA median factor of {math.exp(statistics.median(apart)):.2f}, at most {math.exp(max(apart)):.2f}.")
+    if failed:
+        raise SystemExit(f"not measured: {', '.join(failed)}")
 
 
 def main():
@@ -360,7 +431,7 @@ def main():
     parser.add_argument("--beds", nargs="+", choices=beds, help="of the predictions (default: all) and, but for those with experts, of the rounds")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before it was done"))  # and leaves nothing behind
-    with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp", ignore_cleanup_errors=True) as folder:
         with Disk(folder, DISK_MIB) as disk:
             bench = Bench(args, folder, disk.path)
             for name in args.what:

@@ -11,8 +11,10 @@ import dataclasses
 import json
 import os
 import pathlib
+import random
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 
@@ -56,6 +58,10 @@ class Node:
         return sum(int(stat[name]) for name in ("total_rss", "total_shmem", "total_unevictable")) + kernel
 
 
+class BedError(Exception):
+    """A ring that does not serve on a bed."""
+
+
 def disk_of(path):
     """The whole device that holds a path, as control groups name it."""
     device = os.stat(path).st_dev
@@ -89,7 +95,14 @@ class Disk(contextlib.AbstractContextManager):
 
     def __exit__(self, *_):
         for folder in (self.path, self.folder / "memory"):
-            subprocess.run(["umount", str(folder)], capture_output=True)
+            # The loop device lets go of its file a while after it is unmounted, or when mount namespaces made meanwhile end.
+            for _ in range(50):
+                subprocess.run(["umount", str(folder)], capture_output=True)
+                if not folder.is_mount():
+                    break
+                time.sleep(0.1)
+            else:
+                subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)
 
 
 class Bed(contextlib.AbstractContextManager):
@@ -100,9 +113,11 @@ class Bed(contextlib.AbstractContextManager):
             raise SystemExit("this machine has no control groups of version 1, which limit a node's disk and page cache")
         self.nodes, self.model, self.processes = nodes, pathlib.Path(model), []
         self.beside_bytes = 0  # of each node's memory, for others beside ranks
+        self.gateway_bytes = None  # of a node's memory, for a gateway, instead of what its Pod may have
 
     def __enter__(self):
         try:
+            self.__exit__()  # what a run that was killed has left
             self._make()
         except BaseException:
             self.__exit__()
@@ -155,6 +170,15 @@ class Bed(contextlib.AbstractContextManager):
         os.sync()
         pathlib.Path("/proc/sys/vm/drop_caches").write_text("1")
 
+    def read_bytes(self):
+        """Bytes that each node has read from its disk so far."""
+        disk = f"{disk_of(self.model)} Read "
+        read = {}
+        for node in self.nodes:
+            lines = (node.groups()[1] / "blkio.throttle.io_service_bytes").read_text().splitlines()
+            read[node.name] = sum(int(line.removeprefix(disk)) for line in lines if line.startswith(disk))
+        return read
+
     def links(self):
         """GB/s and microseconds there and back between each two nodes, one after the other, by TCP."""
         rates = {}
@@ -185,7 +209,7 @@ class Bed(contextlib.AbstractContextManager):
             rank["endpoint"] = f"{nodes[rank['node']].address}:{PORT + number}"
         for node in self.nodes:
             if node.memory_mib:
-                taken = sum(memory_of(rank) for rank in plan["ranks"] if rank["node"] == node.name)
+                taken = sum(self.memory_of(rank) for rank in plan["ranks"] if rank["node"] == node.name)
                 node.limit(taken + self.beside_bytes if taken else node.memory_mib << 20)
         file = pathlib.Path(folder) / "plan.json"
         file.write_text(json.dumps(plan))
@@ -200,12 +224,19 @@ class Bed(contextlib.AbstractContextManager):
         self._wait(f"http://{gateway['endpoint']}", folder)
         return gateway["endpoint"]
 
+    def memory_of(self, rank):
+        """Bytes that a rank's Pod may have."""
+        if rank["role"] == "Gateway" and self.gateway_bytes is not None:
+            return self.gateway_bytes
+        weights = rank.get("residency", {}).get("budgetBytes", 0)
+        return weights + rank.get("kv", {}).get("memoryBytes", 0) + rank.get("scratchBytes", 0)
+
     def _wait(self, url, folder):
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             for name, process in self.processes:
                 if process.poll() is not None:
-                    raise SystemExit(f"{name} ended:\n" + (pathlib.Path(folder) / f"{name}.log").read_text()[-2000:])
+                    raise BedError(f"{name} ended:\n" + (pathlib.Path(folder) / f"{name}.log").read_text()[-2000:])
             try:
                 body = json.dumps({"model": "model", "prompt": "a", "max_tokens": 1}).encode()
                 request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -213,7 +244,7 @@ class Bed(contextlib.AbstractContextManager):
                 return
             except OSError:
                 time.sleep(0.3)
-        raise SystemExit("the ring did not begin to serve in three minutes")
+        raise BedError("the ring did not begin to serve in three minutes")
 
     def stop(self):
         for _, process in self.processes:
@@ -223,21 +254,23 @@ class Bed(contextlib.AbstractContextManager):
         self.processes = []
 
 
-def memory_of(rank):
-    """Bytes that a rank's Pod may have."""
-    weights = rank.get("residency", {}).get("budgetBytes", 0)
-    return weights + rank.get("kv", {}).get("memoryBytes", 0) + rank.get("scratchBytes", 0)
-
-
 def remove(group):
-    for _ in range(50):
+    """Ends what is left in a control group, and removes it. It may be busy for a while with pages that were charged to it."""
+    for _ in range(100):
         try:
             group.rmdir()
             return
         except FileNotFoundError:
             return
         except OSError:
-            time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                for process in (group / "cgroup.procs").read_text().split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(process), signal.SIGKILL)
+                if (group / "memory.force_empty").exists():
+                    (group / "memory.force_empty").write_text("0")
+            time.sleep(0.2)
+    print(f"# {group} is still busy", file=sys.stderr)
 
 
 class Bystander(contextlib.AbstractContextManager):
@@ -339,8 +372,13 @@ def prompt_of(endpoint, tokens, start):
     return f"{start}" + " a" * round(2 + (tokens - few) * 8 / (more - few))
 
 
-def complete(endpoint, prompt, tokens, seed=1):
-    """Milliseconds to the first token and between tokens, and the text."""
+def drawn_prompt(tokens, vocab, seed):
+    """A prompt of so many tokens, drawn from a seed: different ones, so that they choose different experts."""
+    return random.Random(seed).choices(range(10, vocab), k=tokens)
+
+
+def complete(endpoint, prompt, tokens, seed=1, each=lambda: None):
+    """Milliseconds to the first token and between tokens, and the text; calls `each` with each piece of it."""
     begin, times, text = time.perf_counter(), [], ""
     with ask(endpoint, prompt, max_tokens=tokens, seed=seed, stream=True) as answer:
         for line in answer:
@@ -348,5 +386,6 @@ def complete(endpoint, prompt, tokens, seed=1):
                 continue
             for choice in json.loads(line[6:])["choices"]:
                 times.append(time.perf_counter())
+                each()
                 text += choice["text"]
     return (times[0] - begin) * 1e3, (times[-1] - times[0]) * 1e3 / (tokens - 1), text

@@ -173,3 +173,50 @@ async fn a_url_with_its_permission_is_in_no_argument() {
         "{stdout}{stderr}"
     );
 }
+
+/// The files of the model by their own URLs, with their permission in it, and one that serving does not need.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_of_files_is_fetched_once_and_served() {
+    let entries = std::fs::read_dir(root().join("models/hearth-demo")).expect("the demo model");
+    let paths = entries.flatten().map(|entry| entry.path());
+    let mut files = Vec::new();
+    let mut servers = Vec::new();
+    for path in paths.filter(|path| path.is_file()) {
+        let bytes = std::fs::read(&path).expect("a file");
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .expect("a name");
+        let server = FileServer::start(bytes.clone()).await;
+        let url = format!("http://{}/demo/{name}?signature=hush", server.address());
+        files.push(json!({"url": url, "sha256": sha256(&bytes)}));
+        servers.push((name.to_owned(), server));
+    }
+    let unneeded = FileServer::start(vec![7; 1000]).await;
+    let url = format!("http://{}/demo/pytorch_model.bin", unneeded.address());
+    files.push(json!({"url": url, "sha256": "0".repeat(64)}));
+    for (_, server) in servers
+        .iter()
+        .filter(|(name, _)| name.ends_with(".safetensors"))
+    {
+        server.faults([Fault::CutAfter(100_000)]);
+    }
+    let directory = tempfile::tempdir().expect("directory");
+    let cache = directory.path().join("cache");
+    let source = json!({"http": {"files": files}});
+    let file = deployment(directory.path(), |spec| spec["model"]["source"] = source);
+
+    let (code, output) = ask(&file, &cache);
+    assert_eq!(code, 0, "{output}");
+    for expected in ["demo fetched and verified: ", "Hearth", "stopped"] {
+        assert!(output.contains(expected), "no {expected:?} in\n{output}");
+    }
+    assert!(!output.contains("hush"), "{output}");
+    assert!(unneeded.seen().is_empty());
+    let asked = || -> usize { servers.iter().map(|(_, server)| server.seen().len()).sum() };
+    let before = asked();
+    let (code, output) = ask(&file, &cache);
+    assert_eq!(code, 0, "{output}");
+    assert!(output.contains("demo is in the cache"), "{output}");
+    assert_eq!(asked(), before);
+}

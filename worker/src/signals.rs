@@ -68,3 +68,14 @@ pub(crate) async fn termination() {
         _ = tokio::signal::ctrl_c() => {}
     }
 }
+
+/// Has the kernel end this process when the thread that started it ends.
+///
+/// # Errors
+/// The kernel does not do so.
+pub(crate) fn end_with_parent() -> anyhow::Result<()> {
+    use anyhow::Context;
+    use rustix::process::{Signal, set_parent_process_death_signal};
+    set_parent_process_death_signal(Some(Signal::TERM))
+        .context("the kernel cannot signal the parent's end")
+}

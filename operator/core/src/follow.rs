@@ -84,15 +84,15 @@ impl Followed {
     }
 
     /// Lowers the numbers of workers that start after there were none, where others have been given room of their plan, are not about
-    /// to end for them, and leave room for fewer. They grow again with the load.
-    pub(crate) fn start_with_fewer(&mut self, observed: &Observed) {
+    /// to end for them, and leave room for fewer. They grow again with the load. Returns whether any is lower now.
+    pub(crate) fn start_with_fewer(&mut self, observed: &Observed) -> bool {
         let newest = observed.plans.last().filter(|plan| !has_failed(plan));
         let follows = self.prefill.is_some() || self.decode.is_some();
         if !follows
             || has_workers(observed)
             || !newest.is_some_and(|plan| has_lost_its_place(observed, plan))
         {
-            return;
+            return false;
         }
         let plan_for = |observed: &Observed| choose(observed, Some(&mut Search::of(observed)));
         let mut alone = observed.clone();
@@ -100,19 +100,20 @@ impl Followed {
         let choice = plan_for(&alone);
         let waits = choice.waits_for_place && choice.refusal.is_none();
         let Some(trouble) = choice.trouble.filter(|_| waits) else {
-            return;
+            return false;
         };
         if !observed.neighbours.is_empty() && !plan_for(observed).awaits.is_empty() {
-            return;
+            return false;
         }
         let mut fewer = self.clone();
         while fewer.halve(observed, &trouble.message) {
             let choice = plan_for(&with_numbers(&alone, &fewer));
             if choice.is_new && choice.refusal.is_none() {
                 *self = fewer;
-                return;
+                return true;
             }
         }
+        false
     }
 
     /// Halves the numbers, as far as the bounds allow it, and says `why`; returns whether any is lower now.
@@ -463,13 +464,28 @@ fn service(observed: &Observed, role: Role) -> Service {
     let slots = mean(PlanRole::Decode, batch).unwrap_or(1.0);
     let batch_ms = mean(PlanRole::Decode, rate).map(|rate| slots * 1e3 / rate);
     let one_ms = mean(PlanRole::Decode, tpot).or(batch_ms).unwrap_or(0.0);
+    // Without prefill ranks the decode ranks read the prompts, and there is no other pool to decide about.
+    let has_readers = |plan: &Arc<InferencePlan>| plan.spec.ranks_of(PlanRole::Prefill).count() > 0;
+    let is_chunked = role == Role::Decode && plan.as_ref().is_some_and(|plan| !has_readers(plan));
+    let prefill_ms = match is_chunked {
+        true => plan.as_ref().and_then(|plan| chunked_ms(&plan.spec)),
+        false => mean(PlanRole::Prefill, rate).map(|rate| 1e3 / rate),
+    };
     let predicted = Service {
-        prefill_ms_per_token: mean(PlanRole::Prefill, rate).map_or(0.0, |rate| 1e3 / rate),
+        prefill_ms_per_token: prefill_ms.unwrap_or(0.0),
+        is_chunked,
         step: StepTime::through(one_ms, slots, batch_ms.unwrap_or(one_ms)),
         slots_per_worker: observed.deployment.spec.decode.max_batch.max(1),
         start_s: start_s(observed, role),
     };
     predicted.measured(observed.demand.as_ref().unwrap_or(&Demand::default()))
+}
+
+/// Milliseconds per prompt token of decode workers that read the prompts, as the plan predicts.
+fn chunked_ms(plan: &InferencePlanSpec) -> Option<f64> {
+    let predicted = &plan.predicted;
+    let tokens = f64::from(predicted.ttft_prompt_tokens);
+    (tokens > 0.0).then(|| predicted.ttft_ms / tokens)
 }
 
 /// Seconds from a Pod's creation until it was ready, of the one that was fastest: others had to fetch an image or a model first, or

@@ -139,7 +139,8 @@ fn context(demand: &Demand<'_>, fits: impl Fn(&Demand<'_>) -> bool) -> Option<Ad
     }))
 }
 
-/// Advice to set the largest KV budget that fits and still holds the context, in steps of up to a sixteenth, or to set none.
+/// Advice to set the largest KV budget that fits and still holds the context, from 1 GiB on in steps of up to a sixteenth, or to
+/// set none.
 fn kv_memory(
     most_bytes: u64,
     demand: &Demand<'_>,
@@ -155,7 +156,11 @@ fn kv_memory(
     let fits_mib = |mib: u32| fits(Some(u64::from(mib) << 20));
     let most_mib = u32::try_from(most_bytes >> 20).unwrap_or(u32::MAX);
     if let Some(mib) = largest(most_mib, fits_mib).filter(|mib| holds(*mib)) {
-        let round = mib & (u32::MAX << mib.ilog2().saturating_sub(4));
+        let step_bits = match mib {
+            0..1024 => 0,
+            mib => mib.ilog2() - 4,
+        };
+        let round = mib & (u32::MAX << step_bits);
         let mib = match holds(round) && fits_mib(round) {
             true => round,
             false => mib,

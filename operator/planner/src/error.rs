@@ -37,6 +37,8 @@ pub enum Advice {
     FreeMemory(u64),
     /// Nothing in the spec helps: this node of a ring needs this many more bytes.
     FreeMemoryOf(String, u64),
+    /// Nothing in the spec helps: this node must be one with this many more bytes, so that it can be the head of a ring.
+    MoreMemoryOf(String, u64),
     /// Nothing in the spec helps: the disks of these nodes must be measured, so that a ring may read from them.
     MeasureDisks(String),
     /// Nothing in the spec helps, and no amount of memory of one node.
@@ -99,6 +101,11 @@ impl fmt::Display for Advice {
             Self::FreeMemoryOf(node, bytes) => write!(
                 f,
                 "free {} MiB on {node}, add a node, or use a smaller model",
+                bytes.div_ceil(1 << 20)
+            ),
+            Self::MoreMemoryOf(node, bytes) => write!(
+                f,
+                "give {node} {} MiB more memory, add a larger node, or use a smaller model",
                 bytes.div_ceil(1 << 20)
             ),
             Self::MeasureDisks(nodes) => write!(

@@ -18,7 +18,7 @@ use crate::place::Cost;
 use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor, Rates, Step};
 
 /// The way between two nodes that have not measured their link: a little under gigabit Ethernet.
-const UNMEASURED_HOP: Hop = Hop {
+pub(crate) const UNMEASURED_HOP: Hop = Hop {
     gbps: 0.1,
     latency_ms: 0.2,
 };

@@ -17,7 +17,7 @@ pub(crate) const PREFILL_BATCH: u32 = 2;
 /// Bytes of a process, including its code, runtime and tokenizer.
 const PROCESS_BYTES: u64 = 64 << 20;
 /// Measured bytes of the same process, for predictions, which count memory in use rather than memory to be granted.
-const RUNNING_PROCESS_BYTES: u64 = 16 << 20;
+pub(crate) const RUNNING_PROCESS_BYTES: u64 = 16 << 20;
 /// Bytes of a process that computes on a GPU: the driver maps some hundred MiB, and weights pass through pinned buffers.
 const GPU_PROCESS_BYTES: u64 = 512 << 20;
 /// Pieces of a prompt's KV on a GPU until they have been copied to the host: some that leave, and one that is gathered.

@@ -42,6 +42,9 @@ pub struct Device {
     pub memory_bytes: u64,
     /// Of these, bytes of the buffers for computation (the paper's `c^cpu`).
     pub buffer_bytes: u64,
+    /// Bytes of memory that are set aside and not in use while a token is computed: the page cache keeps in them what was read
+    /// of weights without room, where experts are among these.
+    pub page_cache_bytes: u64,
     /// Read bandwidth of the disk with the weights, through mapped pages, in GB/s.
     pub disk_read_gbps: f64,
     /// Milliseconds to map a GB of weights that were read, and to unmap others for them.
@@ -185,27 +188,76 @@ impl Problem {
         gpu.map_or(0, |gpu| gpu.memory_bytes.saturating_sub(gpu.buffer_bytes))
     }
 
-    /// Whether some ring may have room, by what all devices have together: `false` is certain, `true` is not.
+    /// Bytes of a device's memory for KV beside what weights pass through; `None` where all weights must fit.
+    fn passing_room_bytes(&self, device: usize) -> Option<u64> {
+        let room_bytes = self.room_bytes(device).checked_sub(self.window_bytes);
+        room_bytes.filter(|_| !self.devices[device].must_fit)
+    }
+
+    /// The end of the layers from `first` on that a device has room for, at most, those of its GPU first, whose end comes first.
+    pub(crate) fn end_by_room(&self, device: usize, first: usize) -> (usize, usize) {
+        let end = |first: usize, room_bytes: u64, of: fn(&Layer) -> u64| {
+            let mut left_bytes = room_bytes;
+            let fits = |layer: &&Layer| {
+                let left = left_bytes.checked_sub(of(layer));
+                left_bytes = left.unwrap_or(left_bytes);
+                left.is_some()
+            };
+            first + self.layers[first..].iter().take_while(fits).count()
+        };
+        let whole = |layer: &Layer| layer.stored_bytes + layer.kv_bytes;
+        let on_gpu = end(first, self.gpu_room_bytes(device), whole);
+        let on_cpus = end(on_gpu, self.room_bytes(device), whole);
+        let passing = self.passing_room_bytes(device);
+        let passing = passing.map_or(on_gpu, |bytes| end(on_gpu, bytes, |layer| layer.kv_bytes));
+        (on_gpu, on_cpus.max(passing))
+    }
+
+    /// Whether some ring may have room, by what each device has: `false` is certain, `true` is not, unless all layers are alike.
     pub(crate) fn may_have_room(&self) -> bool {
         let layers = self.layers.iter();
         let mut bytes: Vec<u64> = layers
             .map(|layer| layer.stored_bytes + layer.kv_bytes)
             .collect();
-        let mut rooms = Vec::new();
-        for (index, device) in self.devices.iter().enumerate() {
-            let room_bytes = self.room_bytes(index);
-            if !device.must_fit && room_bytes >= self.window_bytes {
-                return true;
-            }
-            rooms.extend([room_bytes, self.gpu_room_bytes(index)]);
+        let mut kv_bytes: Vec<u64> = self.layers.iter().map(|layer| layer.kv_bytes).collect();
+        for bytes in [&mut bytes, &mut kv_bytes] {
+            bytes.sort_unstable();
         }
-        // For each size, all layers that are at least as large must be somewhere, whole.
-        bytes.sort_unstable_by(|a, b| b.cmp(a));
+        // The smallest layers are the most that fit.
+        let most = |sizes: &[u64], room_bytes: u64| {
+            let sums = sizes.iter().scan(0_u64, |sum, bytes| {
+                *sum = sum.saturating_add(*bytes);
+                Some(*sum)
+            });
+            sums.take_while(|sum| *sum <= room_bytes).count()
+        };
+        let (mut rooms, mut held, mut may_overflow) = (Vec::new(), 0, false);
+        for device in 0..self.devices.len() {
+            let (room_bytes, gpu_bytes) = (self.room_bytes(device), self.gpu_room_bytes(device));
+            let passing = self.passing_room_bytes(device);
+            may_overflow |= passing.is_some();
+            let passing = passing.map_or(0, |room_bytes| most(&kv_bytes, room_bytes));
+            held += most(&bytes, room_bytes).max(passing) + most(&bytes, gpu_bytes);
+            rooms.extend([(room_bytes, passing), (gpu_bytes, 0)]);
+            if held == 0 {
+                // The head has a layer in any ring.
+                return false;
+            }
+        }
+        let room_bytes: u64 = rooms.iter().map(|(bytes, _)| bytes).sum();
+        let is_short = !may_overflow && bytes.iter().sum::<u64>() > room_bytes;
+        if held < self.layers.len() || is_short {
+            return false;
+        }
+        // For each size, all layers that are at least as large must be somewhere: whole, or as many as pass through.
+        bytes.reverse();
         let is_room_for = |(index, &bytes): (usize, &u64)| {
-            let held = rooms.iter().map(|room| room / bytes.max(1));
+            let held = rooms
+                .iter()
+                .map(|(room, passing)| (room / bytes.max(1)).max(*passing as u64));
             held.sum::<u64>() > index as u64
         };
-        bytes.iter().sum::<u64>() <= rooms.iter().sum() && bytes.iter().enumerate().all(is_room_for)
+        bytes.iter().enumerate().all(is_room_for)
     }
 
     /// The share of the routed experts of all layers that one token chooses, by bytes; 1 without any.
@@ -391,6 +443,7 @@ mod tests {
             name: name.to_owned(),
             memory_bytes: 1000,
             buffer_bytes: 10,
+            page_cache_bytes: 0,
             disk_read_gbps: 1.0,
             map_ms_per_gb: 20.0,
             must_fit: false,

@@ -8,7 +8,10 @@
 //! cannot stay. A window may be larger than that room: nothing is read so early that it would have to be read again
 //! (prefetch-release). A device that has experts reads these first, and never ahead, as they are known only when their
 //! layer runs. Where even the other weights have no room beside those of one layer, a part of them is read at each token,
-//! too, and not ahead either: the experts are in the way. A device whose layers all fit reads nothing after the first token.
+//! too, and not ahead either: the experts are in the way. What was read for it stays in the page cache as long as memory that is
+//! set aside is not used, and is mapped again from there, so that a token reads what exceeds both; a prompt uses that memory, and
+//! reads all that has no room. What passes through leaves the page cache at once. A device whose layers all fit reads nothing
+//! after the first token.
 //!
 //! Architecture invariant: no clock; the same windows give the same times.
 
@@ -133,16 +136,23 @@ pub(crate) fn sums<T: Copy + Default + std::ops::Add<Output = T>>(
     sums
 }
 
+/// Parts of a device's weights: of those that every token needs, and of the experts that it chooses.
+#[derive(Clone, Copy)]
+struct Parts {
+    dense: f64,
+    experts: f64,
+}
+
 /// A device's way of reading what has no room.
 #[derive(Clone, Copy)]
 struct Lane {
     share: Share,
     /// How many windows the device has.
     windows: usize,
-    /// The part of the modules that each token reads that passes through memory.
-    passing: f64,
-    /// The part of the experts that is not in memory.
-    missing: f64,
+    /// What a token reads from disk.
+    absent: Parts,
+    /// What is not mapped, which a prompt reads.
+    unmapped: Parts,
     ms_per_byte: f64,
     /// Milliseconds to map a byte that was read and to unmap another one.
     map_ms_per_byte: f64,
@@ -215,8 +225,9 @@ impl<'a> Simulator<'a> {
         let own_ms = self.own_ms(windows);
         let chosen_share = self.problem.chosen_share();
         let read_ms = |(device, share): (usize, &Share)| {
-            let experts = share.overflow_bytes.min(share.expert_bytes);
-            let read = experts as f64 * chosen_share + (share.overflow_bytes - experts) as f64;
+            let absent_bytes = self.absent_bytes(device, share);
+            let experts = absent_bytes.min(share.expert_bytes);
+            let read = experts as f64 * chosen_share + (absent_bytes - experts) as f64;
             read / self.problem.devices[device].disk_read_gbps / 1e6
         };
         let reads_ms = shares.iter().enumerate().map(read_ms).fold(0.0, f64::max);
@@ -271,41 +282,48 @@ impl<'a> Simulator<'a> {
         })
     }
 
-    /// Parts of a device's weights that are read at each token: of those that every token needs, and of the experts that it
-    /// chooses.
-    fn absent(&self, share: &Share) -> (f64, f64) {
+    /// Bytes of a device's weights that are not in memory.
+    fn absent_bytes(&self, device: usize, share: &Share) -> u64 {
+        match share.expert_bytes {
+            0 => share.overflow_bytes,
+            _ => {
+                let cached_bytes = self.problem.devices[device].page_cache_bytes;
+                share.overflow_bytes.saturating_sub(cached_bytes)
+            }
+        }
+    }
+
+    /// The parts of a device's weights of which `lacking_bytes` have no room.
+    fn parts(&self, share: &Share, lacking_bytes: u64) -> Parts {
         let part = |bytes: u64, of: u64| match of {
             0 => 0.0,
             _ => (bytes as f64 / of as f64).min(1.0),
         };
         let dense_bytes = share.stored_bytes - share.expert_bytes;
         if share.expert_bytes == 0 {
-            return (
-                part(share.overflow_bytes + share.read_ahead_bytes, dense_bytes),
-                0.0,
-            );
+            return Parts {
+                dense: part(lacking_bytes + share.read_ahead_bytes, dense_bytes),
+                experts: 0.0,
+            };
         }
         // The experts of the layer at work take room, even where no others do.
         let at_work = self.most_chosen_bytes.min(share.expert_bytes);
-        let beyond = share
-            .overflow_bytes
-            .saturating_sub(share.expert_bytes - at_work);
-        (
-            part(beyond, dense_bytes),
-            part(share.overflow_bytes, share.expert_bytes),
-        )
+        let beyond = lacking_bytes.saturating_sub(share.expert_bytes - at_work);
+        Parts {
+            dense: part(beyond, dense_bytes),
+            experts: part(lacking_bytes, share.expert_bytes),
+        }
     }
 
     fn lanes(&self, windows: &[Window]) -> Vec<Lane> {
         let lane = |(device, share): (usize, Share)| {
             let rates = &self.problem.devices[device];
             let own = windows.iter().filter(|window| window.device == device);
-            let (passing, missing) = self.absent(&share);
             Lane {
                 share,
                 windows: own.count(),
-                passing,
-                missing,
+                absent: self.parts(&share, self.absent_bytes(device, &share)),
+                unmapped: self.parts(&share, share.overflow_bytes),
                 ms_per_byte: 1.0 / rates.disk_read_gbps / 1e6,
                 map_ms_per_byte: rates.map_ms_per_gb / 1e9,
                 ahead_bytes: 0.0,
@@ -359,10 +377,12 @@ impl<'a> Simulator<'a> {
         lane.read_ahead(now_ms - lane.last_end_ms);
         for index in cpus {
             let layer = &self.problem.layers[index];
-            let passing = layer.dense_bytes() as f64 * lane.passing;
-            let chosen = layer.routed_bytes as f64 * lane.missing;
+            let (dense, routed) = (layer.dense_bytes() as f64, layer.routed_bytes as f64);
+            let passing = dense * lane.absent.dense;
+            let chosen = routed * lane.absent.experts;
+            let mapped = dense * lane.unmapped.dense + routed * lane.unmapped.experts;
             let compute_ms = self.problem.devices[window.device].cpus.token_ms[index]
-                + (passing + chosen) * lane.map_ms_per_byte;
+                + mapped * lane.map_ms_per_byte;
             now_ms += lane.wait_ms(passing) + chosen * lane.ms_per_byte + compute_ms;
             lane.read_ahead(compute_ms);
             lane.ahead_bytes -= passing;
@@ -454,16 +474,20 @@ impl<'a> Simulator<'a> {
             return gpu_ms + compute_ms;
         }
         // A flight of many tokens chooses nearly all experts.
-        let bytes = |index: usize| {
-            let layer = &self.problem.layers[index];
-            let chosen = layer.routed_bytes.saturating_mul(u64::from(tokens));
-            let chosen = chosen.min(layer.expert_bytes());
-            layer.dense_bytes() as f64 * lane.passing + chosen as f64 * lane.missing
+        let bytes = |parts: Parts| -> f64 {
+            let of_layer = |index: usize| {
+                let layer = &self.problem.layers[index];
+                let chosen = layer.routed_bytes.saturating_mul(u64::from(tokens));
+                let chosen = chosen.min(layer.expert_bytes());
+                layer.dense_bytes() as f64 * parts.dense + chosen as f64 * parts.experts
+            };
+            cpus.clone().map(of_layer).sum()
         };
-        let read: f64 = cpus.clone().map(bytes).sum();
+        // Its activations are where the page cache would keep some of them.
+        let read = bytes(lane.unmapped);
         let disk_ms = read * lane.ms_per_byte;
         let compute_ms = compute_ms + read * lane.map_ms_per_byte;
-        if lane.missing > 0.0 {
+        if !lane.share.reads_ahead() {
             return gpu_ms + compute_ms + disk_ms;
         }
         let (in_vain, waited) = match lane.windows > 1 && flight > 0 {

@@ -12,7 +12,10 @@ use hearth_crds::{
 use hearth_planner::{Advice, GpuOffer, PlanError, PlanInput, plan};
 use support::advice::followed;
 use support::rings::{check, machine, members};
-use support::{GIB, claims, dense_1_7b, gpu, plan_input, plan_input_here, plugin, qwen3_30b, spec};
+use support::{
+    GIB, MIB, claims, demo_model, dense_1_7b, gpu, plan_input, plan_input_here, plugin, qwen3_30b,
+    spec,
+};
 
 const RING: &str = "strategy: PipedRing\n";
 
@@ -334,13 +337,54 @@ fn a_refusal_says_what_each_node_and_gpu_had_and_what_fits() {
     let (text, advice) = refused(|_| {}, &two_boxes(5));
     insta::assert_snapshot!(text, @r"
     the model fits no ring of the nodes: weights take 28.8 GiB, and KV 768 MiB (one context of 8192 tokens)
-      there is room for CPUs of attic 4.0 GiB (of 4.8 GiB, the rest for processes and gateways; its disk was not measured, so that all of its layers must fit), RTX 3080 of attic 9.7 GiB (of 10.5 GiB, the rest for activations and padding), CPUs of cellar 4.1 GiB (of 4.8 GiB, the rest for processes and gateways; its disk was not measured, so that all of its layers must fit), RTX 4060 of cellar 5.7 GiB (of 6.5 GiB, the rest for activations and padding)
+      there is room for CPUs of attic 4.0 GiB (of 4.8 GiB, the rest for processes and gateways), RTX 3080 of attic 9.7 GiB (of 10.5 GiB, the rest for activations and padding), CPUs of cellar 4.1 GiB (of 4.8 GiB, the rest for processes and gateways), RTX 4060 of cellar 5.7 GiB (of 6.5 GiB, the rest for activations and padding); the disks of attic, cellar were not measured, so that all of their layers must fit
       measure the disks of attic, cellar, from which layers may be read at 0.2 GB/s and more (hearth-worker profile --disk DIRECTORY --probe-disk; in a cluster the agent says why it has not), or free 7344 MiB on cellar, add a node, or use a smaller model
     ");
     assert!(matches!(
         &advice[..],
         [Advice::MeasureDisks(_), Advice::FreeMemoryOf(..)]
     ));
+}
+
+#[test]
+fn gpus_without_room_are_named_and_cpus_that_are_used_are_not_called_full() {
+    let small = |name: &'static str, mib: u64, gpu_number: Option<u32>| {
+        let gpu = gpu_number.map(|number| GpuProfile {
+            virtual_device: Some("virtual:memory=1Gi".to_owned()),
+            compute_capability: None,
+            memory_bytes: 30 * MIB,
+            free_bytes: 30 * MIB,
+            ..gpu("virtual", number, 1)
+        });
+        let mut node = machine(name, 2, 1);
+        node.memory.available_bytes = mib * MIB;
+        node.memory.total_bytes = mib * MIB;
+        node.gpus = gpu.into_iter().collect();
+        node
+    };
+    let nodes = [
+        small("attic", 420, Some(1)),
+        small("cellar", 350, Some(2)),
+        small("office", 300, None),
+    ];
+    let mut full = 0;
+    for kv_mib in [64, 72, 80, 84, 88] {
+        let yaml = format!("{RING}decode: {{kvCache: {{memory: {kv_mib}Mi}}}}\n");
+        let mut spec = spec(&yaml);
+        spec.model.context_length = Some(2048);
+        let plan = plan(&plan_input_here(&spec, &demo_model(), &nodes)).unwrap();
+        let said = plan.not_chosen.join("\n");
+        for rank in &plan.ranks {
+            assert!(!rank.is_on_gpu());
+            let full = format!("CPUs of {}: ", rank.node);
+            assert!(!said.contains(&full), "{kv_mib} MiB: {said}");
+        }
+        for name in ["virtual of attic", "virtual of cellar"] {
+            assert!(said.contains(name), "{kv_mib} MiB: {name}: {said}");
+        }
+        full += u32::from(said.contains("fits beside their processes"));
+    }
+    assert!(full > 0, "no ring with GPUs has room with the largest KV");
 }
 
 #[test]

@@ -3,13 +3,18 @@
 
 mod support;
 
+use std::time::{Duration, Instant};
+
 use hearth_crds::{
     InferencePlanSpec, ModelFacts, NodeProfileStatus, PlanStrategy, RING_VERSION, ResidencyPolicy,
 };
 use hearth_planner::{Advice, PlanError, plan};
 use proptest::prelude::*;
+use support::advice::followed;
 use support::rings::{check, machine, members};
-use support::{GIB, MIB, demo_model, gpu, plan_input, plan_input_here, qwen3_30b, spec};
+use support::{
+    GIB, MIB, deepseek_v3, demo_model, gpu, plan_input, plan_input_here, qwen3_30b, spec,
+};
 
 /// Three boxes of which none holds Qwen3-30B-A3B with its 29 GiB, and a spec that fits them together.
 fn boxes() -> Vec<NodeProfileStatus> {
@@ -269,6 +274,73 @@ fn what_no_ring_has_room_for_is_said_with_a_change_that_fits() {
     plan_with(&(bytes + bytes / 8).to_string()).expect_err("it is nearly the largest that does");
 }
 
+/// Most time of a refusal, in any build: what is looked for is bounded.
+const REFUSED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Weights pass through the memory of all of them, beside as much KV as has room.
+#[test]
+fn sixteen_nodes_are_refused_with_the_largest_kv_that_fits() {
+    refused_with_the_largest_kv(&qwen3_30b(), &sixteen(2), "32Gi");
+}
+
+/// Three dense layers, then experts.
+#[test]
+fn sixteen_nodes_are_refused_at_once_for_unequal_layers_too() {
+    refused_with_the_largest_kv(&deepseek_v3(), &sixteen(24), "512Gi");
+    let mut without_disks = sixteen(52);
+    for node in &mut without_disks {
+        node.disks.clear();
+    }
+    refused_with_the_largest_kv(&deepseek_v3(), &without_disks, "256Gi");
+}
+
+/// Nodes with so many GiB.
+fn sixteen(gib: u64) -> Vec<NodeProfileStatus> {
+    let names: [&'static str; 16] = [
+        "a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p",
+    ];
+    names.map(|name| machine(name, 4, gib)).to_vec()
+}
+
+fn refused_with_the_largest_kv(facts: &ModelFacts, nodes: &[NodeProfileStatus], kv: &str) {
+    let plan_with = |kv: &str| {
+        let yaml = format!("{RING}decode: {{kvCache: {{memory: {kv}}}}}\n");
+        plan(&plan_input(&spec(&yaml), facts, nodes))
+    };
+    let begin = Instant::now();
+    let refused = plan_with(kv).unwrap_err();
+    let took = begin.elapsed();
+    println!("refused in {took:?}");
+    assert!(took < REFUSED_WITHIN, "{took:?}");
+    let PlanError::NoRoomInRing { advice, .. } = &refused else {
+        panic!("{refused}");
+    };
+    let kv_bytes = advice.iter().find_map(|advice| match advice {
+        Advice::KvMemory(bytes) => Some(*bytes),
+        _ => None,
+    });
+    let kv_bytes = kv_bytes.unwrap_or_else(|| panic!("{refused}"));
+    plan_with(&kv_bytes.to_string()).expect("what was suggested fits");
+    plan_with(&(kv_bytes + kv_bytes / 8).to_string()).expect_err("it is nearly the largest");
+}
+
+#[test]
+fn a_member_short_of_experts_finds_some_in_memory_that_nobody_uses() {
+    let nodes = [machine("attic", 8, 14), machine("cellar", 4, 14)];
+    let (facts, spec) = (qwen3_30b(), spec(RING));
+    let in_pods = plan(&plan_input(&spec, &facts, &nodes)).unwrap();
+    let here = plan(&plan_input_here(&spec, &facts, &nodes)).unwrap();
+    let short = members(&in_pods);
+    let mut short = short
+        .iter()
+        .filter_map(|rank| rank.residency.as_ref())
+        .filter(|residency| residency.budget_bytes < residency.weight_bytes);
+    assert!(short.next().is_some(), "{:#?}", in_pods.why);
+    // Pods are limited to what the plan grants; what is to stay free of a machine is its page cache's until somebody needs it.
+    let (in_pods, here) = (in_pods.predicted, here.predicted);
+    assert!(here.tpot_ms < in_pods.tpot_ms, "{here:?} {in_pods:?}");
+}
+
 #[test]
 fn a_node_that_nothing_can_be_in_a_ring_with_is_told_so_by_all_sentences() {
     let nodes = [machine("attic", 8, 48)];
@@ -325,7 +397,7 @@ fn a_refusal_names_disks_to_measure_and_memory_to_free_with_which_a_ring_fits() 
     let plan_on = |nodes: &[NodeProfileStatus]| plan(&plan_input(&whole, &qwen3_30b(), nodes));
     let error = plan_on(&unmeasured).unwrap_err().to_string();
     assert!(
-        error.contains("its disk was not measured, so that all of its layers must fit"),
+        error.contains("the disks of attic, cellar were not measured, so that all of their layers"),
         "{error}"
     );
     // One line says it, one that these are remedies, and each of two has its own.
@@ -377,6 +449,41 @@ fn a_refusal_names_disks_to_measure_and_memory_to_free_with_which_a_ring_fits() 
     }
     let why = plan_of(&unmeasured).unwrap();
     assert!(!why.contains("not measured"), "{why}");
+}
+
+#[test]
+fn a_refusal_for_want_of_a_head_says_so_and_how_much_memory_helps() {
+    let mut spec = spec(&format!("{RING}decode: {{kvCache: {{memory: 256Mi}}}}\n"));
+    spec.model.context_length = Some(2048);
+    let small = |name: &'static str, mib: u64| {
+        let mut node = machine(name, 2, 1);
+        node.memory.available_bytes = mib << 20;
+        node.memory.total_bytes = mib << 20;
+        node.disks.clear();
+        node
+    };
+    let nodes_of = |mib: u64| {
+        let others = ["n1", "n2", "n3", "n4", "n5"].map(|name| small(name, 300));
+        [&others[..], &[small("n6", mib)]].concat()
+    };
+    for mib in [300, 340] {
+        let nodes = nodes_of(mib);
+        let error = plan(&plan_input(&spec, &demo_model(), &nodes)).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("no node has room for the head"), "{text}");
+        assert!(text.contains("most is free on n6"), "{text}");
+        let PlanError::NoRoomInRing { advice, .. } = error else {
+            panic!("{text}");
+        };
+        let [.., more @ Advice::MoreMemoryOf(name, bytes)] = &advice[..] else {
+            panic!("{text}");
+        };
+        assert_eq!(name, "n6");
+        let (spec, enough) = followed(more, (&spec, &nodes)).unwrap();
+        plan(&plan_input(&spec, &demo_model(), &enough)).unwrap();
+        let less = nodes_of(mib + (bytes >> 20) * 7 / 8 - 2);
+        plan(&plan_input(&spec, &demo_model(), &less)).unwrap_err();
+    }
 }
 
 #[test]

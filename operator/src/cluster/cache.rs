@@ -254,7 +254,8 @@ impl State {
     /// Stores a node, without its profile.
     pub(crate) fn put_node(&mut self, uid: &str, mut view: NodeView) -> Touched {
         self.node_uids.insert(view.name.clone(), uid.to_owned());
-        view.profile = self.profiles.get(&view.name).cloned();
+        let profile = self.profiles.get(&view.name).cloned();
+        view.profile = profile.map(NodeProfileStatus::without_store);
         let name = view.name.clone();
         let before = self.nodes.get(&name);
         // Not every component that adds a taint sets its time.
@@ -296,7 +297,8 @@ impl State {
         };
     }
 
-    /// Stores a node's measured profile; `None` removes it.
+    /// Stores a node's measured profile; `None` removes it. What the node's store has is read from here alone, and concerns
+    /// no deployment.
     pub(crate) fn put_profile(
         &mut self,
         name: &str,
@@ -309,9 +311,13 @@ impl State {
             Some(profile) => self.profiles.insert(name.to_owned(), profile.clone()),
             None => self.profiles.remove(name),
         };
+        let measured = profile.map(NodeProfileStatus::without_store);
         if let Some(node) = self.nodes.get(name) {
+            if node.profile == measured {
+                return Touched::default();
+            }
             let view = NodeView {
-                profile,
+                profile: measured,
                 ..NodeView::clone(node)
             };
             self.nodes.insert(name.to_owned(), Arc::new(view));

@@ -31,7 +31,7 @@ impl<T: Serialize + DeserializeOwned> Packed<T> {
             .and_then(|()| encoder.finish());
         Ok(Self {
             deflated: deflated.map_err(serde_json::Error::io)?.into(),
-            may_be_fetched: is_word(&json, "http"),
+            may_be_fetched: FETCHED.iter().any(|word| is_word(&json, word)),
             of: PhantomData,
         })
     }
@@ -47,12 +47,15 @@ impl<T: Serialize + DeserializeOwned> Packed<T> {
         serde_json::from_slice(&json)
     }
 
-    /// Whether its model may be a fetched one, because `http` occurs somewhere in it: most values need not be unpacked
-    /// to rule that out.
+    /// Whether its model may be a fetched one, because the name of such a source occurs somewhere in it, or of the field that has
+    /// its name in stores: most values need not be unpacked to rule that out.
     pub(crate) fn may_be_fetched(&self) -> bool {
         self.may_be_fetched
     }
 }
+
+/// Words that occur in the JSON of everything whose model is fetched.
+const FETCHED: [&str; 3] = ["http", "huggingFace", "modelKey"];
 
 /// Whether a word occurs in JSON as a whole string, or as one in JSON nested in a string.
 fn is_word(json: &str, word: &str) -> bool {
@@ -80,8 +83,16 @@ mod tests {
     fn a_fetched_model_is_told_without_unpacking() {
         let source = json!({"source": {"http": {"url": "http://nas.lan/m.tar"}}});
         let within = json!({"note": source.to_string()});
+        let hub = json!({"source": {"huggingFace": {"repo": "a/b"}}});
+        let plan = json!({"inputs": {"modelKey": "0123"}});
         let other = json!({"source": {"hostPath": {"path": "/models/http"}}});
-        for (value, is_fetched) in [(&source, true), (&within, true), (&other, false)] {
+        for (value, is_fetched) in [
+            (&source, true),
+            (&within, true),
+            (&hub, true),
+            (&plan, true),
+            (&other, false),
+        ] {
             let packed = Packed::<Value>::new(value).unwrap();
             assert_eq!(packed.may_be_fetched(), is_fetched, "{value}");
         }

@@ -175,9 +175,11 @@ fn ranks_of(share: &Share, plans: &[Arc<InferencePlan>]) -> Vec<PlanRank> {
 #[cfg(test)]
 mod tests {
     use hearth_controller_core::observed::PodView;
-    use hearth_controller_core::testing::{deployment, samples};
+    use hearth_controller_core::testing::{GIB, deployment, node, samples};
+    use hearth_crds::{NodeProfileStatus, NodeStore};
 
     use super::*;
+    use crate::cluster::cache::Touched;
     use crate::cluster::packed::Packed;
     use crate::cluster::table::Identity;
 
@@ -227,5 +229,27 @@ mod tests {
             let bytes: u64 = on_it.map(|holder| holder.holding.memory_bytes).sum();
             assert_eq!(bytes, total.memory_bytes, "{node}");
         }
+    }
+
+    #[test]
+    fn what_a_node_stores_concerns_no_deployment() {
+        let mut state = State::default();
+        state.put_node("uid", node("office", 4, GIB));
+        let with_models = |models: u32, total_bytes: u64| {
+            let mut profile = NodeProfileStatus {
+                store: Some(NodeStore { models, bytes: 7 }),
+                ..NodeProfileStatus::default()
+            };
+            profile.memory.total_bytes = total_bytes;
+            profile
+        };
+        let mut put = |profile: NodeProfileStatus| state.put_profile("office", Some(profile));
+        assert!(put(with_models(1, GIB)).waiting);
+        assert_eq!(put(with_models(2, GIB)), Touched::default());
+        assert!(put(with_models(2, 2 * GIB)).waiting);
+        let store = |profile: &NodeProfileStatus| profile.store.map(|store| store.models);
+        assert_eq!(state.profile("office").and_then(store), Some(2));
+        let planned = state.nodes["office"].profile.as_ref().expect("a profile");
+        assert_eq!(store(planned), None);
     }
 }

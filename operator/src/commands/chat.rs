@@ -1,7 +1,10 @@
 //! `hearth chat`: a conversation with a running deployment over its own OpenAI endpoint.
 
+use std::cell::Cell;
+use std::convert::Infallible;
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -13,6 +16,9 @@ use crate::up::state::StateArgs;
 use crate::up::state::StateDir;
 
 const EXAMPLES: &str = "Examples:\n  hearth chat\n  hearth chat --message 'What is a KV cache?'";
+
+/// Silence of an answer after which its endpoint is asked whom it waits for.
+const SILENCE: Duration = Duration::from_secs(3);
 
 /// Arguments of `hearth chat`.
 #[derive(Args)]
@@ -141,16 +147,36 @@ async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<
 
 async fn turn(client: &Client, messages: &mut Vec<Value>, text: &str) -> anyhow::Result<()> {
     messages.push(json!({"role": "user", "content": text}));
-    let mut answer = String::new();
-    client
-        .stream(messages, |piece| {
-            answer.push_str(piece);
-            ui::print_data(piece)
-        })
-        .await?;
+    let (mut answer, heard) = (String::new(), Cell::new(Instant::now()));
+    let stream = client.stream(messages, |piece| {
+        heard.set(Instant::now());
+        answer.push_str(piece);
+        ui::print_data(piece)
+    });
+    tokio::select! {
+        ended = stream => ended?,
+        never = tell_waits(client, &heard) => match never {},
+    }
     ui::print_data("\n")?;
     messages.push(json!({"role": "assistant", "content": answer}));
     Ok(())
+}
+
+/// Says whom the answer waits for when nothing of it has been heard for a while, each member once.
+async fn tell_waits(client: &Client, heard: &Cell<Instant>) -> Infallible {
+    let mut told = Vec::new();
+    loop {
+        tokio::time::sleep(SILENCE).await;
+        if heard.get().elapsed() < SILENCE {
+            continue;
+        }
+        for member in client.waits_for().await {
+            if !told.contains(&member) {
+                ui::say(format_args!("  the answer waits for {member}"));
+                told.push(member);
+            }
+        }
+    }
 }
 
 #[cfg(test)]

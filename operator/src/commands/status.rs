@@ -38,6 +38,8 @@ struct Status {
     running: Running,
     /// Whether the endpoint reports that it is ready.
     serving: bool,
+    /// Members of workers' groups that answers wait for.
+    waits_for: Vec<String>,
     measured: Option<Measured>,
     predicted_ttft_ms: Option<f64>,
     predicted_tpot_ms: Option<f64>,
@@ -81,10 +83,12 @@ pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Resul
 async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
     let base = running.endpoint.trim_end_matches("/v1").to_owned();
     let client = http::client(&base, running.certificate.as_deref(), Some(PATIENCE));
-    let (mut serving, mut metrics) = (false, None);
+    let (mut serving, mut waits_for, mut metrics) = (false, Vec::new(), None);
     if let Ok(client) = client {
-        let ready = client.get(format!("{base}/ready")).send().await;
-        serving = ready.is_ok_and(|response| response.status().is_success());
+        if let Ok(ready) = client.get(format!("{base}/ready")).send().await {
+            serving = ready.status().is_success();
+            waits_for = http::waits_for(&ready.json().await.unwrap_or_default());
+        }
     }
     let url = running.metrics.as_deref();
     let client = url.map(|url| http::client(url, None, Some(PATIENCE)));
@@ -96,6 +100,7 @@ async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
     Status {
         running,
         serving,
+        waits_for,
         measured: metrics.as_deref().map(measured),
         predicted_ttft_ms: plan.map(|plan| plan.predicted.ttft_ms),
         predicted_tpot_ms: plan.map(|plan| plan.predicted.tpot_ms),
@@ -126,7 +131,7 @@ fn rows(all: &[Status]) -> String {
         [
             running.name.clone(),
             running.served_name.clone(),
-            ready(status).to_owned(),
+            ready(status),
             running.plan_generation.to_string(),
             pool(running, "prefill"),
             pool(running, "decode"),
@@ -147,13 +152,14 @@ fn rows(all: &[Status]) -> String {
     table::plain(&header, rows)
 }
 
-/// Readiness reported by the endpoint, unless its process hangs.
-fn ready(status: &Status) -> &'static str {
+/// Readiness reported by the endpoint, with whom it waits for, unless its process hangs.
+fn ready(status: &Status) -> String {
     let is_hung = processes_of(&status.running, "gateway").any(|process| process.hung);
-    match (is_hung, status.serving) {
-        (true, _) => "hung",
-        (false, true) => "True",
-        (false, false) => "False",
+    match (is_hung, status.serving, &*status.waits_for) {
+        (true, ..) => "hung".to_owned(),
+        (false, true, _) => "True".to_owned(),
+        (false, false, []) => "False".to_owned(),
+        (false, false, members) => format!("False: waits for {}", members.join(", ")),
     }
 }
 

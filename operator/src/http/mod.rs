@@ -16,6 +16,7 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
 };
+use serde_json::Value;
 
 /// Creates a client for `url`. With `trusted`, a PEM file, an HTTPS server must present a certificate from that file,
 /// or one signed by one of them and carrying the server's name; without it the system's authorities decide. This machine
@@ -43,6 +44,13 @@ pub(crate) fn client(
     builder
         .build()
         .context("this system's certificate authorities cannot be read\n  name the server's certificate: --ca FILE")
+}
+
+/// Members of workers' groups that a gateway waits for, by its answer to `/ready`.
+pub(crate) fn waits_for(body: &Value) -> Vec<String> {
+    let workers = body["workers"].as_array().into_iter().flatten();
+    let waits = workers.filter_map(|worker| worker["waits_for"].as_str());
+    waits.map(str::to_owned).collect()
 }
 
 /// Whether the URL's host is this machine.

@@ -117,6 +117,16 @@ impl Client {
             .with_context(|| format!("{} serves no model", self.base))
     }
 
+    /// Members of workers' groups that answers wait for, as the gateway tells; none if it does not say.
+    pub(crate) async fn waits_for(&self) -> Vec<String> {
+        let url = format!("{}/ready", self.base.trim_end_matches("/v1"));
+        let Ok(response) = self.http.get(url).send().await else {
+            return Vec::new();
+        };
+        let body = response.json().await.unwrap_or_default();
+        super::waits_for(&body)
+    }
+
     fn authorise(&self, request: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
         match &self.key {
             Some(key) => request.bearer_auth(key),

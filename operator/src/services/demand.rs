@@ -21,6 +21,9 @@ const LONG: Duration = Duration::from_secs(300);
 /// Age of a gateway that was never read.
 const NEVER_READ_S: f64 = 3600.0;
 
+/// Readings from which a queue has lasted, and is no burst.
+const LEAST_READINGS: usize = 3;
+
 const ARRIVED: &str = "hearth_arrived_prompt_tokens";
 
 /// Load by deployment.
@@ -154,6 +157,8 @@ struct Counts {
     queued: f64,
     /// The part of `queued` that waits at decode workers, which every gateway reports.
     at_workers: f64,
+    /// Choices that decode workers compute, which every gateway reports; `None` without one.
+    running: Option<f64>,
     unanswered: f64,
     /// Seconds without a choice; `None` of a gateway of an earlier version.
     idle_s: Option<f64>,
@@ -184,10 +189,18 @@ impl Counts {
                 "hearth_worker_waiting" if label(labels, "role") == Some("decode") => {
                     counts.at_workers += value;
                 }
+                "hearth_worker_running" if label(labels, "role") == Some("decode") => {
+                    *counts.running.get_or_insert_default() += value;
+                }
                 _ => counts.work(name, labels, value),
             }
         }
         counts
+    }
+
+    /// The part of `queued` that waits at the gateway itself.
+    fn at_gateway(&self) -> f64 {
+        (self.queued - self.at_workers).max(0.0)
     }
 
     /// Whether these are counted by another process than `last`.
@@ -268,6 +281,20 @@ impl History {
         sum
     }
 
+    /// Readings within a span.
+    fn within(&self, span: Duration, now: Instant) -> impl Iterator<Item = &Counts> {
+        let newest_first = self.0.iter().rev();
+        let within = newest_first.take_while(move |(at, _)| now.duration_since(*at) < span);
+        within.map(|(_, counts)| counts)
+    }
+
+    /// The least of a figure at the readings of the last part of the span; 0 before there are several.
+    fn least(&self, now: Instant, part: impl Fn(&Counts) -> f64) -> f64 {
+        let readings = self.within(RECENT, now).count();
+        let least = self.within(RECENT, now).map(part).reduce(f64::min);
+        least.filter(|_| readings >= LEAST_READINGS).unwrap_or(0.0)
+    }
+
     /// The newest reading, and the last one from before a span, or the first; with the seconds between them.
     fn span(&self, span: Duration, now: Instant) -> Option<(&Counts, &Counts, f64)> {
         let (newest_at, newest) = self.0.back()?;
@@ -309,16 +336,21 @@ fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> 
     let (finished, generated) = (total(|it| it.finished), total(|it| it.generated_tokens));
     // Each gateway sees all workers: by the one that has seen them longest.
     let seen_s = |span: Duration, it: &History| it.span(span, now).map_or(0.0, |(_, _, s)| s);
-    let work = |span: Duration, is_prefill: bool| {
+    let longest = |span: Duration| {
         let histories = gateways.values();
-        let longest = histories.max_by(|a, b| seen_s(span, a).total_cmp(&seen_s(span, b)));
-        longest.map_or_else(Work::default, |it| it.work(span, now, is_prefill))
+        histories.max_by(|a, b| seen_s(span, a).total_cmp(&seen_s(span, b)))
+    };
+    let work = |span: Duration, is_prefill: bool| {
+        longest(span).map_or_else(Work::default, |it| it.work(span, now, is_prefill))
     };
     let (reading, stepping) = (work(LONG, true), work(SPAN, false));
+    let running = longest(SPAN).and_then(|it| {
+        let running: Vec<f64> = it.within(RECENT, now).filter_map(|it| it.running).collect();
+        (!running.is_empty()).then(|| running.iter().sum::<f64>() / running.len() as f64)
+    });
     let at_workers = read().map(|(_, it)| it.at_workers).fold(0.0, f64::max);
-    let waiting: f64 = read()
-        .map(|(_, it)| (it.queued - it.at_workers).max(0.0))
-        .sum();
+    let waiting: f64 = read().map(|(_, it)| it.at_gateway()).sum();
+    let least = |part: fn(&Counts) -> f64| gateways.values().map(move |it| it.least(now, part));
     Some(Demand {
         age_s: age_s.fold(0.0, f64::max),
         span_s,
@@ -333,6 +365,9 @@ fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> 
         }),
         output_tokens: per(generated, finished),
         queued: waiting + at_workers,
+        queued_least: least(Counts::at_gateway).sum::<f64>()
+            + least(|it| it.at_workers).fold(0.0, f64::max),
+        running,
         unanswered: read().map(|(_, it)| it.unanswered).sum(),
         held: held(read(), now),
         idle_s: idle_s(read(), now),

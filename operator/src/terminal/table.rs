@@ -39,18 +39,29 @@ impl OutputFormat {
     }
 }
 
-/// Columns without lines between them.
+/// Columns without lines between them. What would break the line of a cell is shown as a space, except in the last one: nothing there
+/// looks like another row.
 pub(crate) fn plain<R: IntoIterator<Item = String>>(
     header: &[&str],
     rows: impl Iterator<Item = R>,
 ) -> String {
+    let is_break = |sign: char| {
+        let is_line = matches!(sign, '\n' | '\r' | '\u{b}' | '\u{c}');
+        is_line || matches!(sign, '\u{85}' | '\u{2028}' | '\u{2029}')
+    };
     let mut table = Table::new();
     table
         .load_style(presets::NOTHING)
         .set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(header.iter().copied());
     for row in rows {
-        table.add_row(row);
+        let mut cells: Vec<String> = row.into_iter().collect();
+        if let Some((_, before)) = cells.split_last_mut() {
+            for cell in before {
+                *cell = cell.replace(is_break, " ");
+            }
+        }
+        table.add_row(cells);
     }
     let text = table.to_string();
     let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
@@ -230,6 +241,20 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+
+    #[test]
+    fn no_cell_looks_like_another_row() {
+        let row = ["http://nas/m\nforged\u{2028}x\ry", "why\n  remedy"].map(str::to_owned);
+        let text = plain(&["MODEL", "MESSAGE"], [row].into_iter());
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(
+            lines[1]
+                .trim_start()
+                .starts_with("http://nas/m forged x y  "),
+            "{text}"
+        );
+        assert_eq!(lines[2].trim(), "remedy");
+    }
 
     /// A worker as written in a plan.
     fn rank(role: &str, device: &Value) -> Value {

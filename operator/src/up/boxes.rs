@@ -3,7 +3,9 @@
 use std::str::FromStr;
 
 use anyhow::bail;
-use hearth_crds::{LinkProfile, MemoryQuantity, NodeProfileStatus, NumaNodeProfile, format_bytes};
+use hearth_crds::{
+    GpuProfile, LinkProfile, MemoryQuantity, NodeProfileStatus, NumaNodeProfile, format_bytes,
+};
 
 const FORM: &str = "write a name, its memory, its CPUs where it has not all, and how many GPUs it has, as in attic:memory=2Gi,cpus=0-3,gpus=1";
 /// GB/s and round trip in microseconds between two processes of this machine.
@@ -31,37 +33,50 @@ impl FromStr for BoxArg {
                 "the node's name is {name:?}: write lower-case letters, digits and -"
             ));
         }
-        let (mut memory_bytes, mut cpus, mut gpus) = (None, None, 0);
-        // A list of CPUs has commas of its own.
-        for field in rest
-            .replace(",cpus=", ";cpus=")
-            .replace(",memory=", ";memory=")
-            .replace(",gpus=", ";gpus=")
-            .split(';')
-        {
-            match field.split_once('=').ok_or(FORM)? {
-                ("memory", value) => {
-                    let quantity: MemoryQuantity = value
-                        .parse()
-                        .map_err(|error| format!("memory is {value:?}: {error}"))?;
-                    memory_bytes = Some(quantity.bytes());
-                }
-                ("cpus", value) => cpus = Some(cpu_list(value)?),
-                ("gpus", value) => {
-                    gpus = value
-                        .parse()
-                        .map_err(|_| format!("gpus is {value:?}: write a number, as in gpus=1"))?;
-                }
-                (other, _) => return Err(format!("{other} is not known: {FORM}")),
+        let (mut memory, mut cpus, mut gpus) = (None, None, None);
+        for (key, value) in fields(rest)? {
+            let place = match key {
+                "memory" => &mut memory,
+                "cpus" => &mut cpus,
+                "gpus" => &mut gpus,
+                other => return Err(format!("{other} is not known: {FORM}")),
+            };
+            if let Some(first) = place.replace(value.clone()) {
+                return Err(format!(
+                    "{key} is given twice, {first} and {value}: write it once"
+                ));
             }
         }
+        let memory = memory.ok_or(FORM)?;
+        let quantity: MemoryQuantity = memory
+            .parse()
+            .map_err(|error| format!("memory is {memory:?}: {error}"))?;
+        let gpus = gpus.unwrap_or_else(|| "0".to_owned());
         Ok(Self {
             name: name.to_owned(),
-            memory_bytes: memory_bytes.ok_or(FORM)?,
-            cpus,
-            gpus,
+            memory_bytes: quantity.bytes(),
+            cpus: cpus.as_deref().map(cpu_list).transpose()?,
+            gpus: gpus
+                .parse()
+                .map_err(|_| format!("gpus is {gpus:?}: write a number, as in gpus=1"))?,
         })
     }
+}
+
+/// The properties of a node with their values. A list of CPUs has commas of its own.
+fn fields(text: &str) -> Result<Vec<(&str, String)>, String> {
+    let mut fields: Vec<(&str, String)> = Vec::new();
+    for part in text.split(',') {
+        match (part.split_once('='), fields.last_mut()) {
+            (Some((key, value)), _) => fields.push((key, value.to_owned())),
+            (None, Some((_, value))) => {
+                value.push(',');
+                value.push_str(part);
+            }
+            (None, None) => return Err(FORM.to_owned()),
+        }
+    }
+    Ok(fields)
 }
 
 /// Reads `0-3,8`.
@@ -80,6 +95,34 @@ fn cpu_list(text: &str) -> Result<Vec<u32>, String> {
     Ok(cpus)
 }
 
+/// Checks nodes as far as can be told before this machine is measured.
+///
+/// # Errors
+/// Those of [`split`] that are certain.
+pub(crate) fn check(boxes: &[BoxArg], virtual_device: Option<&str>) -> anyhow::Result<()> {
+    if boxes.is_empty() {
+        return Ok(());
+    }
+    check_names(boxes)?;
+    if let Ok(memory) = <procfs::Meminfo as procfs::Current>::current() {
+        check_memory(boxes, memory.mem_total, "in all")?;
+    }
+    let present = std::fs::read_to_string("/sys/devices/system/cpu/present").ok();
+    if let Some(present) = present.and_then(|text| cpu_list(text.trim()).ok()) {
+        boxes.iter().try_for_each(|it| check_cpus(it, &present))?;
+    }
+    match virtual_device {
+        Some(device) => {
+            let count = device.split([':', ',']).find_map(|part| {
+                let count = part.strip_prefix("count=")?;
+                count.parse().ok()
+            });
+            check_gpus(boxes, count.unwrap_or(1), true)
+        }
+        None => Ok(()),
+    }
+}
+
 /// Profiles of the nodes that this machine stands for: itself alone if none is asked for. The machine's GPUs are shared out in
 /// their order, and each node is linked to the others by loopback.
 ///
@@ -93,47 +136,70 @@ pub(crate) fn split(
     if boxes.is_empty() {
         return Ok(vec![machine]);
     }
-    let available = machine.memory.available_bytes;
-    let asked = boxes.iter().map(|it| it.memory_bytes);
-    let asked = asked.fold(0, u64::saturating_add);
-    if asked > available {
-        bail!(
-            "--node asks for {} of memory in all, and this machine has {} free\n  give the nodes less",
-            format_bytes(asked),
-            format_bytes(available)
-        );
-    }
-    check_gpus(&machine, boxes)?;
+    check_names(boxes)?;
+    check_memory(boxes, machine.memory.available_bytes, "free")?;
+    let is_virtual = |gpu: &GpuProfile| gpu.virtual_device.is_some();
+    let is_virtual = machine.gpus.iter().any(is_virtual);
+    check_gpus(boxes, machine.gpus.len(), is_virtual)?;
+    let cpus: Vec<u32> = machine.cpus.iter().map(|cpu| cpu.id).collect();
+    boxes.iter().try_for_each(|it| check_cpus(it, &cpus))?;
     let mut gpus = machine.gpus.iter();
-    boxes
-        .iter()
-        .enumerate()
-        .map(|(n, it)| {
-            if boxes[..n].iter().any(|other| other.name == it.name) {
-                bail!(
-                    "--node {} is given twice\n  give each node a name of its own",
-                    it.name
-                );
-            }
-            let mut node = part(&machine, it, boxes)?;
-            node.gpus = gpus.by_ref().take(it.gpus).cloned().collect();
-            Ok(node)
-        })
-        .collect()
+    let nodes = boxes.iter().map(|it| {
+        let mut node = part(&machine, it, boxes);
+        node.gpus = gpus.by_ref().take(it.gpus).cloned().collect();
+        node
+    });
+    Ok(nodes.collect())
 }
 
-fn check_gpus(machine: &NodeProfileStatus, boxes: &[BoxArg]) -> anyhow::Result<()> {
-    let has = machine.gpus.len();
+fn check_names(boxes: &[BoxArg]) -> anyhow::Result<()> {
+    for (n, it) in boxes.iter().enumerate() {
+        if boxes[..n].iter().any(|other| other.name == it.name) {
+            bail!(
+                "--node {} is given twice\n  give each node a name of its own",
+                it.name
+            );
+        }
+    }
+    Ok(())
+}
+
+fn check_memory(boxes: &[BoxArg], has_bytes: u64, which: &str) -> anyhow::Result<()> {
+    let asked = boxes.iter().map(|it| it.memory_bytes);
+    let asked = asked.fold(0, u64::saturating_add);
+    if asked > has_bytes {
+        bail!(
+            "--node asks for {} of memory in all, and this machine has {} {which}\n  give the nodes less",
+            format_bytes(asked),
+            format_bytes(has_bytes)
+        );
+    }
+    Ok(())
+}
+
+fn check_cpus(it: &BoxArg, has: &[u32]) -> anyhow::Result<()> {
+    let mut cpus = it.cpus.iter().flatten();
+    if let Some(cpu) = cpus.find(|cpu| !has.contains(cpu)) {
+        bail!(
+            "--node {} has CPU {cpu}, and this machine has no such CPU\n  see: lscpu --extended",
+            it.name
+        );
+    }
+    Ok(())
+}
+
+fn check_gpus(boxes: &[BoxArg], has: usize, are_virtual: bool) -> anyhow::Result<()> {
     let asked = boxes
         .iter()
         .map(|it| it.gpus)
         .fold(0, usize::saturating_add);
     if asked > has {
         bail!(
-            "--node asks for {asked} GPUs in all, and this machine has {has}\n  give the nodes fewer, or try virtual ones: --virtual-device virtual:memory=1Gi,count={asked}"
+            "--node asks for {asked} GPU{} in all, and this machine has {has}\n  give the nodes fewer, or try virtual ones: --virtual-device virtual:memory=1Gi,count={asked}",
+            if asked == 1 { "" } else { "s" }
         );
     }
-    if asked == 0 && machine.gpus.iter().any(|gpu| gpu.virtual_device.is_some()) {
+    if asked == 0 && are_virtual {
         bail!(
             "--virtual-device has no effect: no --node has it\n  say which one does, as in attic:memory=2Gi,gpus=1"
         );
@@ -141,25 +207,12 @@ fn check_gpus(machine: &NodeProfileStatus, boxes: &[BoxArg]) -> anyhow::Result<(
     Ok(())
 }
 
-fn part(
-    machine: &NodeProfileStatus,
-    it: &BoxArg,
-    boxes: &[BoxArg],
-) -> anyhow::Result<NodeProfileStatus> {
+fn part(machine: &NodeProfileStatus, it: &BoxArg, boxes: &[BoxArg]) -> NodeProfileStatus {
     let mut node = machine.clone();
     node.node.clone_from(&it.name);
     // It is said once.
     node.busy_percent = node.busy_percent.filter(|_| it == &boxes[0]);
     if let Some(cpus) = &it.cpus {
-        let missing = cpus
-            .iter()
-            .find(|cpu| machine.cpus.iter().all(|has| has.id != **cpu));
-        if let Some(cpu) = missing {
-            bail!(
-                "--node {} has CPU {cpu}, and this machine has no such CPU\n  see: lscpu --extended",
-                it.name
-            );
-        }
         node.cpus.retain(|cpu| cpus.contains(&cpu.id));
         for numa in &mut node.numa_nodes {
             numa.cpus.retain(|cpu| cpus.contains(cpu));
@@ -187,12 +240,12 @@ fn part(
             rtt_us,
         })
         .collect();
-    Ok(node)
+    node
 }
 
 #[cfg(test)]
 mod tests {
-    use hearth_crds::{CpuProfile, GpuProfile};
+    use hearth_crds::CpuProfile;
 
     use super::*;
 
@@ -280,11 +333,36 @@ mod tests {
             (&["attic:memory=1Gi,gpus=all"], "gpus is \"all\""),
             (&["attic:memory=1Gi,gpus=1"], "this machine has 0"),
             (&["attic:disk=2"], "disk is not known"),
+            (&["attic:memory=1Gi,gpu=1"], "gpu is not known"),
+            (
+                &["attic:memory=1Gi,memory=2Gi"],
+                "memory is given twice, 1Gi and 2Gi",
+            ),
+            (&["attic:memory=1Gi,cpus=0,cpus=1"], "cpus is given twice"),
             (&["a:memory=1Gi", "a:memory=1Gi"], "given twice"),
             (&["a:memory=7Gi", "b:memory=7Gi"], "8 GiB free"),
         ] {
             let error = nodes(texts).expect_err(words).to_string();
             assert!(error.contains(words), "{error}");
         }
+    }
+    #[test]
+    fn what_is_certain_is_refused_before_the_machine_is_measured() {
+        let device = Some("virtual:memory=1Gi,count=2");
+        for (texts, device, words) in [
+            (&["a:memory=1Mi", "a:memory=1Mi"][..], None, "given twice"),
+            (&["a:memory=1Mi,cpus=4095"], None, "no such CPU"),
+            (&["a:memory=99999Gi"], None, "this machine has"),
+            (&["a:memory=1Mi,gpus=3"], device, "this machine has 2"),
+            (&["a:memory=1Mi"], device, "--virtual-device has no effect"),
+        ] {
+            let boxes: Result<Vec<BoxArg>, _> = texts.iter().map(|text| text.parse()).collect();
+            let error = check(&boxes.expect("nodes"), device).expect_err(words);
+            assert!(error.to_string().contains(words), "{error}");
+        }
+        let boxes = ["a:memory=1Mi,cpus=0,gpus=2".parse().expect("a node")];
+        check(&boxes, device).expect("what there is");
+        check(&boxes, None).expect("GPUs that are not known yet");
+        check(&[], device).expect("the machine itself");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
@@ -38,8 +38,8 @@ const DOWNLOADING: &str = "downloading";
 
 /// What is fetched, and what opens it.
 pub(crate) enum Wanted<'a> {
-    /// An archive behind a URL.
-    Archive(&'a HttpSource),
+    /// An archive or files behind URLs.
+    Http(&'a HttpSource),
     /// A repository of the hub. `has_token` says whether the environment's credentials open it.
     Repository {
         repo: &'a str,
@@ -60,7 +60,7 @@ pub(crate) fn wanted<'a>(
         if let Some(secret) = &http.secret_ref {
             check_credentials(&secret.name, environment)?;
         }
-        return Ok(Some(Wanted::Archive(http)));
+        return Ok(Some(Wanted::Http(http)));
     }
     let Some(hub) = &source.hugging_face else {
         return Ok(None);
@@ -88,13 +88,22 @@ pub(crate) fn fetch(
     const TOOL: &str = "fetch";
     let program = worker::program(environment)?;
     let mut command = Command::new(&program);
-    command.args([TOOL, "--json"]);
+    command.args([TOOL, "--json"]).stdin(Stdio::null());
+    let mut list = None;
     match wanted {
-        Wanted::Archive(http) => {
-            command
-                .args(["--sha256", &http.sha256])
-                // Arguments are visible to every user of the machine, and a URL may contain credentials.
-                .env("HEARTH_MODEL_URL", &http.url);
+        Wanted::Http(http) => {
+            // Arguments are visible to every user of the machine, and a URL may contain credentials.
+            if http.files.is_empty() {
+                command
+                    .args(["--sha256", &http.sha256])
+                    .env("HEARTH_MODEL_URL", &http.url);
+            } else {
+                list = Some(serde_json::to_vec(&http.files)?);
+                command
+                    .args(["--files", "-"])
+                    .env_remove("HEARTH_MODEL_URL")
+                    .stdin(Stdio::piped());
+            }
             if http.secret_ref.is_some() {
                 command.arg("--credentials");
             }
@@ -118,11 +127,14 @@ pub(crate) fn fetch(
     let mut child = command
         .arg("--into")
         .arg(cache(environment)?)
-        .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .with_context(|| format!("{} cannot be run", program.display()))?;
+    if let (Some(list), Some(mut input)) = (list, child.stdin.take()) {
+        // A worker that has ended before it read all says why.
+        let _ = input.write_all(&list);
+    }
     let mut screen = Screen {
         name,
         steps,

@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use hearth_crds::{
     GpuProfile, InferenceDeployment, InferencePlanSpec, ModelFacts, NodeProfileStatus, PlanRole,
-    Target,
+    Strategy, Target,
 };
 use hearth_planner::{CpuOffer, GpuOffer, PlanInput};
 use serde::Deserialize;
@@ -59,6 +59,14 @@ impl Prepared {
             self.plan.generation,
             table::headline(&self.plan)
         ));
+        let is_ring = self.plan.ranks_of(PlanRole::Stage).next().is_some();
+        if self.deployment.spec.strategy == Strategy::PipedRing && !is_ring {
+            self.plan
+                .why
+                .iter()
+                .take(1)
+                .for_each(|why| self.steps.detail(why));
+        }
         for line in table::ranks(&self.plan).lines() {
             self.steps.detail(line);
         }
@@ -185,6 +193,7 @@ fn plan_without(
     lost_gpus: &BTreeMap<String, String>,
 ) -> anyhow::Result<Planned> {
     say_valid(deployment, steps);
+    boxes::check(&machine.nodes, machine.virtual_device.as_deref())?;
     let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
     let mut profile = measure(&directory, state, machine, environment, steps)?;
     for gpu in &mut profile.gpus {
@@ -273,7 +282,7 @@ fn measure(
     let started = jiff::Timestamp::now();
     let mut busy = steps.busy("measuring this machine");
     let kept = state.profile();
-    let mut arguments = ["profile", "--json", "--progress", "--keep"]
+    let mut arguments = ["profile", "--json", "--progress", "--with-parent", "--keep"]
         .map(OsStr::new)
         .to_vec();
     arguments.push(kept.as_os_str());

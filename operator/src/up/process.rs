@@ -18,6 +18,8 @@ use tokio::time::Instant;
 
 /// Silence after which a hung process is considered lost and is killed.
 const SILENCE: Duration = Duration::from_secs(20);
+/// Silence of a process that does not serve yet after which that is said; it may still go on.
+const LATE: Duration = Duration::from_secs(10);
 /// Exit code of a worker that rejects its arguments.
 const USAGE: i32 = 2;
 
@@ -52,6 +54,8 @@ pub(crate) enum ProcessEventKind {
     Loading(u32),
     /// It is ready to serve.
     Ready,
+    /// It does not serve yet, and has not reported for [`LATE`].
+    Late,
     /// It has read prompts whose experts were streamed.
     Streamed(StreamedPrompts),
     /// It has stopped reporting (true), or reports again.
@@ -183,7 +187,7 @@ async fn follow(
         .take()
         .map(|stdout| BufReader::new(stdout).lines());
     let mut ready_at: Option<Instant> = None;
-    let (mut is_silent, mut is_ended) = (false, false);
+    let (mut is_silent, mut is_late, mut is_ended) = (false, false, false);
     let mut heard = Instant::now();
     loop {
         let line = async {
@@ -204,6 +208,10 @@ async fn follow(
             () = tokio::time::sleep_until(heard + HUNG_AFTER), if ready_at.is_some() && !is_silent => {
                 is_silent = true;
                 tell(ProcessEventKind::Hung(true));
+            }
+            () = tokio::time::sleep_until(heard + LATE), if ready_at.is_none() && !is_late => {
+                is_late = true;
+                tell(ProcessEventKind::Late);
             }
             () = tokio::time::sleep_until(heard + SILENCE), if ready_at.is_some() && !is_ended => {
                 is_ended = true;
@@ -226,7 +234,10 @@ async fn follow(
                     }
                     Some(WorkerReport::CutOff { answers }) => tell(ProcessEventKind::CutOff(answers)),
                     Some(WorkerReport::Streamed(streamed)) => tell(ProcessEventKind::Streamed(streamed)),
-                    Some(WorkerReport::Loading { percent }) => tell(ProcessEventKind::Loading(percent)),
+                    Some(WorkerReport::Loading { percent }) => {
+                        heard = Instant::now();
+                        tell(ProcessEventKind::Loading(percent));
+                    }
                     Some(WorkerReport::Unhealthy) => tell(ProcessEventKind::Unhealthy(true)),
                     Some(WorkerReport::Healthy) => tell(ProcessEventKind::Unhealthy(false)),
                     Some(WorkerReport::Draining) | None => {}
@@ -264,4 +275,33 @@ fn last_error(path: &Path, start: u64) -> Option<String> {
     let mut error = LastError::default();
     text.lines().for_each(|line| error.hear(line));
     error.words()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The clock goes on while nothing happens.
+    #[tokio::test(start_paused = true)]
+    async fn a_process_that_neither_serves_nor_reports_is_late_once() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let spec = ProcessSpec {
+            rank: "stage-1".to_owned(),
+            program: "/bin/sleep".into(),
+            arguments: vec!["600".to_owned()],
+            log: directory.path().join("stage-1.log"),
+        };
+        let (sender, mut events) = mpsc::unbounded_channel();
+        let (want, wanted) = watch::channel(Wanted::Running);
+        let begin = Instant::now();
+        let kept = tokio::spawn(keep(spec, sender, wanted));
+        let mut next = async || events.recv().await.map(|event| event.kind);
+        assert!(matches!(next().await, Some(ProcessEventKind::Started(_))));
+        assert!(matches!(next().await, Some(ProcessEventKind::Late)));
+        assert!(begin.elapsed() >= LATE && begin.elapsed() < 2 * LATE);
+        assert!(tokio::time::timeout(10 * LATE, next()).await.is_err());
+        want.send_replace(Wanted::Killed);
+        assert!(matches!(next().await, Some(ProcessEventKind::Stopped)));
+        kept.await.expect("its end");
+    }
 }

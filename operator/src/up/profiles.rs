@@ -38,6 +38,9 @@ fn parse(text: &str, nodes: &mut Nodes) -> anyhow::Result<()> {
     for document in serde_norway::Deserializer::from_str(text.trim_start_matches('\u{feff}')) {
         let document = Value::deserialize(document)?;
         let items = match document.get("items") {
+            Some(Value::Array(items)) if items.is_empty() => {
+                bail!("its list of profiles is empty: no node was measured yet")
+            }
             Some(Value::Array(items)) => items.clone(),
             Some(_) => bail!("items is not a list"),
             None => vec![document],
@@ -60,6 +63,9 @@ fn parse(text: &str, nodes: &mut Nodes) -> anyhow::Result<()> {
 
 /// The status of a NodeProfile, or a status alone.
 fn profile(mut item: Value) -> anyhow::Result<NodeProfileStatus> {
+    if !item.is_object() {
+        bail!("it holds a list or a single value where a profile is expected");
+    }
     let kind = item.get("kind").and_then(Value::as_str).map(str::to_owned);
     let name = item.pointer("/metadata/name").and_then(Value::as_str);
     let name = name.unwrap_or("without a name").to_owned();
@@ -70,8 +76,16 @@ fn profile(mut item: Value) -> anyhow::Result<NodeProfileStatus> {
         Some(other) => bail!("{other} {name} is not a NodeProfile"),
         None => item,
     };
-    let node: NodeProfileStatus =
-        serde_json::from_value(status).with_context(|| format!("profile {name}"))?;
+    let named = status.get("node").and_then(Value::as_str);
+    let named = named.filter(|node| !node.is_empty());
+    let name = named.map_or(name, str::to_owned);
+    let node: NodeProfileStatus = serde_path_to_error::deserialize(status).map_err(|error| {
+        let at = match error.path().to_string().as_str() {
+            "." => String::new(),
+            field => format!("{field}: "),
+        };
+        anyhow::anyhow!("profile {name}: {at}{}", error.into_inner())
+    })?;
     if node.node.is_empty() {
         bail!("profile {name} does not say its node");
     }
@@ -132,6 +146,12 @@ mod tests {
             (twice.to_string(), "attic is there twice"),
             (String::new(), "no document"),
             ("items: 3".to_owned(), "not a list"),
+            ("items: []".to_owned(), "its list of profiles is empty"),
+            ("[]".to_owned(), "where a profile is expected"),
+            (
+                "{node: attic, memory: {totalBytes: lots}}".to_owned(),
+                "profile attic: memory.totalBytes: invalid type: string \"lots\"",
+            ),
             ("node: ''".to_owned(), "profile without a name"),
             ("{".to_owned(), ""),
         ] {

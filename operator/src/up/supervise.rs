@@ -2,6 +2,7 @@
 
 mod reach;
 mod replan;
+mod tell;
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -15,6 +16,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
 use self::replan::LostDevice;
+use self::tell::ready;
 use super::hint::Hint;
 use super::prepare::Prepared;
 use super::process::{self, ProcessEvent, ProcessEventKind, ProcessSpec, Wanted};
@@ -165,9 +167,7 @@ impl Deployment {
             }
         };
         if let Err(reached) = reached {
-            let text = format!(
-                "the gateway reaches {reached} so far; prompts are read without the others"
-            );
+            let text = format!("the gateway reaches {reached}");
             let steps = &self.prepared.steps;
             self.spinner.suspend(|| steps.warn(&text));
         }
@@ -223,10 +223,17 @@ impl Deployment {
             ProcessEventKind::Ready => {
                 process.ready = true;
                 self.failed_starts.remove(&rank);
-                self.spinner.say(format!("{rank} is ready"));
+                let text = ready(&rank, &self.running.processes);
+                self.spinner.say(text);
                 if had_died && self.running.ready {
                     self.prepared.steps.done(&format!("{rank} serves again"));
                 }
+            }
+            ProcessEventKind::Late => {
+                if had_died {
+                    self.tell_late(&rank);
+                }
+                return Ok(());
             }
             ProcessEventKind::Streamed(streamed) => {
                 let words = format!("{rank} read {streamed}");
@@ -274,28 +281,6 @@ impl Deployment {
         }
         self.publish();
         Ok(())
-    }
-
-    /// Reports that a process has stopped reporting, or reports again.
-    fn tell_hung(&self, rank: &str, is_hung: bool) {
-        let steps = &self.prepared.steps;
-        self.spinner.suspend(|| match is_hung {
-            true => steps.warn(&format!("{rank} says nothing: it hangs")),
-            false => steps.done(&format!("{rank} serves again")),
-        });
-    }
-
-    /// Reports that a process's engine has failed, or has recovered.
-    fn tell_failed(&self, rank: &str, has_failed: bool) {
-        let steps = &self.prepared.steps;
-        let log = self.prepared.directory.log(rank);
-        self.spinner.suspend(|| match has_failed {
-            true => steps.warn(&format!(
-                "{rank} takes no requests: its engine has failed; its log: {}",
-                log.display()
-            )),
-            false => steps.done(&format!("{rank} serves again")),
-        });
     }
 
     /// Reports a death; a repeated reason only once.

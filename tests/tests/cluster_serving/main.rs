@@ -123,6 +123,7 @@ fn autoscalers_change_numbers_within_bounds() {
     zero::an_autoscaler_ends_and_starts_workers(&cluster);
     zero::two_deployments_take_turns_on_one_node(&cluster);
     scaling::of_prefill_workers(&cluster);
+    scaling::by_the_load(&cluster);
 }
 
 #[test]

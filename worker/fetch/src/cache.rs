@@ -45,9 +45,12 @@ pub struct About {
     /// The commit, of a repository.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commit: Option<String>,
-    /// SHA-256 of the archive, of one.
+    /// SHA-256 of the archive, of one, or of a list of files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
+    /// Of a list of files: whether every deployment that names it may have it. Of others the key says so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub for_all: bool,
     /// When its files were verified, in seconds since 1970; `None` if an earlier version fetched it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verified_at_s: Option<u64>,
@@ -509,6 +512,7 @@ mod tests {
             source: "a/b@main".to_owned(),
             commit: Some("c".repeat(40)),
             sha256: None,
+            for_all: false,
             verified_at_s: Some(1),
         };
         cache.note_about(&key('a'), &about).unwrap();

@@ -13,22 +13,22 @@ use crate::answer::{Failure, content_range, facts, refusal};
 use crate::connection::Clients;
 use crate::digest::sha256_of;
 use crate::line::{Here, Line, Tried};
-use crate::need::Need;
+use crate::need::{FilesToCome, Need};
 use crate::part::{FileFacts, Part};
 use crate::place::Remote;
 use crate::progress::Reporter;
 use crate::room::Room;
-use crate::unpack::{HEAD_BYTES, is_archive};
+use crate::unpack::{HEAD_BYTES, is_of_model};
 use crate::{FaultOrigin, FetchError, Phase};
 
 /// Maximum number of pieces that wait for the disk.
 pub(crate) const CHANNEL_PIECES: usize = 32;
 
-/// Completes the part of an archive and checks its SHA-256.
+/// Completes the part of an archive, or of a listed file, whose server the requester chose, and checks its SHA-256.
 ///
 /// # Errors
 /// The errors of [`crate::fetch`] that network, server, disk and checksum cause.
-pub(crate) async fn archive(
+pub(crate) async fn chosen(
     remote: &Remote,
     room: &Arc<Room>,
     part: Part,
@@ -46,7 +46,7 @@ pub(crate) async fn archive(
     };
     let error = match complete(&line, room, remote, part).await {
         Ok(part) => {
-            // A caller that knows the checksum knows the archive.
+            // A caller that knows the checksum knows the file.
             reporter.hide(false);
             return Ok(part);
         }
@@ -186,9 +186,9 @@ impl Download<'_> {
             .line
             .request(here(&part, self.remote), idle_since)
             .await;
-        // An archive's length reveals nothing about the network; another answer's may, and the head of an archive says
-        // nothing about the bytes with which another server continues.
-        let is_told = part.facts().is_of_one(&guard.asked()) && part.is_archive();
+        // The length of an archive, or of weights, reveals nothing about the network; another answer's may, and the head of an
+        // archive says nothing about the bytes with which another server continues.
+        let is_told = part.facts().is_of_one(&guard.asked()) && part.is_of_model();
         reporter.hide(guard.keeps_back() && !is_told);
         let response = match answer {
             Ok(response) => response,
@@ -327,7 +327,7 @@ impl Download<'_> {
         while let Some(piece) = self.line.piece(&mut response, bytes, total_bytes).await? {
             if bytes < HEAD_BYTES as u64 && here_bytes == 0 {
                 head.extend_from_slice(&piece);
-                let is_told = is_archive(&head);
+                let is_told = is_of_model(&head);
                 self.line
                     .reporter
                     .hide(self.line.guard.keeps_back() && !is_told);
@@ -359,17 +359,28 @@ impl Download<'_> {
         }
     }
 
-    /// Makes room for the rest of the archive and for its files. A repository's files are their own place, and room was
-    /// made for all of them.
+    /// Makes room for the rest of the archive and for its files, or for the rest of a listed file. Of a repository, room was made
+    /// for all files.
     async fn make_room(
         &self,
         (here_bytes, discarded_bytes, total_bytes): (u64, u64, Option<u64>),
     ) -> Result<(), FetchError> {
-        let Some(total_bytes) = total_bytes.filter(|_| self.remote.is_archive()) else {
+        let Some(total_bytes) = total_bytes.filter(|_| self.remote.known_bytes.is_none()) else {
             return Ok(());
         };
-        // Weights hardly compress; any excess is noticed while unpacking.
         let missing_bytes = total_bytes.saturating_sub(here_bytes);
+        if !self.remote.is_archive {
+            let what = format!("{} MiB to fetch of a file", missing_bytes.div_ceil(1 << 20));
+            let cache = &self.room.cache;
+            let need = Need::of_files(FilesToCome {
+                sum_bytes: total_bytes,
+                longest_bytes: total_bytes,
+                part_bytes: here_bytes.saturating_add(discarded_bytes),
+                are_copied: cache.copies_to_models(),
+            });
+            return Room::make_soon(self.room, need, what).await;
+        }
+        // Weights hardly compress; any excess is noticed while unpacking.
         let what = format!(
             "{} MiB to fetch of the archive, {} MiB for its files",
             missing_bytes.div_ceil(1 << 20),
@@ -466,13 +477,13 @@ fn verify(remote: &Remote, part: Part) -> Result<Part, FetchError> {
         remote.place.shown.clone(),
         remote.digest.digits().to_owned(),
     );
-    Err(match remote.is_archive() {
-        true => FetchError::Mismatch {
+    Err(match remote.place.hub {
+        None => FetchError::Mismatch {
             url,
             expected,
             found,
         },
-        false => FetchError::Altered {
+        Some(_) => FetchError::Altered {
             url,
             expected,
             found,

@@ -19,11 +19,21 @@ pub enum FetchError {
     },
     /// The value is not a SHA-256.
     #[error(
-        "sha256 is {sha256:?}\n  write the 64 hexadecimal digits that sha256sum prints for the archive"
+        "sha256 is {sha256:?}\n  write the 64 hexadecimal digits that sha256sum prints for the file"
     )]
     Checksum {
         /// The value as given.
         sha256: String,
+    },
+    /// The path is not one of a model's file.
+    #[error(
+        "path is {path:?}: {reason}\n  write a path such as config.json, of letters, digits and ._-, for each file another one"
+    )]
+    FilePath {
+        /// The value as given, or the last part of the URL.
+        path: String,
+        /// Reason that it was rejected.
+        reason: &'static str,
     },
     /// The name is not that of a repository.
     #[error(
@@ -199,9 +209,9 @@ pub enum FetchError {
         /// Kind of address that it is.
         why: &'static str,
     },
-    /// A non-public server gave something other than the archive, or nothing: all of these failures look alike.
+    /// A non-public server gave something other than the archive or file, or nothing: all of these failures look alike.
     #[error(
-        "{url} did not yield the archive with the sha256 {sha256}: its address is not public, or it is reached through a proxy, so the details are only in the log of this node's agent\n  check the URL, the checksum, that the server lets this node read the file, and that the node's disk has room for it"
+        "{url} did not yield the file with the sha256 {sha256}: its address is not public, or it is reached through a proxy, so the details are only in the log of this node's agent\n  check the URL, the checksum, that the server lets this node read the file, and that the node's disk has room for it"
     )]
     KeptBack {
         /// URL without secrets.
@@ -239,7 +249,7 @@ pub enum FetchError {
     },
     /// A file with another checksum than the requested one.
     #[error(
-        "{url} has the sha256\n  {found}, not\n  {expected}: the download was removed\n  check that the sha256 is that of the archive behind the URL"
+        "{url} has the sha256\n  {found}, not\n  {expected}: the download was removed\n  check that the sha256 is that of the file behind the URL"
     )]
     Mismatch {
         /// URL without secrets.
@@ -373,6 +383,7 @@ impl FetchError {
         match self {
             Self::Url { .. }
             | Self::Checksum { .. }
+            | Self::FilePath { .. }
             | Self::Repository { .. }
             | Self::Revision { .. }
             | Self::Endpoint { .. }

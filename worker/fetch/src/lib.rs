@@ -1,11 +1,12 @@
-//! Fetches a model into a directory on this machine: an archive behind a URL, or a repository of a hub.
+//! Fetches a model into a directory on this machine: an archive behind a URL, a list of files behind URLs, or a repository of a hub.
 //!
 //! [`fetch`] downloads the archive (resuming where an earlier try stopped), verifies its SHA-256, unpacks it and puts
-//! the directory in place by one rename: a directory in the cache is complete or absent. Of a repository it downloads
-//! the files that are needed, of the commit that the revision stands for, each verified against the hub's list.
+//! the directory in place by one rename: a directory in the cache is complete or absent. Of a list it downloads the files that are
+//! needed, each verified by its SHA-256; of a repository those of the commit that the revision stands for, each verified against
+//! the hub's list.
 //! Processes that want the same model wait for the one that fetches it.
 //!
-//! - [`Source`]: the archive or repository to fetch, its credentials, and its [`Key`] in the cache.
+//! - [`Source`]: the archive, files or repository to fetch, its credentials, and its [`Key`] in the cache.
 //! - [`AddressPolicy`]: the addresses that may be fetched from.
 //! - [`Egress`]: the proxies and the further certificate authorities on the way there.
 //! - [`Cache`]: the directory of models and parts; [`Cache::retain`] removes what is no longer wanted, [`Cache::stored`]
@@ -21,12 +22,12 @@
 //! **Invariants**
 //! - Nothing in an archive is unpacked before its checksum has been verified.
 //! - No entry of an archive reaches outside the model's directory: links become hard links to files in it.
-//! - Nothing of a repository reaches the model's directory before its checksum has been verified, and no name in the
-//!   hub's list leads out of it.
+//! - Nothing of a repository or a list reaches the model's directory before its checksum has been verified, and no name in the
+//!   list leads out of it.
 //! - Credentials go to the source's own server, and to none that it redirects to.
 //! - A proxy is asked for nothing that is this machine's own or, where addresses are limited, the cluster's.
 //! - Where addresses are limited, nothing about a non-public server that the requester chose is disclosed before the checksum holds: neither in
-//!   messages, nor in sizes (except of an archive that comes from a single server), nor by the time a failure takes.
+//!   messages, nor in sizes (except of an archive, or of weights, that come from a single server), nor by the time a failure takes.
 //! - Other nodes are given the files of one complete model, and only those that a fetch asks for.
 //! - A model that somebody holds, that is pinned or that its owner wants is never removed to make room for another.
 //! - A server can neither make this machine hold more than it announced nor fill its disk.
@@ -36,6 +37,7 @@
 mod address_policy;
 mod answer;
 mod cache;
+mod collect;
 mod connection;
 mod digest;
 mod directory;
@@ -43,6 +45,7 @@ mod disks;
 mod download;
 mod egress;
 mod error;
+mod files;
 mod giver;
 mod hold;
 mod line;
@@ -197,9 +200,9 @@ pub async fn fetch(
         parts_reserve_bytes,
     });
     let reporter = Arc::new(Reporter::new(observer));
-    let is_archive = matches!(source.origin(), Origin::Archive { .. });
-    // The size stays hidden until the server is known to be public, or the file to be an archive.
-    reporter.hide(is_archive && options.address_policy.is_limited());
+    let is_chosen = !matches!(source.origin(), Origin::Repository(_));
+    // The size stays hidden until the server is known to be public, or the file to be an archive or weights.
+    reporter.hide(is_chosen && options.address_policy.is_limited());
     let lock = Arc::new(wait_for_lock(cache, &key, &reporter).await?);
     if let Some(directory) = cache.model(&key) {
         lock.remove();
@@ -209,6 +212,20 @@ pub async fn fetch(
         Origin::Archive { url, sha256 } => {
             let remote = source.archive(url, sha256);
             fetch_archive(&remote, sha256, &room, &reporter, lock).await
+        }
+        Origin::Files {
+            files, revision, ..
+        } => {
+            let fetch = files::Fetch {
+                source,
+                files,
+                revision,
+                cache,
+                room: &room,
+                reporter: &reporter,
+                lock,
+            };
+            fetch.run().await
         }
         Origin::Repository(hub) => {
             let fetch = Fetch {
@@ -245,11 +262,12 @@ async fn fetch_archive(
         let lock = Arc::clone(&lock);
         let whose = Whose {
             digest: remote.digest.clone(),
+            is_one_of_several: false,
             whole_bytes: None,
         };
         blocking(move || Part::open(&cache, &key, whose, lock, &reporter)).await?
     };
-    let part = download::archive(remote, room, part, reporter).await?;
+    let part = download::chosen(remote, room, part, reporter).await?;
     let unpacking = unpack::Unpacking {
         shown: remote.place.shown.clone(),
         sha256: sha256.to_owned(),
@@ -262,6 +280,7 @@ async fn fetch_archive(
         source: unpacking.shown.clone(),
         commit: None,
         sha256: Some(unpacking.sha256.clone()),
+        for_all: false,
         verified_at_s: verified_now(),
     };
     let (cache, reporter) = (cache.clone(), Arc::clone(reporter));

@@ -1,4 +1,4 @@
-//! The list of a repository's files, and those of them that are needed to serve the model.
+//! The list of a repository's files, or one that somebody wrote, and those of them that are needed to serve the model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -9,13 +9,13 @@ use serde::Deserialize;
 use crate::answer::{Failure, refusal};
 use crate::digest::Digest;
 use crate::line::{Here, Line, Tried};
-use crate::source::is_commit;
+use crate::source::{ListedFile, is_commit};
 use crate::{FetchError, Phase};
 
 /// Maximum size of the list: some ten thousand files.
 const MAX_LISTING_BYTES: usize = 32 << 20;
 /// Maximum size of the index of weights, as when it is read for serving.
-const MAX_INDEX_BYTES: u64 = 64 << 20;
+pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Maximum length of a file's name.
 pub(crate) const MAX_NAME_BYTES: usize = 255;
 
@@ -34,23 +34,28 @@ const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 const ENDING: &str = ".safetensors";
 
+/// Remedy for a list of files without a model.
+pub(crate) const LIST_REMEDY: &str = "list all files of the model: config.json, the tokenizer, and the weights as safetensors with their index";
+
 /// A file of the repository.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HubFile {
     /// Its path in the repository, one of a few known ones or a plain name.
     pub(crate) path: String,
+    /// Its length; 0 in a list that does not tell.
     pub(crate) bytes: u64,
     pub(crate) digest: Digest,
 }
 
-/// A repository's files at one commit.
+/// A repository's files at one commit, or those of a list.
 #[derive(Debug)]
 pub(crate) struct Listing {
     /// Repository and revision, for errors.
     shown: String,
     /// URL, for errors.
     url: String,
-    pub(crate) commit: String,
+    /// Remedy for whatever a list lacks; `None` for a repository, where it depends.
+    remedy: Option<&'static str>,
     siblings: BTreeMap<String, Sibling>,
 }
 
@@ -84,11 +89,11 @@ struct Index {
 }
 
 impl Listing {
-    /// Asks the hub for the list. `shown` is repository and revision.
+    /// Asks the hub for the list, and returns it with its commit. `shown` is repository and revision.
     ///
     /// # Errors
     /// The errors of [`crate::fetch`] that network and server cause.
-    pub(crate) async fn ask(line: &Line<'_>, shown: &str) -> Result<Self, FetchError> {
+    pub(crate) async fn ask(line: &Line<'_>, shown: &str) -> Result<(Self, String), FetchError> {
         let mut tried = Tried {
             failures: 0,
             idle_since: Instant::now(),
@@ -107,7 +112,29 @@ impl Listing {
         }
     }
 
-    fn read(body: &[u8], shown: &str, url: &str) -> Result<Self, FetchError> {
+    /// The files of a list, whose sizes nobody knows: they count as 0. `shown` is where they are.
+    pub(crate) fn of_files(shown: String, files: &[ListedFile]) -> Self {
+        let sibling = |file: &ListedFile| Sibling {
+            rfilename: file.path.clone(),
+            size: None,
+            blob_id: None,
+            lfs: Some(Lfs {
+                sha256: file.sha256.clone(),
+                size: 0,
+            }),
+        };
+        Self {
+            url: shown.clone(),
+            shown,
+            remedy: Some(LIST_REMEDY),
+            siblings: files
+                .iter()
+                .map(|file| (file.path.clone(), sibling(file)))
+                .collect(),
+        }
+    }
+
+    fn read(body: &[u8], shown: &str, url: &str) -> Result<(Self, String), FetchError> {
         let refused = |reason: String| FetchError::Listing {
             url: url.to_owned(),
             reason: short(&reason),
@@ -118,14 +145,15 @@ impl Listing {
             return Err(refused("its sha is not the name of a commit".to_owned()));
         }
         let named = siblings.into_iter();
-        Ok(Self {
+        let listing = Self {
             shown: shown.to_owned(),
             url: url.to_owned(),
-            commit: sha,
+            remedy: None,
             siblings: named
                 .map(|sibling| (sibling.rfilename.clone(), sibling))
                 .collect(),
-        })
+        };
+        Ok((listing, sha))
     }
 
     /// The index of the weights, if they are named by one: a single file needs none.
@@ -152,12 +180,7 @@ impl Listing {
         index: Option<&[u8]>,
         max_files: u64,
     ) -> Result<Vec<HubFile>, FetchError> {
-        if !self.siblings.contains_key(CONFIG) {
-            return Err(self.no_model(
-                format!("{CONFIG} is not in it"),
-                "name a repository with a model's config.json and its weights as safetensors",
-            ));
-        }
+        self.check_config()?;
         let weights = match index {
             Some(index) => self.shards(index)?,
             None => BTreeSet::from([self.only_weights()?]),
@@ -170,6 +193,20 @@ impl Listing {
             return Err(self.refused(format!("more than {max_files} files are needed")));
         }
         names.into_iter().map(|name| self.file(name)).collect()
+    }
+
+    /// Checks that it may be a model's.
+    ///
+    /// # Errors
+    /// [`FetchError::NotAModel`].
+    pub(crate) fn check_config(&self) -> Result<(), FetchError> {
+        match self.siblings.contains_key(CONFIG) {
+            true => Ok(()),
+            false => Err(self.no_model(
+                format!("{CONFIG} is not in it"),
+                "name a repository with a model's config.json and its weights as safetensors",
+            )),
+        }
     }
 
     /// The files that the index names.
@@ -260,11 +297,12 @@ impl Listing {
         }
     }
 
+    /// `remedy` is for a repository.
     fn no_model(&self, reason: String, remedy: &'static str) -> FetchError {
         FetchError::NotAModel {
             repo: self.shown.clone(),
             reason: short(&reason),
-            remedy,
+            remedy: self.remedy.unwrap_or(remedy),
         }
     }
 }
@@ -343,7 +381,8 @@ mod tests {
             })
             .collect();
         let answer = serde_json::json!({"sha": "c".repeat(40), "siblings": siblings});
-        Listing::read(answer.to_string().as_bytes(), "a/b@main", "http://hub").unwrap()
+        let read = Listing::read(answer.to_string().as_bytes(), "a/b@main", "http://hub");
+        read.unwrap().0
     }
 
     fn names(files: &[HubFile]) -> Vec<&str> {
@@ -461,7 +500,7 @@ mod tests {
             r#"{{"sha": "{}", "siblings": [{{"rfilename": "config.json"}}, {{"rfilename": "model.safetensors"}}]}}"#,
             "c".repeat(40)
         );
-        let bare = Listing::read(body.as_bytes(), "a/b@main", "http://hub").unwrap();
+        let (bare, _) = Listing::read(body.as_bytes(), "a/b@main", "http://hub").unwrap();
         let error = bare.needed(None, 100).unwrap_err().to_string();
         assert!(
             error.contains("no size and checksum of config.json") && error.contains("blobs=true"),

@@ -13,6 +13,15 @@ pub(crate) struct Lock {
     file: File,
 }
 
+/// What a fetch of several files is going to write, so that others leave it the room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Promise {
+    /// Bytes of all files.
+    pub(crate) whole_bytes: u64,
+    /// Bytes of the longest that is still to come.
+    pub(crate) longest_bytes: u64,
+}
+
 impl Lock {
     /// Takes the lock; `None` if another process or handle holds it.
     ///
@@ -53,13 +62,13 @@ impl Lock {
             .is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
     }
 
-    /// Tells others how many bytes the fetch that holds the lock is going to have written at its end.
+    /// Tells others what the fetch that holds the lock is going to write.
     ///
     /// # Errors
     /// [`FetchError::Cache`] if the file cannot be written.
-    pub(crate) fn promise(&self, bytes: u64) -> Result<(), FetchError> {
+    pub(crate) fn promise(&self, promise: Promise) -> Result<(), FetchError> {
         // At one length, so that a reader sees all digits or none.
-        let text = format!("{bytes:020}");
+        let text = format!("{:020} {:020}", promise.whole_bytes, promise.longest_bytes);
         let written = self.file.write_all_at(text.as_bytes(), 0);
         written.map_err(FetchError::in_cache(&self.path))
     }
@@ -72,9 +81,15 @@ impl Lock {
     }
 
     /// What the holder of a lock has promised; `None` if it has not, or nobody holds it.
-    pub(crate) fn promised(path: &Path) -> Option<u64> {
+    pub(crate) fn promised(path: &Path) -> Option<Promise> {
         let text = fs::read_to_string(path).ok()?;
-        text.parse().ok().filter(|_| Self::is_held(path))
+        // Earlier versions wrote the first number alone.
+        let (whole, longest) = text.split_once(' ').unwrap_or((&text, "0"));
+        let promise = Promise {
+            whole_bytes: whole.parse().ok()?,
+            longest_bytes: longest.parse().ok()?,
+        };
+        Self::is_held(path).then_some(promise)
     }
 
     /// Removes the file: from then on, others lock a new one.
@@ -97,15 +112,22 @@ mod tests {
         assert!(Lock::try_acquire(&path).unwrap().is_none());
         assert!(Lock::is_held(&path));
         assert_eq!(Lock::promised(&path), None);
-        first.promise(70_000).unwrap();
-        assert_eq!(Lock::promised(&path), Some(70_000));
+        let promise = Promise {
+            whole_bytes: 70_000,
+            longest_bytes: 40_000,
+        };
+        first.promise(promise).unwrap();
+        assert_eq!(Lock::promised(&path), Some(promise));
+        fs::write(&path, format!("{:020}", 70_000)).unwrap();
+        let whole = Lock::promised(&path).map(|it| it.whole_bytes);
+        assert_eq!(whole, Some(70_000), "an earlier version's");
         first.remove();
         assert!(!Lock::is_held(&path));
         // The name is free again: a second lock is on another file.
         let second = Lock::try_acquire(&path).unwrap().unwrap();
         drop(first);
         assert!(Lock::try_acquire(&path).unwrap().is_none());
-        second.promise(1).unwrap();
+        second.promise(promise).unwrap();
         drop(second);
         assert_eq!(Lock::promised(&path), None);
         let _third = Lock::try_acquire(&path).unwrap().unwrap();

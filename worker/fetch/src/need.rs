@@ -10,8 +10,10 @@ use crate::{Cache, Owner};
 /// Bytes that are to be written. A disk of parts or of models is one that the cache has besides another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Need {
-    /// Bytes that the cache holds afterwards besides what it holds now: what the quota counts, and the disk if it has one.
-    pub(crate) held_bytes: u64,
+    /// Bytes that the cache holds afterwards besides what it holds now, which the quota counts.
+    pub(crate) quota_bytes: u64,
+    /// The most bytes that it holds on the way there besides what it holds now, where everything is on one disk.
+    pub(crate) disk_bytes: u64,
     /// Bytes on the disk of the parts; `None` if nothing is written there, and it may be full.
     pub(crate) parts_bytes: Option<u64>,
     /// Bytes on the disk of the models; `None` likewise.
@@ -22,7 +24,8 @@ impl Need {
     /// Of a part that grows by these bytes.
     pub(crate) fn of_part(bytes: u64) -> Self {
         Self {
-            held_bytes: bytes,
+            quota_bytes: bytes,
+            disk_bytes: bytes,
             parts_bytes: Some(bytes),
             models_bytes: None,
         }
@@ -31,17 +34,33 @@ impl Need {
     /// Of these bytes of files that are unpacked from a part.
     pub(crate) fn of_unpacked(bytes: u64) -> Self {
         Self {
-            held_bytes: bytes,
+            quota_bytes: bytes,
+            disk_bytes: bytes,
             parts_bytes: None,
             models_bytes: Some(bytes),
         }
     }
 
-    /// Of a part that is copied to its model on another disk: it was counted, and goes at once.
+    /// Of a part that is copied to its model: it was counted, and goes at once, but for a while there are both.
     pub(crate) fn of_copy(bytes: u64) -> Self {
         Self {
-            held_bytes: 0,
+            quota_bytes: 0,
             ..Self::of_unpacked(bytes)
+        }
+    }
+
+    /// Of a model's files, which become parts one after another, and then files of the model.
+    pub(crate) fn of_files(files: FilesToCome) -> Self {
+        let missing_bytes = files.sum_bytes.saturating_sub(files.part_bytes);
+        let copy_bytes = match files.are_copied {
+            true => files.longest_bytes,
+            false => 0,
+        };
+        Self {
+            quota_bytes: missing_bytes,
+            disk_bytes: missing_bytes.saturating_add(copy_bytes),
+            parts_bytes: Some(files.longest_bytes.saturating_sub(files.part_bytes)),
+            models_bytes: Some(files.sum_bytes),
         }
     }
 
@@ -52,11 +71,25 @@ impl Need {
             (one, other) => one.or(other),
         };
         Self {
-            held_bytes: self.held_bytes.saturating_add(other.held_bytes),
+            quota_bytes: self.quota_bytes.saturating_add(other.quota_bytes),
+            disk_bytes: self.disk_bytes.saturating_add(other.disk_bytes),
             parts_bytes: sum(self.parts_bytes, other.parts_bytes),
             models_bytes: sum(self.models_bytes, other.models_bytes),
         }
     }
+}
+
+/// Files that are still to come to a model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FilesToCome {
+    /// Bytes of all of them.
+    pub(crate) sum_bytes: u64,
+    /// Bytes of the longest.
+    pub(crate) longest_bytes: u64,
+    /// Bytes that are here as a part.
+    pub(crate) part_bytes: u64,
+    /// Whether a part is copied to the model ([`Cache::copies_to_models`]).
+    pub(crate) are_copied: bool,
 }
 
 /// What a limit is of.
@@ -82,7 +115,8 @@ impl Scope {
     /// How much of the need counts against the limit; `None` if that does not matter to it.
     pub(crate) fn bytes_needed(self, need: Need) -> Option<u64> {
         match self {
-            Self::Quota | Self::Disk => Some(need.held_bytes),
+            Self::Quota => Some(need.quota_bytes),
+            Self::Disk => Some(need.disk_bytes),
             Self::DiskOfModels => need.models_bytes,
             Self::DiskOfParts => need.parts_bytes,
         }
@@ -192,5 +226,32 @@ pub(crate) fn choose<'a>(
     match missing.into_iter().max_by_key(|(_, bytes)| *bytes) {
         Some((limit, bytes)) if bytes > 0 => Err(limit),
         _ => Ok(chosen),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_takes_room_on_its_disk_and_nothing_of_the_quota() {
+        let needs = |scope: Scope, need: Need| scope.bytes_needed(need);
+        let copy = Need::of_copy(7);
+        assert_eq!(needs(Scope::Quota, copy), Some(0));
+        assert_eq!(needs(Scope::Disk, copy), Some(7));
+        assert_eq!(needs(Scope::DiskOfModels, copy), Some(7));
+        assert_eq!(needs(Scope::DiskOfParts, copy), None);
+        for (are_copied, disk_bytes) in [(false, 90), (true, 130)] {
+            let files = Need::of_files(FilesToCome {
+                sum_bytes: 100,
+                longest_bytes: 40,
+                part_bytes: 10,
+                are_copied,
+            });
+            assert_eq!(needs(Scope::Quota, files), Some(90));
+            assert_eq!(needs(Scope::Disk, files), Some(disk_bytes));
+            assert_eq!(needs(Scope::DiskOfModels, files), Some(100));
+            assert_eq!(needs(Scope::DiskOfParts, files), Some(30));
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! The downloaded part of an archive or of a repository's file, and the file that it belongs to.
+//! The downloaded part of an archive, or of one of a model's files, and the file that it belongs to.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -14,10 +14,10 @@ use crate::cache::remove_file;
 use crate::digest::{Digest, Hasher};
 use crate::directory::{FILE_MODE, bytes_below, set_mode};
 use crate::lock::Lock;
-use crate::need::Need;
+use crate::need::{FilesToCome, Need};
 use crate::progress::Reporter;
 use crate::room::Room;
-use crate::unpack::{HEAD_BYTES, is_archive};
+use crate::unpack::{HEAD_BYTES, is_of_model};
 use crate::{Cache, FetchError, Key, Phase};
 
 /// Bytes read at a time.
@@ -57,16 +57,18 @@ pub(crate) struct FileFacts {
 #[derive(Clone, Debug)]
 pub(crate) struct Whose {
     pub(crate) digest: Digest,
-    /// Bytes of all the model's files; `None` if this is the only one.
+    /// Whether others are fetched for the model too.
+    pub(crate) is_one_of_several: bool,
+    /// Bytes of all of them; `None` if that is not known, or this is the only one.
     pub(crate) whole_bytes: Option<u64>,
 }
 
 impl Whose {
     /// The checksum as a part's facts name it. The key of an archive says as much, and earlier versions wrote none.
     fn named(&self) -> &str {
-        match self.whole_bytes {
-            Some(_) => self.digest.digits(),
-            None => "",
+        match self.is_one_of_several {
+            true => self.digest.digits(),
+            false => "",
         }
     }
 }
@@ -240,12 +242,12 @@ impl Part {
         self.hasher.digits()
     }
 
-    /// Whether the bytes begin like an archive.
-    pub(crate) fn is_archive(&self) -> bool {
+    /// Whether the bytes begin like an archive or like weights.
+    pub(crate) fn is_of_model(&self) -> bool {
         let mut head = Vec::new();
         let read = File::open(&self.path)
             .and_then(|file| file.take(HEAD_BYTES as u64).read_to_end(&mut head));
-        read.is_ok() && is_archive(&head)
+        read.is_ok() && is_of_model(&head)
     }
 
     /// Opens a reader at the start of the bytes.
@@ -356,21 +358,31 @@ pub(crate) fn seen(cache: &Cache, key: &Key) -> (u64, Option<u64>) {
 /// What a fetch of this model still has to write, as far as it or its server told.
 pub(crate) fn promised(cache: &Cache, key: &Key) -> Need {
     let facts = read_facts(&cache.part_facts(key)).unwrap_or_default();
-    let whole_bytes = Lock::promised(&cache.lock_file(key)).or(facts.whole_bytes);
+    let promise = Lock::promised(&cache.lock_file(key));
+    let whole_bytes = promise.map(|it| it.whole_bytes).or(facts.whole_bytes);
     // In this order: a part that becomes a file meanwhile counts in neither, which keeps too much room, and not in both.
     let files_bytes = bytes_below(&cache.unpacking(key));
     let part_bytes = cache.part_bytes(key);
     let total_bytes = facts.total_bytes.unwrap_or_default();
-    let of_part = Need::of_part(total_bytes.saturating_sub(part_bytes));
-    let missing_bytes = |bytes: u64| Need::of_unpacked(bytes.saturating_sub(files_bytes));
     match whole_bytes {
-        // Its parts become its files, one by one.
-        Some(whole_bytes) => Need {
-            held_bytes: whole_bytes.saturating_sub(files_bytes.saturating_add(part_bytes)),
-            ..of_part.and(missing_bytes(whole_bytes))
-        },
+        Some(whole_bytes) => Need::of_files(FilesToCome {
+            sum_bytes: whole_bytes.saturating_sub(files_bytes),
+            longest_bytes: promise.map_or(0, |it| it.longest_bytes).max(total_bytes),
+            part_bytes,
+            are_copied: cache.copies_to_models(),
+        }),
+        // Of a list whose length nobody knows: the file that is arriving.
+        None if !facts.digest.is_empty() => Need::of_files(FilesToCome {
+            sum_bytes: total_bytes,
+            longest_bytes: total_bytes,
+            part_bytes,
+            are_copied: cache.copies_to_models(),
+        }),
         // An archive's files are written beside it.
-        None => of_part.and(missing_bytes(total_bytes)),
+        None => {
+            let of_part = Need::of_part(total_bytes.saturating_sub(part_bytes));
+            of_part.and(Need::of_unpacked(total_bytes.saturating_sub(files_bytes)))
+        }
     }
 }
 
@@ -381,6 +393,7 @@ fn read_facts(path: &Path) -> Option<FileFacts> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lock::Promise;
 
     const KEY: &str = "0123456789abcdef0123456789abcdef";
 
@@ -389,6 +402,7 @@ mod tests {
         let lock = Lock::try_acquire(&cache.lock_file(&key)).unwrap().unwrap();
         let whose = Whose {
             digest: Digest::Sha256(String::new()),
+            is_one_of_several: false,
             whole_bytes: None,
         };
         let reporter = Reporter::new(Arc::new(|_| {}));
@@ -429,21 +443,34 @@ mod tests {
         let cache = Cache::new(directory.path());
         cache.create().unwrap();
         let key = Key::parse(KEY).unwrap();
-        assert_eq!(promised(&cache, &key).held_bytes, 0);
+        assert_eq!(promised(&cache, &key).quota_bytes, 0);
         let mut part = open(&cache);
         part.restart(facts(11)).unwrap();
         part.append(b"hello ").unwrap();
-        let need = |held_bytes, parts, models| Need {
-            held_bytes,
+        let need = |bytes, parts, models| Need {
+            quota_bytes: bytes,
+            disk_bytes: bytes,
             parts_bytes: Some(parts),
             models_bytes: Some(models),
         };
         // An archive stays until all of it is unpacked; a repository's file becomes one of the model's.
         assert_eq!(promised(&cache, &key), need(16, 5, 11));
-        part._lock.promise(100).unwrap();
+        let promise = |longest_bytes| {
+            let whole_bytes = 100;
+            let promise = Promise {
+                whole_bytes,
+                longest_bytes,
+            };
+            part._lock.promise(promise).unwrap();
+        };
+        promise(11);
         assert_eq!(promised(&cache, &key), need(94, 5, 100));
+        // One that comes later is longer.
+        promise(60);
+        assert_eq!(promised(&cache, &key), need(94, 54, 100));
         fs::create_dir(cache.unpacking(&key)).unwrap();
         fs::write(cache.unpacking(&key).join("config.json"), [0; 70]).unwrap();
+        promise(11);
         assert_eq!(promised(&cache, &key), need(24, 5, 30));
     }
 

@@ -36,11 +36,6 @@ pub(crate) struct Remote {
     pub(crate) digest: Digest,
     /// Its length in bytes, where that is known before any server is asked for it: of a file of a repository.
     pub(crate) known_bytes: Option<u64>,
-}
-
-impl Remote {
     /// Whether it is an archive, which is still to be unpacked.
-    pub(crate) fn is_archive(&self) -> bool {
-        self.place.hub.is_none()
-    }
+    pub(crate) is_archive: bool,
 }

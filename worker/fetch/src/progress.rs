@@ -150,7 +150,8 @@ impl Reporter {
             }
             progress = Progress {
                 phase,
-                bytes: 0,
+                // Those of the files that are verified.
+                bytes: state.among.map_or(0, |(before_bytes, _)| before_bytes),
                 total_bytes: None,
                 bytes_per_second: 0,
                 from_node: None,

@@ -3,32 +3,25 @@
 //! Files are verified one by one and collected in a directory beside the model's place; the last step renames it. A
 //! later fetch checks what an earlier one collected and goes on from there.
 
-use std::collections::BTreeSet;
-use std::fs::{self, File};
-use std::io::Read;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use crate::address_policy::Guard;
-use crate::cache::{About, remove_directory, remove_file};
+use crate::cache::About;
+use crate::collect::{self, Collected, keep_only};
 use crate::connection::Clients;
-use crate::digest::Digest;
-use crate::directory::{make_directory, put};
 use crate::download;
 use crate::line::Line;
 use crate::listing::{HubFile, INDEX, Listing};
-use crate::lock::Lock;
-use crate::need::Need;
+use crate::lock::{Lock, Promise};
+use crate::need::{FilesToCome, Need};
 use crate::part::{Part, Whose};
 use crate::place::{HubPlace, Place, Remote};
 use crate::progress::Reporter;
 use crate::room::Room;
 use crate::source::Repository;
-use crate::{Cache, Credentials, FetchError, Key, Phase, blocking, verified_now};
-
-/// Bytes read at a time.
-const CHUNK_BYTES: usize = 1 << 20;
+use crate::{Cache, Credentials, FetchError, Key, blocking, verified_now};
 
 /// The fetch of one repository.
 pub(crate) struct Fetch<'a> {
@@ -61,27 +54,18 @@ impl Fetch<'_> {
         let clients = Clients::new(&place, &self.room.options, &guard)?;
         let shared = Shared { clients, guard };
         let line = self.line(&place, &shared);
-        let listing = Listing::ask(&line, &self.shown).await?;
-        if !self.hub.is_of(&listing.commit) {
-            let reason = format!(
-                "it is of commit {}, which was not asked for",
-                listing.commit
-            );
+        let (listing, commit) = Listing::ask(&line, &self.shown).await?;
+        if !self.hub.is_of(&commit) {
+            let reason = format!("it is of commit {commit}, which was not asked for");
             return Err(listing.refused(reason));
         }
         let temporary = self.cache.unpacking(&self.key);
-        let made = temporary.clone();
-        blocking(move || match made.is_dir() {
-            true => Ok(()),
-            false => make_directory(&made),
-        })
-        .await?;
+        collect::begin(&temporary).await?;
         let index = match listing.index()? {
             Some(index) => {
                 // Only the index tells what there is besides.
                 self.reporter.go_on_after(0, None);
-                self.bring(&shared, &listing.commit, &index, index.bytes)
-                    .await?;
+                self.bring(&shared, &commit, &index, index.bytes).await?;
                 let path = temporary.join(INDEX);
                 let read = move || fs::read(&path).map_err(FetchError::in_cache(&path));
                 Some(blocking(read).await?)
@@ -90,21 +74,32 @@ impl Fetch<'_> {
         };
         let files = listing.needed(index.as_deref(), self.room.options.max_entries)?;
         let whole_bytes = listing.sum_bytes(&files)?;
-        self.make_room(&temporary, &files, whole_bytes).await?;
+        let missing = self.make_room(&temporary, &files, whole_bytes).await?;
         let mut before_bytes = 0;
-        for file in &files {
+        for (at, file) in files.iter().enumerate() {
+            self.lock.promise(Promise {
+                whole_bytes,
+                longest_bytes: longest_of(&missing[at..]),
+            })?;
             self.reporter.go_on_after(before_bytes, Some(whole_bytes));
-            self.bring(&shared, &listing.commit, file, whole_bytes)
-                .await?;
+            self.bring(&shared, &commit, file, whole_bytes).await?;
             before_bytes += file.bytes;
         }
         let about = About {
             source: self.shown.clone(),
-            commit: Some(listing.commit.clone()),
+            commit: Some(commit),
             sha256: None,
+            for_all: false,
             verified_at_s: verified_now(),
         };
-        self.finish(temporary, &files, about).await
+        let collected = Collected {
+            cache: self.cache.clone(),
+            key: self.key.clone(),
+            names: files.iter().map(|file| PathBuf::from(&file.path)).collect(),
+            about,
+            lock: self.lock,
+        };
+        collected.put().await
     }
 
     /// Brings one file into the directory, unless it is there. A file that arrives altered is fetched once more from its
@@ -123,7 +118,8 @@ impl Fetch<'_> {
             Arc::clone(self.reporter),
         );
         let bytes = file.bytes;
-        if blocking(move || is_there(&path, bytes, &digest, &reporter)).await? {
+        let there = move || collect::there(&path, Some(bytes), &digest, &reporter);
+        if blocking(there).await?.is_some() {
             return Ok(());
         }
         let remote = Remote {
@@ -131,14 +127,11 @@ impl Fetch<'_> {
             key: self.key.clone(),
             digest: file.digest.clone(),
             known_bytes: Some(file.bytes),
+            is_archive: false,
         };
         // Others fill the disk, too.
         let what = format!("{} MiB of {}", bytes.div_ceil(1 << 20), file.path);
-        let missing_bytes = bytes.saturating_sub(self.cache.part_bytes(&self.key));
-        let need = Need {
-            models_bytes: Some(bytes),
-            ..Need::of_part(missing_bytes)
-        };
+        let need = Need::of_files(self.to_come(&[bytes]));
         Room::make_soon(self.room, need, what).await?;
         let line = self.line(&remote.place, shared);
         let part = self.begun(file, whole_bytes, &remote).await?;
@@ -187,6 +180,7 @@ impl Fetch<'_> {
     async fn part(&self, file: &HubFile, whole_bytes: u64) -> Result<Part, FetchError> {
         let whose = Whose {
             digest: file.digest.clone(),
+            is_one_of_several: true,
             whole_bytes: Some(whole_bytes),
         };
         let (cache, key) = (self.cache.clone(), self.key.clone());
@@ -194,13 +188,23 @@ impl Fetch<'_> {
         blocking(move || Part::open(&cache, &key, whose, lock, &reporter)).await
     }
 
-    /// Makes room for what is missing of the files.
+    /// What is to come of files with these lengths in bytes.
+    fn to_come(&self, missing: &[u64]) -> FilesToCome {
+        FilesToCome {
+            sum_bytes: missing.iter().sum(),
+            longest_bytes: longest_of(missing),
+            part_bytes: self.cache.part_bytes(&self.key),
+            are_copied: self.cache.copies_to_models(),
+        }
+    }
+
+    /// Makes room for what is missing of the files, and returns how many bytes of each are: all or none.
     async fn make_room(
         &self,
         temporary: &Path,
         files: &[HubFile],
         whole_bytes: u64,
-    ) -> Result<(), FetchError> {
+    ) -> Result<Vec<u64>, FetchError> {
         // Files of another commit make room themselves.
         let names = files.iter().map(|file| PathBuf::from(&file.path)).collect();
         let earlier = temporary.to_owned();
@@ -210,53 +214,19 @@ impl Fetch<'_> {
         })
         .await?;
         let length = |path: PathBuf| fs::metadata(path).map_or(0, |metadata| metadata.len());
-        let is_missing = |file: &&HubFile| length(temporary.join(&file.path)) != file.bytes;
-        let missing = files.iter().filter(is_missing).map(|file| file.bytes);
-        let files_bytes: u64 = missing.clone().sum();
-        let longest_bytes = missing.max().unwrap_or_default();
-        let part_bytes = self.cache.part_bytes(&self.key);
-        let missing_bytes = files_bytes.saturating_sub(part_bytes);
-        let what = format!("{} MiB to fetch", missing_bytes.div_ceil(1 << 20));
-        let need = Need {
-            held_bytes: missing_bytes,
-            // One file after another is a part.
-            parts_bytes: Some(longest_bytes.saturating_sub(part_bytes)),
-            models_bytes: Some(files_bytes),
+        let missing_bytes = |file: &HubFile| match length(temporary.join(&file.path)) {
+            there if there == file.bytes => 0,
+            _ => file.bytes,
         };
-        Room::make_whole(self.room, &self.lock, (need, whole_bytes), what).await
-    }
-
-    /// Puts the directory in place, without what an earlier fetch of another commit left in it.
-    async fn finish(
-        self,
-        temporary: PathBuf,
-        files: &[HubFile],
-        about: About,
-    ) -> Result<PathBuf, FetchError> {
-        let names = files.iter().map(|file| PathBuf::from(&file.path)).collect();
-        let (cache, key) = (self.cache.clone(), self.key.clone());
-        let target = cache.directory(&key);
-        let lock = self.lock;
-        let commit = about.commit.clone();
-        blocking(move || {
-            keep_only(&temporary, Path::new(""), &names)?;
-            remove_file(&cache.part(&key))?;
-            remove_file(&cache.part_facts(&key))?;
-            cache.note_about(&key, &about)?;
-            // From here on its bytes are elsewhere.
-            lock.promise_nothing();
-            put(&temporary, &target)?;
-            cache.note_use(&key, SystemTime::now());
-            lock.remove();
-            tracing::info!(
-                model = about.source,
-                commit,
-                directory = %target.display(),
-                "model put in place"
-            );
-            Ok(target)
-        })
-        .await
+        let missing: Vec<u64> = files.iter().map(missing_bytes).collect();
+        let need = Need::of_files(self.to_come(&missing));
+        let what = format!("{} MiB to fetch", need.quota_bytes.div_ceil(1 << 20));
+        let promise = Promise {
+            whole_bytes,
+            longest_bytes: longest_of(&missing),
+        };
+        Room::make_whole(self.room, &self.lock, (need, promise), what).await?;
+        Ok(missing)
     }
 
     fn place(&self, url: reqwest::Url, file: Option<&str>) -> Place {
@@ -283,57 +253,7 @@ impl Fetch<'_> {
     }
 }
 
-/// Whether the file is there with the right bytes; removes another.
-fn is_there(
-    path: &Path,
-    bytes: u64,
-    digest: &Digest,
-    reporter: &Reporter,
-) -> Result<bool, FetchError> {
-    let Ok(metadata) = fs::symlink_metadata(path) else {
-        return Ok(false);
-    };
-    if metadata.is_dir() {
-        remove_directory(path)?;
-        return Ok(false);
-    }
-    let is_same = metadata.is_file() && metadata.len() == bytes && {
-        let mut hasher = digest.hasher();
-        let mut chunk = vec![0; CHUNK_BYTES];
-        let mut file = File::open(path).map_err(FetchError::in_cache(path))?;
-        let mut read_bytes = 0;
-        loop {
-            match file.read(&mut chunk).map_err(FetchError::in_cache(path))? {
-                0 => break hasher.digits() == digest.digits(),
-                read => {
-                    hasher.update(&chunk[..read]);
-                    read_bytes += read as u64;
-                    reporter.tell(Phase::Checking, read_bytes, Some(bytes));
-                }
-            }
-        }
-    };
-    if !is_same {
-        remove_file(path)?;
-    }
-    Ok(is_same)
-}
-
-/// Removes all files below `top` that are not named; `inside` is the path within it.
-fn keep_only(top: &Path, inside: &Path, names: &BTreeSet<PathBuf>) -> Result<(), FetchError> {
-    let directory = top.join(inside);
-    let failed = FetchError::in_cache(&directory);
-    for entry in fs::read_dir(&directory).map_err(&failed)? {
-        let entry = entry.map_err(&failed)?;
-        let path = inside.join(entry.file_name());
-        let is_directory = entry.file_type().map_err(&failed)?.is_dir();
-        let is_above = names.iter().any(|name| name.starts_with(&path));
-        match (is_directory, is_above) {
-            (true, true) => keep_only(top, &path, names)?,
-            (true, false) => remove_directory(&entry.path())?,
-            (false, _) if names.contains(&path) => {}
-            (false, _) => remove_file(&entry.path())?,
-        }
-    }
-    Ok(())
+/// The most bytes; 0 of none.
+fn longest_of(files: &[u64]) -> u64 {
+    files.iter().copied().max().unwrap_or_default()
 }

@@ -12,7 +12,7 @@ use hearth_crds::format_bytes;
 
 use crate::cache::Removal;
 use crate::error::free_bytes;
-use crate::lock::Lock;
+use crate::lock::{Lock, Promise};
 use crate::need::{Limit, Need, Scope, choose};
 use crate::{Cache, FetchError, FetchOptions, Key, blocking};
 
@@ -236,14 +236,14 @@ impl Room {
     fn make_and_promise(
         &self,
         lock: &Lock,
-        (need, whole_bytes): (Need, u64),
+        (need, promise): (Need, Promise),
         what: &str,
         now: SystemTime,
     ) -> Result<(), FetchError> {
         self.cache.forget_removed(&self.key)?;
         let turn = self.turn()?;
         let made = self.make_in_turn(need, what, now);
-        let made = made.and_then(|()| lock.promise(whole_bytes));
+        let made = made.and_then(|()| lock.promise(promise));
         turn.remove();
         made
     }
@@ -255,7 +255,7 @@ impl Room {
     pub(crate) async fn make_whole(
         room: &Arc<Self>,
         lock: &Arc<Lock>,
-        need: (Need, u64),
+        need: (Need, Promise),
         what: String,
     ) -> Result<(), FetchError> {
         let (room, lock) = (Arc::clone(room), Arc::clone(lock));
@@ -443,8 +443,12 @@ mod tests {
         };
         let path = cache.lock_file(&key('a'));
         let lock = Lock::try_acquire(&path).unwrap().unwrap();
-        let made =
-            room('a').make_and_promise(&lock, (Need::of_part(800), 800), "it", SystemTime::now());
+        let promise = Promise {
+            whole_bytes: 800,
+            longest_bytes: 700,
+        };
+        let need = (Need::of_part(800), promise);
+        let made = room('a').make_and_promise(&lock, need, "it", SystemTime::now());
         made.unwrap();
         assert!(!makes(300) && makes(200), "nothing of it has arrived");
         let unpacking = cache.unpacking(&key('a'));

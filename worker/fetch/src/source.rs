@@ -1,8 +1,12 @@
-//! The archive or the repository to fetch, and the key that it is kept under.
+//! The archive, the files or the repository to fetch, and the key that it is kept under.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
-use hearth_crds::{HUB_REVISION, STORE_KEY_DIGITS, hub_store_key, shown_url};
+use hearth_crds::{
+    HUB_REVISION, HttpFile, HttpSource, STORE_KEY_DIGITS, files_revision, files_store_key,
+    hub_store_key, shown_files, shown_url,
+};
 use reqwest::Url;
 
 use crate::FetchError;
@@ -19,12 +23,14 @@ const MAX_REVISION_BYTES: usize = 128;
 /// Digits of a commit.
 const COMMIT_DIGITS: usize = 40;
 
-/// What a model is fetched from: an archive at a URL, or a repository of a hub.
+/// What a model is fetched from: an archive at a URL, files at URLs, or a repository of a hub.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Source {
     origin: Origin,
     key: Key,
     credentials: Option<Credentials>,
+    /// See [`Source::for_all`].
+    is_for_all: bool,
 }
 
 #[derive(Clone, PartialEq, Eq)]
@@ -34,7 +40,25 @@ pub(crate) enum Origin {
         url: Url,
         sha256: String,
     },
+    /// A model's files.
+    Files {
+        files: Vec<ListedFile>,
+        /// SHA-256 of the list.
+        revision: String,
+        /// Where they are, without secrets.
+        shown: String,
+    },
     Repository(Repository),
+}
+
+/// A file of a list.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct ListedFile {
+    pub(crate) url: Url,
+    /// The checksum that it must have.
+    pub(crate) sha256: String,
+    /// Its path in the model's directory.
+    pub(crate) path: String,
 }
 
 /// A repository of a hub that speaks the protocol of the Hugging Face Hub.
@@ -86,18 +110,53 @@ impl Source {
     /// # Errors
     /// [`FetchError::Url`] if it is not an http or https URL, [`FetchError::Checksum`] if it is not a SHA-256.
     pub fn new(url: &str, sha256: &str) -> Result<Self, FetchError> {
-        let sha256 = sha256.trim().to_ascii_lowercase();
-        if sha256.len() != SHA256_DIGITS || !is_hex(&sha256) {
-            return Err(FetchError::Checksum { sha256 });
-        }
-        let url = parsed(url).map_err(|reason| FetchError::Url {
-            url: shown_url(url),
-            reason,
-        })?;
+        let (url, sha256) = (valid_url(url)?, valid_sha256(sha256)?);
         Ok(Self {
             key: Key(sha256[..KEY_DIGITS].to_owned()),
             origin: Origin::Archive { url, sha256 },
             credentials: None,
+            is_for_all: false,
+        })
+    }
+
+    /// Validates a list of a model's files. What is fetched are those of them that serving needs.
+    ///
+    /// # Errors
+    /// [`FetchError::Url`] and [`FetchError::Checksum`] as for an archive; [`FetchError::FilePath`] if a path is none within
+    /// the model's directory, or that of two files.
+    pub fn of_files(source: &HttpSource) -> Result<Self, FetchError> {
+        let mut paths = BTreeSet::new();
+        let listed = |file: &HttpFile| {
+            let path = file.path();
+            let refused = |reason| FetchError::FilePath {
+                path: path.to_owned(),
+                reason,
+            };
+            if !file.has_plain_path() {
+                return Err(refused("it is no path of a model's file"));
+            }
+            if !paths.insert(path.to_owned()) {
+                return Err(refused("two files have it"));
+            }
+            Ok(ListedFile {
+                url: valid_url(&file.url)?,
+                sha256: valid_sha256(&file.sha256)?,
+                path: path.to_owned(),
+            })
+        };
+        let files = source.files.iter().map(listed);
+        let files: Vec<ListedFile> = files.collect::<Result<_, _>>()?;
+        let first = files.first().map(|file| file.url.as_str());
+        Ok(Self {
+            origin: Origin::Files {
+                revision: files_revision(&source.files),
+                // As it was parsed: the text may have what a terminal obeys.
+                shown: shown_files(first.unwrap_or_default(), files.len()),
+                files,
+            },
+            key: Key(files_store_key(&source.files, "")),
+            credentials: None,
+            is_for_all: false,
         })
     }
 
@@ -141,6 +200,7 @@ impl Source {
                 commit: None,
             }),
             credentials: None,
+            is_for_all: false,
         })
     }
 
@@ -166,6 +226,20 @@ impl Source {
         Self { key, ..self }
     }
 
+    /// The same source, for every deployment that names it: nothing secret opens it.
+    #[must_use]
+    pub fn for_all(self) -> Self {
+        Self {
+            is_for_all: true,
+            ..self
+        }
+    }
+
+    /// Whether it is for every deployment that names it ([`Source::for_all`]).
+    pub fn is_for_all(&self) -> bool {
+        self.is_for_all
+    }
+
     /// The same source with credentials, which are sent only to the URL's own server.
     #[must_use]
     pub fn opened_by(self, credentials: Credentials) -> Self {
@@ -180,18 +254,20 @@ impl Source {
         self.key.clone()
     }
 
-    /// Checksum of an archive, 64 lower-case hexadecimal digits; `None` of a repository, whose files have one each.
+    /// Checksum of an archive, 64 lower-case hexadecimal digits; `None` of files and a repository, whose files have one each.
     pub fn sha256(&self) -> Option<&str> {
         match &self.origin {
             Origin::Archive { sha256, .. } => Some(sha256),
-            Origin::Repository(_) => None,
+            Origin::Files { .. } | Origin::Repository(_) => None,
         }
     }
 
-    /// The URL without user, password and query, which can hold secrets, or the repository with its revision.
+    /// The URL without user, password and query, which can hold secrets, that of the first file's directory, or the repository
+    /// with its revision.
     pub fn shown(&self) -> String {
         match &self.origin {
             Origin::Archive { url, .. } => shown_url(url.as_str()),
+            Origin::Files { shown, .. } => shown.clone(),
             Origin::Repository(hub) => format!("{}@{}", hub.repo, hub.revision),
         }
     }
@@ -222,15 +298,29 @@ impl Source {
     /// The archive as a file to download.
     pub(crate) fn archive(&self, url: &Url, sha256: &str) -> Remote {
         Remote {
+            is_archive: true,
+            ..self.file(url, Digest::Sha256(sha256.to_owned()))
+        }
+    }
+
+    /// One of the files of a list to download. Credentials are for the first one's server alone.
+    pub(crate) fn file(&self, url: &Url, digest: Digest) -> Remote {
+        let first = match &self.origin {
+            Origin::Files { files, .. } => files.first().map(|file| &file.url),
+            Origin::Archive { .. } | Origin::Repository(_) => None,
+        };
+        let is_for_it = first.is_none_or(|first| first.origin() == url.origin());
+        Remote {
             place: Place {
                 url: url.clone(),
-                shown: self.shown(),
-                credentials: self.credentials.clone(),
+                shown: shown_url(url.as_str()),
+                credentials: self.credentials.clone().filter(|_| is_for_it),
                 hub: None,
             },
             key: self.key(),
-            digest: Digest::Sha256(sha256.to_owned()),
+            digest,
             known_bytes: None,
+            is_archive: false,
         }
     }
 }
@@ -284,6 +374,21 @@ fn is_name(text: &str, marks: &str) -> bool {
     let mut bytes = text.bytes();
     bytes.next().is_some_and(is_plain)
         && bytes.all(|byte| is_plain(byte) || marks.bytes().any(|mark| mark == byte))
+}
+
+fn valid_url(url: &str) -> Result<Url, FetchError> {
+    parsed(url).map_err(|reason| FetchError::Url {
+        url: shown_url(url),
+        reason,
+    })
+}
+
+fn valid_sha256(sha256: &str) -> Result<String, FetchError> {
+    let sha256 = sha256.trim().to_ascii_lowercase();
+    match sha256.len() == SHA256_DIGITS && is_hex(&sha256) {
+        true => Ok(sha256),
+        false => Err(FetchError::Checksum { sha256 }),
+    }
 }
 
 /// Parses an http or https URL.

@@ -411,6 +411,13 @@ pub(crate) fn is_archive(head: &[u8]) -> bool {
     is_compressed || head.get(MAGIC_AT..HEAD_BYTES) == Some(b"ustar".as_slice())
 }
 
+/// Whether a file with these first bytes is an archive, or weights as safetensors: the length of their header, whose upper half
+/// is 0, and a brace.
+pub(crate) fn is_of_model(head: &[u8]) -> bool {
+    let is_weights = matches!(head, [_, _, _, _, 0, 0, 0, 0, b'{', ..]);
+    is_weights || is_archive(head)
+}
+
 impl Unpacking {
     /// Returns a reader of the tar inside the file, chosen by its first bytes.
     fn decoder<'a>(&self, mut file: Counted<'a>) -> Result<Box<dyn Read + 'a>, FetchError> {

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use hearth_crds::{HttpFile, HttpSource};
 use hearth_fetch::{
     AddressPolicy, Cache, Credentials, FaultOrigin, FetchError, FetchOptions, Key, Phase, Progress,
     Source, fetch,
@@ -426,4 +427,64 @@ async fn a_server_inside_without_ranges_that_breaks_is_tried_as_often_as_others(
     };
     fetched(&source, &options).await.unwrap();
     assert_eq!(server.seen().len(), cuts.len() + 1);
+}
+
+/// Of each file of a list as little is told as of an archive, and weights show how far they are.
+#[tokio::test]
+async fn a_list_reveals_no_more_than_an_archive() {
+    let config = b"{}".to_vec();
+    let mut weights = 2_u64.to_le_bytes().to_vec();
+    weights.extend(b"{}");
+    weights.extend(support::noise(600_000, 3));
+    let (small, large) = (
+        FileServer::start(config.clone()).await,
+        FileServer::start(weights.clone()).await,
+    );
+    let source = |weights_sha256: String| {
+        let file = |server: &FileServer, path: &str, sha256: String| HttpFile {
+            url: server.url(),
+            sha256,
+            path: Some(path.to_owned()),
+        };
+        Source::of_files(&HttpSource {
+            files: vec![
+                file(&small, "config.json", sha256(&config)),
+                file(&large, "model.safetensors", weights_sha256),
+            ],
+            ..HttpSource::default()
+        })
+        .unwrap()
+    };
+    let right = source(sha256(&weights));
+    small.faults([Fault::Status(404, Vec::new())]);
+    let words = told_of(&right, &inside("127.0.0.1/32")).await;
+    assert!(!words.contains("404"), "{words}");
+
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&seen);
+    let observer = move |progress: &Progress| sink.lock().unwrap().push(progress.clone());
+    let directory = TempDir::new().unwrap();
+    let cache = Cache::new(directory.path());
+    large.pace(Duration::from_millis(50));
+    let options = inside("127.0.0.1/32");
+    let fetched = fetch(&right, &cache, &options, Arc::new(observer)).await;
+    assert!(fetched.unwrap().join("model.safetensors").is_file());
+    let seen = seen.lock().unwrap();
+    let most = seen.iter().map(|progress| progress.bytes).max();
+    assert!(most > Some(100_000), "{seen:?}");
+
+    // A page of an internal server is no weights.
+    large.pace(Duration::ZERO);
+    large.replace(vec![b'x'; 600_000], None);
+    let wrong = source(sha256(b"something else"));
+    let directory = TempDir::new().unwrap();
+    let cache = Cache::new(directory.path());
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&seen);
+    let observer = move |progress: &Progress| sink.lock().unwrap().push(progress.clone());
+    let error = fetch(&wrong, &cache, &options, Arc::new(observer)).await;
+    let error = error.unwrap_err();
+    assert!(matches!(error, FetchError::KeptBack { .. }), "{error}");
+    let most = seen.lock().unwrap().iter().map(|it| it.bytes).max();
+    assert!(most <= Some(config.len() as u64), "{most:?}");
 }

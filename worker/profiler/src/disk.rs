@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -19,6 +20,9 @@ pub(crate) const MAX_BYTES: u64 = 256 << 20;
 pub(crate) const MAX_TIME: Duration = Duration::from_millis(400);
 /// Fewer bytes say nothing about a disk's speed.
 pub(crate) const MIN_BYTES: u64 = 1 << 20;
+/// Levels of directories below the given one, and files and directories of all of them, among which the largest files are sought.
+const MAX_DEPTH: usize = 3;
+const MAX_ENTRIES: usize = 10_000;
 const CHUNK_BYTES: usize = 4 << 20;
 /// Size of the file written for reading, and the free space required for it.
 const PROBE_BYTES: usize = 128 << 20;
@@ -46,14 +50,14 @@ pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
 }
 
 /// Measures the sequential read rate of the disk below `directory`, and the rate through the page cache where that lacks
-/// some of it, by reading its largest files or, with `probe`, a file written for this purpose if they are too small;
-/// returns `None`, with a warning, if there is nothing to read.
+/// some of it, by reading the largest files there and in up to [`MAX_DEPTH`] levels of directories or, with `probe`, a file written
+/// for this purpose if they are too small; returns `None`, with a warning, if there is nothing to read.
 pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<DiskProfile> {
     let disk = unmeasured(tree, directory)?;
     let shown = directory.display();
     let mut read_bytes = 0;
     let mut time = Duration::ZERO;
-    let mut files = largest_files(directory);
+    let mut files = largest_files(directory, MAX_DEPTH);
     for file in &files {
         if read_bytes >= MAX_BYTES || time >= MAX_TIME {
             break;
@@ -79,8 +83,12 @@ pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<Disk
         }
     }
     if read_bytes < MIN_BYTES || time.is_zero() {
+        let probe = match probe {
+            true => format!("free {} MiB there", PROBE_FREE_BYTES >> 20),
+            false => "let a file be written there for a moment (--probe-disk)".to_owned(),
+        };
         tree.warn(format!(
-            "{shown} has less than {} MiB to read: its disk is not measured",
+            "{shown} has less than {} MiB to read: its disk is not measured. Name a directory with a model's weights, or {probe}",
             MIN_BYTES >> 20
         ));
         return None;
@@ -97,7 +105,7 @@ pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<Disk
 /// Adds the size of the directory's files that are in the page cache: those need not be read, whichever process loaded
 /// them.
 pub(crate) fn with_cached(disk: DiskProfile) -> DiskProfile {
-    let files = largest_files(Path::new(&disk.path));
+    let files = largest_files(Path::new(&disk.path), 0);
     let cached: Option<u64> = files.iter().map(|file| cached_bytes(file)).sum();
     DiskProfile {
         cached_bytes: cached.filter(|_| !files.is_empty()),
@@ -194,18 +202,36 @@ fn nameless(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
-/// Regular files in a directory, largest first.
-fn largest_files(directory: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(directory) else {
-        return Vec::new();
-    };
-    let mut files: Vec<(u64, PathBuf)> = entries
-        .flatten()
-        // Model directories of a hub contain links into its cache: follow them.
-        .filter_map(|e| Some((std::fs::metadata(e.path()).ok()?, e.path())))
-        .filter(|(metadata, _)| metadata.is_file())
-        .map(|(metadata, path)| (metadata.len(), path))
-        .collect();
+/// Regular files in a directory and in `depth` levels of directories below it on the same file system, largest first. No more than
+/// [`MAX_ENTRIES`] entries are looked at, the nearest ones first.
+fn largest_files(directory: &Path, depth: usize) -> Vec<PathBuf> {
+    let device = |path: &Path| std::fs::metadata(path).ok().map(|it| it.dev());
+    let top = device(directory);
+    let mut files: Vec<(u64, PathBuf)> = Vec::new();
+    let mut level = vec![directory.to_owned()];
+    let mut left = MAX_ENTRIES;
+    for _ in 0..=depth {
+        let mut below = Vec::new();
+        for entry in level.iter().flat_map(std::fs::read_dir).flatten().flatten() {
+            let path = entry.path();
+            if left == 0 {
+                break;
+            }
+            left -= 1;
+            // A link to a directory may lead back.
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                below.push(path);
+                continue;
+            }
+            // Model directories of a hub contain links into its cache: follow them.
+            match std::fs::metadata(&path) {
+                Ok(metadata) if metadata.is_file() => files.push((metadata.len(), path)),
+                _ => {}
+            }
+        }
+        below.retain(|path| device(path) == top);
+        level = below;
+    }
     files.sort_unstable_by(|a, b| b.cmp(a));
     files.into_iter().map(|(_, path)| path).collect()
 }

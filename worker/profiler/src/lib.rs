@@ -257,6 +257,8 @@ fn facts(
         links: Vec::new(),
         busy_percent: None,
         reader_version: Some(READER_VERSION),
+        store: None,
+        models: Vec::new(),
         measured_at: rfc3339(options.measured_at.unwrap_or_else(SystemTime::now))?,
     })
 }

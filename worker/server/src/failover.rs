@@ -27,6 +27,8 @@ use crate::router::{AcquireError, Lease, Pin, PrefillLease, Route, Want, WorkerI
 
 /// First and longest pause between attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
+/// Longest time for which a request that waited keeps those that follow it to the same worker, until that has accepted it.
+const TURN: Duration = Duration::from_millis(200);
 /// Time by which a worker's deadline exceeds ours.
 const SLACK: Duration = Duration::from_secs(2);
 /// Maximum number of characters of an error text that are shown.
@@ -382,6 +384,7 @@ impl Attempt {
             decode: mut lease,
             prefill,
             reads_alone,
+            turn,
         } = match acquire(pool, job, want, progress.wait_until(job)).await {
             Ok(route) => route,
             Err(error) => {
@@ -401,9 +404,10 @@ impl Attempt {
         let span = job.call(&lease, progress.attempts);
         let request = job.request(progress, (&lease.pin, &span), (reader, reads_alone));
         let mut client = lease.worker.decode();
+        let call = turn.take(job.turn(), client.generate(request));
         let answer = tokio::select! {
             biased;
-            answer = timeout_at(job.deadline, client.generate(request)) => answer.map_err(|_| Failure::Fatal(progress.out_of_time())),
+            answer = timeout_at(job.deadline, call) => answer.map_err(|_| Failure::Fatal(progress.out_of_time())),
             () = lease.lost() => Err(hung(&lease.worker, "it stopped answering")),
         };
         let answer = answer
@@ -513,6 +517,15 @@ async fn lost(prefill: Option<&mut PrefillLease>) {
 }
 
 impl Job {
+    /// Longest time for which its call keeps those that follow it to the same worker. A worker compiles a grammar before it
+    /// accepts the call, for up to a second: such a call is sent in its turn, and not waited for.
+    fn turn(&self) -> Duration {
+        match self.grammar {
+            Some(_) => Duration::ZERO,
+            None => TURN,
+        }
+    }
+
     /// Starts the span of a call.
     fn call(&self, lease: &Lease, attempt: u32) -> Span {
         let span = self.span.call("hearth.v1.Decode/Generate");

@@ -12,6 +12,7 @@ use hearth_crds::{
 use hearth_transport::{Tls, TlsFiles, TlsNames};
 
 use super::binding::Binding;
+use crate::signals;
 
 /// Which place in which plan; shared by all roles.
 #[derive(Args)]
@@ -47,8 +48,7 @@ impl ProcessArgs {
     /// An error if the plan cannot be read, or the rank is not in it or has another role.
     pub(crate) fn find(&self, role: PlanRole) -> anyhow::Result<(InferencePlanSpec, PlanRank)> {
         if self.with_parent {
-            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
-                .context("the kernel cannot signal the parent's end")?;
+            signals::end_with_parent()?;
         }
         let plan = read_plan(&self.plan)?;
         let Some(rank) = plan.rank(&self.rank).cloned() else {

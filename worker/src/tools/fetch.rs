@@ -1,4 +1,4 @@
-//! `hearth-worker fetch`: fetches a model from an archive at a URL or a repository of a hub.
+//! `hearth-worker fetch`: fetches a model from an archive at a URL, a list of files, or a repository of a hub.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hearth_crds::{HUB_ENDPOINT, format_bytes, format_remaining};
+use hearth_crds::{HUB_ENDPOINT, HttpFile, HttpSource, format_bytes, format_remaining};
 use hearth_fetch::{Cache, Claim, Claims, Credentials, FetchOptions, Phase, Progress, Source};
 use serde::Serialize;
 
@@ -26,13 +26,16 @@ pub(crate) struct FetchArgs {
         value_name = "URL",
         env = "HEARTH_MODEL_URL",
         hide_env_values = true,
-        required_unless_present = "repo",
+        required_unless_present_any = ["repo", "files"],
         requires = "sha256"
     )]
     url: Option<String>,
     /// SHA-256 of the archive, as sha256sum prints it
-    #[arg(long, value_name = "HEX", conflicts_with = "repo")]
+    #[arg(long, value_name = "HEX", conflicts_with_all = ["repo", "files"])]
     sha256: Option<String>,
+    /// A file with a JSON list of the model's files instead of a URL: [{"url": URL, "sha256": HEX, "path": NAME}, ...]; - is standard input
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["url", "repo"])]
+    files: Option<PathBuf>,
     /// A repository of the Hugging Face Hub, or of its mirror in HF_ENDPOINT, instead of a URL
     #[arg(long, value_name = "OWNER/NAME", conflicts_with = "url")]
     repo: Option<String>,
@@ -134,14 +137,33 @@ fn options(args: &FetchArgs) -> FetchOptions {
 
 /// The source that the arguments name.
 fn source(args: &FetchArgs, environment: &Environment) -> anyhow::Result<Source> {
+    if let Some(path) = &args.files {
+        let files = listed(path).with_context(|| format!("--files is {}", path.display()))?;
+        return Ok(Source::of_files(&HttpSource {
+            files,
+            ..HttpSource::default()
+        })?);
+    }
     match (&args.repo, &args.url, &args.sha256) {
         (Some(repo), _, _) => {
             let endpoint = environment.hub_endpoint.as_deref().unwrap_or(HUB_ENDPOINT);
             Ok(Source::of_hub(endpoint, repo, args.revision.as_deref())?)
         }
         (None, Some(url), Some(sha256)) => Ok(Source::new(url, sha256)?),
-        _ => bail!("no source is named\n  write --url URL --sha256 HEX, or --repo OWNER/NAME"),
+        _ => bail!(
+            "no source is named\n  write --url URL --sha256 HEX, --files FILE, or --repo OWNER/NAME"
+        ),
     }
+}
+
+/// Reads a list of files.
+fn listed(path: &Path) -> anyhow::Result<Vec<HttpFile>> {
+    let text = match path == Path::new("-") {
+        true => std::io::read_to_string(std::io::stdin()),
+        false => std::fs::read_to_string(path),
+    };
+    serde_json::from_str(&text?)
+        .context("it is no list of files\n  write JSON: [{\"url\": URL, \"sha256\": HEX}, ...]")
 }
 
 /// Reads a hub's token from the environment: a user and password there are some other server's.

@@ -16,6 +16,7 @@ use crate::device::{DeviceOptions, OnDevice};
 use crate::device::{GpuOptions, KernelDirectories};
 use crate::environment::Environment;
 use crate::logging::{self, print_data};
+use crate::signals;
 #[cfg(feature = "cuda")]
 use crate::tools::rates;
 use crate::tools::virtual_device::VirtualDevice;
@@ -26,7 +27,7 @@ pub(crate) struct ProfileArgs {
     /// Print the profile as JSON (the status of a NodeProfile)
     #[arg(long)]
     json: bool,
-    /// Measure the disk that holds this directory
+    /// Measure the disk that holds this directory, by the largest files in it and in directories below
     #[arg(long, value_name = "DIR")]
     disk: Option<PathBuf>,
     /// If DIR has too little to read, write a temporary file into it
@@ -47,6 +48,9 @@ pub(crate) struct ProfileArgs {
     /// Report on standard error what is being measured, one line each
     #[arg(long)]
     progress: bool,
+    /// End when the parent process ends
+    #[arg(long, hide = true)]
+    with_parent: bool,
     /// Measure this virtual device too, such as virtual:memory=8Gi, and let it stand for the machine's GPUs
     #[arg(long, value_name = "DEVICE")]
     virtual_device: Option<VirtualDevice>,
@@ -111,6 +115,9 @@ enum ScopeArg {
 
 /// Measures and prints the profile.
 pub(crate) fn run(args: &ProfileArgs, environment: &Environment) -> anyhow::Result<()> {
+    if args.with_parent {
+        signals::end_with_parent()?;
+    }
     let options = ProfileOptions {
         node: args.node.clone(),
         scope: match args.scope {

@@ -1,7 +1,7 @@
 //! Models of a hub, on a node that has none.
 
-use hearth_crds::hub_store_key;
-use hearth_transport::v1::HubRepository;
+use hearth_crds::{HttpFile, NodeStore, files_store_key, hub_store_key};
+use hearth_transport::v1::{self, HubRepository};
 
 use super::server::hub::HubServer;
 use super::*;
@@ -96,6 +96,138 @@ async fn a_repository_is_fetched_and_its_commit_told() {
     let request = wanted(&server, "", "", &first);
     let ready = settled(&node.operator, &request).await.pop().unwrap();
     assert_eq!((ready.state(), ready.commit), (ModelState::Ready, first));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_profile_has_what_the_store_has_and_names_nothing_that_a_secret_opened() {
+    let fixture = Fixture::new();
+    let before = first_profile(&fixture.operator).await;
+    assert_eq!(before.store, Some(NodeStore::default()));
+    assert_eq!(before.models, []);
+    let server = start(&demo_files()).await;
+    server.pace(Duration::from_millis(20));
+    let public = wanted(&server, "", "", "");
+    until("the profile says how far the fetch is", async || {
+        model_of(&fixture, &public).await;
+        let told = profile(&fixture.operator).await.unwrap();
+        let fetches = told.models.iter().filter_map(|it| it.fetch.as_ref());
+        let is_half = |percent| (1..100).contains(&percent);
+        fetches.filter_map(|fetch| fetch.percent).any(is_half)
+    })
+    .await;
+    let ready = settled(&fixture.operator, &public).await.pop().unwrap();
+    let archive = demo_tar();
+    let nas = FileServer::start(archive.clone()).await;
+    nas.open_by("Bearer t0ken");
+    let private = held(&nas, &archive, "one/nas", Some("t0ken"));
+    let opened = settled(&fixture.operator, &private).await.pop().unwrap();
+    assert_eq!(opened.state(), ModelState::Ready, "{}", opened.message);
+
+    let told = profile(&fixture.operator).await.unwrap();
+    // In whole GiB.
+    let store = NodeStore {
+        models: 2,
+        bytes: 1 << 30,
+    };
+    assert!(ready.bytes + opened.bytes < store.bytes);
+    assert_eq!((told.store, told.models.len()), (Some(store), 1));
+    let model = &told.models[0];
+    assert_eq!((&model.key, model.bytes), (&public.key, ready.bytes));
+    assert_eq!(model.source, "acme/demo@main");
+    assert_eq!(model.commit.as_ref(), Some(&ready.commit));
+    assert!(model.verified_at.is_some() && model.fetch.is_none() && !model.pinned);
+    let used = model.last_used.as_deref().unwrap();
+    assert!(used.ends_with(":00:00Z"), "{used}");
+    let text = serde_json::to_string(&told).unwrap();
+    for secret in ["one/nas", &nas.url(), &private.sha256, &private.key] {
+        assert!(!text.contains(secret), "{secret} in {text}");
+    }
+    let models = fixture.cache.path().join("models");
+    fs::write(models.join(format!(".pinned-{}", public.key)), "").unwrap();
+    let told = profile(&fixture.operator).await.unwrap();
+    assert!(told.models[0].pinned);
+}
+
+/// Builds the operator's request for the files of the hub's commit by their own URLs, as a list.
+fn wanted_list(
+    server: &HubServer,
+    files: &[(String, Vec<u8>)],
+    (query, holder, token): (&str, &str, &str),
+) -> ModelRequest {
+    let commit = server.listing()["sha"].as_str().unwrap().to_owned();
+    let listed: Vec<HttpFile> = files
+        .iter()
+        .map(|(name, bytes)| HttpFile {
+            url: format!("{}/{REPO}/resolve/{commit}/{name}{query}", server.url()),
+            sha256: sha256(bytes),
+            path: Some(name.clone()),
+        })
+        .collect();
+    ModelRequest {
+        key: files_store_key(&listed, holder),
+        holder: holder.to_owned(),
+        credentials: (!token.is_empty()).then(|| Credentials {
+            token: token.to_owned(),
+            ..Credentials::default()
+        }),
+        files: listed
+            .into_iter()
+            .map(|file| v1::HttpFile {
+                url: file.url,
+                sha256: file.sha256,
+                path: file.path.unwrap(),
+            })
+            .collect(),
+        ..ModelRequest::default()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_of_files_is_fetched_and_named_in_the_profile() {
+    let fixture = Fixture::new();
+    first_profile(&fixture.operator).await;
+    let files = demo_files();
+    let server = start(&files).await;
+    let request = wanted_list(&server, &files, ("", "", ""));
+    let ready = settled(&fixture.operator, &request).await.pop().unwrap();
+    assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
+    assert!(fixture.has(&request) && ready.commit.is_empty());
+    let told = profile(&fixture.operator).await.unwrap();
+    let sources: Vec<&str> = told.models.iter().map(|model| &*model.source).collect();
+    let place = format!("{}/{REPO}/resolve/", server.url());
+    assert!(sources[0].starts_with(&place), "{sources:?}");
+    assert_eq!((sources.len(), told.models[0].bytes), (1, ready.bytes));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_that_something_secret_opens_is_counted_and_not_named() {
+    let fixture = Fixture::new();
+    first_profile(&fixture.operator).await;
+    let files = demo_files();
+    let server = start(&files).await;
+    // Whatever the holder says.
+    let private = [
+        ("?sig=hush", "one/", ""),
+        ("?sig=hush", "", ""),
+        ("", "one/nas", "t0ken"),
+        ("", "", "t0ken"),
+    ];
+    for (opened_by, count) in private.into_iter().zip(1..) {
+        server.pace(Duration::from_millis(20));
+        let request = wanted_list(&server, &files, opened_by);
+        let began = model_of(&fixture, &request).await;
+        assert_eq!(began.state(), ModelState::Fetching, "{opened_by:?}");
+        let told = profile(&fixture.operator).await.unwrap();
+        assert_eq!(told.models, [], "{opened_by:?} while it is fetched");
+        let still = model_of(&fixture, &request).await;
+        assert_eq!(still.state(), ModelState::Fetching, "{opened_by:?}");
+        server.pace(Duration::ZERO);
+        let ready = settled(&fixture.operator, &request).await.pop().unwrap();
+        assert_eq!(ready.state(), ModelState::Ready, "{}", ready.message);
+        let told = profile(&fixture.operator).await.unwrap();
+        assert_eq!(told.models, [], "{opened_by:?}");
+        assert_eq!(told.store.unwrap().models, count);
+    }
 }
 
 async fn model_of(fixture: &Fixture, request: &ModelRequest) -> ModelResponse {

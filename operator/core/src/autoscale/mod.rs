@@ -73,8 +73,10 @@ impl Bounds {
 /// What workers do in which time: as measured, else as the plan predicts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Service {
-    /// Milliseconds of a prefill worker per prompt token; 0 where decode workers read the prompts.
+    /// Milliseconds per prompt token of whichever workers read the prompts.
     pub prefill_ms_per_token: f64,
+    /// Whether these are the decode workers, between their steps.
+    pub is_chunked: bool,
     /// Step of a decode worker.
     pub step: StepTime,
     /// Streams that a decode worker runs at once.
@@ -284,32 +286,66 @@ impl Input<'_> {
         if demand.arrivals < LEAST_ARRIVALS {
             return None;
         }
-        let workers = f64::from(self.bounds.replicas);
-        let (busy, measured_ms, aim_ms, name) = match self.role {
+        match self.role {
             Role::Prefill => {
+                let workers = f64::from(self.bounds.replicas);
                 let busy = load.arrivals_per_s * load.reading_s(self.service) / workers;
-                let aim_ms = ttft_ms(load, self.service, &self.objectives);
-                (busy, demand.ttft_p90_ms?, aim_ms, "time to the first token")
+                self.missed_ttft(load, demand, busy >= BUSY)
             }
-            // With one stream a step, more workers make no step shorter.
             Role::Decode => {
-                let busy = demand.step_tokens.map_or(0.0, |tokens| tokens - 1.0);
-                (
-                    busy,
-                    demand.tpot_p90_ms?,
-                    self.objectives.tpot_ms?,
-                    "time per token",
-                )
+                let missed = self.missed_tpot(demand);
+                missed.or_else(|| self.missed_ttft(load, demand, self.reads_several(demand)))
             }
+        }
+    }
+
+    /// Whether decode workers read prompts, each beside others.
+    fn reads_several(&self, demand: &Demand) -> bool {
+        let workers = f64::from(self.bounds.replicas);
+        let running = demand.running.unwrap_or(0.0) / workers;
+        self.service.is_chunked && running - 1.0 >= BUSY
+    }
+
+    /// Whether requests wait for a slot all the time, and those that have one are answered: not if they wait for their prompts to be
+    /// read themselves.
+    fn lacks_slots(&self, demand: &Demand) -> bool {
+        let slots = self
+            .bounds
+            .ready
+            .saturating_mul(self.service.slots_per_worker);
+        let answered = demand.running.unwrap_or(0.0);
+        demand.queued_least >= 1.0 && answered >= f64::from(slots) * BUSY
+    }
+
+    fn missed_ttft(&self, load: &Load, demand: &Demand, is_busy: bool) -> Option<String> {
+        let (measured_ms, aim_ms) = (
+            demand.ttft_p90_ms?,
+            ttft_ms(load, self.service, &self.objectives),
+        );
+        // What one request alone takes is the same with any number; waiting for a slot is not.
+        let alone_ms = load.reading_s(self.service) * 1e3;
+        let waits = self.role == Role::Decode && self.lacks_slots(demand);
+        let beside = match waits {
+            true => format!(", {:.0} or more waited for a slot", demand.queued_least),
+            false => String::new(),
         };
-        // What one request alone takes is the same with any number.
-        let alone_ms = match self.role {
-            Role::Prefill => load.reading_s(self.service) * 1e3,
-            Role::Decode => self.service.step.at(1.0),
-        };
-        (busy >= BUSY && measured_ms > aim_ms && alone_ms <= aim_ms).then(|| {
+        let can_help = waits || (is_busy && alone_ms <= aim_ms);
+        (can_help && measured_ms > aim_ms).then(|| {
             format!(
-                "a tenth of the requests had a {name} above {measured_ms:.0} ms, and the objective is {aim_ms:.0} ms"
+                "a tenth of the requests had a time to the first token above {measured_ms:.0} ms{beside}, and the objective is \
+                 {aim_ms:.0} ms"
+            )
+        })
+    }
+
+    fn missed_tpot(&self, demand: &Demand) -> Option<String> {
+        let (measured_ms, aim_ms) = (demand.tpot_p90_ms?, self.objectives.tpot_ms?);
+        // With one stream a step, more workers make no step shorter.
+        let is_busy = demand.step_tokens.map_or(0.0, |tokens| tokens - 1.0) >= BUSY;
+        let can_help = is_busy && self.service.step.at(1.0) <= aim_ms;
+        (can_help && measured_ms > aim_ms).then(|| {
+            format!(
+                "a tenth of the requests had a time per token above {measured_ms:.0} ms, and the objective is {aim_ms:.0} ms"
             )
         })
     }

@@ -169,20 +169,31 @@ pub(super) fn decode(
     // No number of workers makes a step shorter than that of one stream.
     let tpot_ms = objectives.tpot_ms.filter(|aim| step.at(1.0) <= *aim);
     let streams = |workers| step.streams(workers, arrivals_per_s, tokens);
+    // On fewer workers there are no fewer at a time than are measured now: clients that wait for their answers ask no sooner.
+    let at_least = |workers: u32| match demand.running {
+        Some(running) if workers < bounds.replicas => running,
+        _ => 0.0,
+    };
+    let held = |workers: u32, streams: f64| at_least(workers).max(streams + reading);
     let suffices = |workers: u32| {
         let Some(streams) = streams(workers) else {
             return false;
         };
         let slots = workers.saturating_mul(service.slots_per_worker);
-        let held_s = (streams + reading) / arrivals_per_s.max(f64::MIN_POSITIVE);
-        waits_longer(slots, streams + reading, held_s, 1.0, limit_s) <= MAY_MISS
+        let held = held(workers, streams);
+        let held_s = held / arrivals_per_s.max(f64::MIN_POSITIVE);
+        let streams = streams.max(at_least(workers));
+        waits_longer(slots, held, held_s, 1.0, limit_s) <= MAY_MISS
             && tpot_ms.is_none_or(|aim| high_step_ms(step, streams, workers) <= aim)
+            && (workers >= bounds.replicas
+                || !service.is_chunked
+                || shared_ttft_ms(demand, bounds, workers) <= aim_s * 1e3)
     };
     let replicas = bounds.least(suffices);
     let told = |workers: u32| match streams(workers) {
         Some(streams) => format!(
             "{:.1} of {} slots busy and steps of {:.0} ms with {workers}",
-            streams + reading,
+            held(workers, streams),
             workers * service.slots_per_worker,
             high_step_ms(step, streams, workers)
         ),
@@ -196,6 +207,16 @@ pub(super) fn decode(
         told(replicas),
     );
     Some(Need { replicas, why })
+}
+
+/// Time to the first token that nine of ten requests would keep on fewer workers that read the prompts themselves, by what is measured
+/// now: each of them shares a worker with more. 0 if nothing was measured.
+fn shared_ttft_ms(demand: &Demand, bounds: Bounds, workers: u32) -> f64 {
+    let (Some(ttft_ms), Some(running)) = (demand.ttft_p90_ms, demand.running) else {
+        return 0.0;
+    };
+    let beside = |workers: u32| (running / f64::from(workers.max(1))).max(1.0);
+    ttft_ms * beside(workers) / beside(bounds.replicas)
 }
 
 /// Step of a worker in nine of ten moments, in milliseconds.

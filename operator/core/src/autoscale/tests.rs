@@ -10,6 +10,7 @@ use crate::testing::traffic::{World, simulate};
 /// A prompt takes 1 s to read, an answer 5 s with one stream a worker.
 const SERVICE: Service = Service {
     prefill_ms_per_token: 4.0,
+    is_chunked: false,
     step: StepTime {
         base_ms: 40.0,
         stream_ms: 10.0,
@@ -24,6 +25,7 @@ struct Watched {
     replicas: u32,
     memory: Memory,
     objectives: Objectives,
+    service: Service,
     /// Numbers that it changed to, with the reasons.
     steps: Vec<(u32, String)>,
 }
@@ -38,6 +40,7 @@ impl Watched {
                 ttft_ms: Some(3000.0),
                 tpot_ms: Some(90.0),
             },
+            service: SERVICE,
             steps: Vec::new(),
         }
     }
@@ -53,7 +56,7 @@ impl Watched {
                 max: 8,
             },
             demand,
-            service: &SERVICE,
+            service: &self.service,
             objectives: self.objectives,
             memory: self.memory,
         });
@@ -276,6 +279,113 @@ fn a_missed_objective_calls_for_one_more_and_then_waits_what_comes_of_it() {
     let mut pool = Watched::new(Role::Prefill, 1);
     pool.watch(0..900, &idle);
     assert_eq!(pool.replicas, 1);
+}
+
+/// Two dozen clients that ask again once they are answered: a worker whose steps grow with their batch answers them as fast as it can,
+/// and by the rate of arrivals alone it is a worker with room.
+fn clients_in_turn(workers: f64) -> Demand {
+    Demand {
+        step_ms: Some(100.0),
+        step_tokens: Some(6.0),
+        output_tokens: Some(20.0),
+        queued: 24.0 - 6.0 * workers,
+        queued_least: 24.0 - 6.0 * workers,
+        unanswered: 24.0 - 6.0 * workers,
+        running: Some(6.0 * workers),
+        ttft_p90_ms: Some(9000.0 / workers),
+        ..steady(1.0)
+    }
+}
+
+#[test]
+fn a_queue_that_lasts_calls_for_decode_workers_until_the_objective_is_kept_and_they_stay() {
+    let steep = Service {
+        step: StepTime {
+            base_ms: 1.0,
+            stream_ms: 10.0,
+        },
+        ..SERVICE
+    };
+    let mut pool = Watched::new(Role::Decode, 1);
+    (pool.service, pool.objectives.ttft_ms) = (steep, Some(5000.0));
+    pool.objectives.tpot_ms = None;
+    pool.see(0, Some(&clients_in_turn(1.0)));
+    assert_eq!(pool.replicas, 2, "{:?}", pool.steps);
+    let words = "above 9000 ms, 18 or more waited for a slot, and the objective is 5000 ms";
+    assert!(pool.steps[0].1.contains(words), "{:?}", pool.steps);
+    pool.watch(5..900, &clients_in_turn(2.0));
+    assert_eq!(pool.replicas, 2, "{:?}", pool.steps);
+    // Whoever is late without a queue is not late for want of a slot.
+    let passing = Demand {
+        queued_least: 0.0,
+        ..clients_in_turn(1.0)
+    };
+    let mut pool = Watched::new(Role::Decode, 1);
+    (pool.service, pool.objectives.ttft_ms) = (steep, Some(5000.0));
+    pool.objectives.tpot_ms = None;
+    pool.watch(0..900, &passing);
+    assert_eq!(pool.replicas, 1, "{:?}", pool.steps);
+}
+
+#[test]
+fn decode_workers_that_read_prompts_beside_others_grow_by_the_first_token() {
+    let grown = |is_chunked: bool, running: f64, ttft_ms: f64| {
+        let demand = Demand {
+            running: Some(running),
+            ttft_p90_ms: Some(4000.0),
+            ..steady(0.1)
+        };
+        let mut pool = Watched::new(Role::Decode, 1);
+        pool.service.is_chunked = is_chunked;
+        pool.objectives.ttft_ms = Some(ttft_ms);
+        pool.see(0, Some(&demand));
+        pool.replicas
+    };
+    assert_eq!(grown(true, 3.0, 3000.0), 2);
+    assert_eq!(grown(false, 3.0, 3000.0), 1, "others read them");
+    assert_eq!(grown(true, 1.2, 3000.0), 1, "each is read alone");
+    assert_eq!(grown(true, 3.0, 900.0), 1, "alone it takes 1 s");
+}
+
+#[test]
+fn a_pool_that_has_grown_by_the_first_token_stays_while_fewer_would_miss_it_again() {
+    let watched = |running: f64, ttft_ms: f64| {
+        let demand = Demand {
+            running: Some(running),
+            ttft_p90_ms: Some(ttft_ms),
+            ..steady(0.1)
+        };
+        let mut pool = Watched::new(Role::Decode, 2);
+        pool.service.is_chunked = true;
+        pool.objectives.tpot_ms = None;
+        pool.watch(0..900, &demand);
+        pool.replicas
+    };
+    // One worker alone would be shared by three instead of one and a half: 2.4 s become 4.8.
+    assert_eq!(watched(3.0, 2400.0), 2);
+    assert_eq!(watched(3.0, 1000.0), 1);
+    assert_eq!(watched(0.4, 2400.0), 1, "alone as before");
+}
+
+#[test]
+fn slots_that_wait_for_a_prompt_to_be_read_call_for_no_decode_worker() {
+    let unread = Demand {
+        queued: 2.0,
+        queued_least: 2.0,
+        unanswered: 8.0,
+        running: Some(1.0),
+        ttft_p90_ms: Some(9000.0),
+        ..steady(0.1)
+    };
+    let mut pool = Watched::new(Role::Decode, 1);
+    pool.watch(0..900, &unread);
+    assert_eq!(pool.replicas, 1, "{:?}", pool.steps);
+    let answered = Demand {
+        running: Some(6.0),
+        ..unread
+    };
+    pool.see(900, Some(&answered));
+    assert_eq!(pool.replicas, 2, "{:?}", pool.steps);
 }
 
 #[test]

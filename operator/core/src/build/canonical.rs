@@ -156,7 +156,7 @@ pub(crate) fn source_identity(source: &ModelSource) -> String {
     }
     if let Some(http) = http {
         // The checksum identifies the bytes, whichever server they come from.
-        lines.put("sha256", &http.sha256);
+        lines.put("sha256", http.revision());
     }
     lines.into_text()
 }

@@ -67,10 +67,9 @@ pub fn decide(observed: &Observed) -> Decision {
     let mut followed = follow(observed, validity.is_ok() && !was_at_zero);
     let observed = &*with_numbers(observed, &followed);
     let mut zero = zero(observed, validity.is_ok(), is_emptied);
-    if validity.is_ok() && !zero.is_reached {
-        followed.start_with_fewer(observed);
-    }
-    let observed = &*with_numbers(observed, &followed);
+    let is_lowered = validity.is_ok() && !zero.is_reached && followed.start_with_fewer(observed);
+    let lowered = is_lowered.then(|| with_numbers(observed, &followed));
+    let observed = lowered.as_deref().unwrap_or(observed);
     let mut search = validity.is_ok().then(|| Search::of(observed));
     let mut choice = choose::rest::keep(observed);
     let mut is_at_rest = deployment.spec.suspend || zero.is_reached;

@@ -27,6 +27,11 @@ pub struct Demand {
     pub output_tokens: Option<f64>,
     /// Choices that wait for a slot of a decode worker.
     pub queued: f64,
+    /// The fewest that waited so at any reading in the last part of the span; 0 before there are several.
+    pub queued_least: f64,
+    /// Choices that decode workers read or answer at a time, on the mean of the last part of the span; `None` where no
+    /// gateway has seen one.
+    pub running: Option<f64>,
     /// Choices that have arrived and have no token yet, those that wait among them.
     pub unanswered: f64,
     /// Choices that are not answered in full, at gateways that were read lately, whatever is known of the others; of one that

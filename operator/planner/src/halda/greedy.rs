@@ -4,9 +4,11 @@
 //! It starts each integer program, stands in where the solver fails or its limit is reached, and is all that rings get
 //! which are only compared.
 
+use std::cmp::Reverse;
 use std::ops::RangeInclusive;
 
 use super::round::{Cost, Round};
+use crate::ring_problem::Problem;
 
 /// Most passes over all pairs of slots.
 const MAX_PASSES: usize = 64;
@@ -38,6 +40,27 @@ pub(super) fn split(round: &Round, moves: Moves) -> (Vec<usize>, Cost) {
         add_cheapest(round, &mut sizes, slots);
     }
     improve(round, sizes, moves)
+}
+
+/// Devices and sizes of their slots in one round, each with as many layers as it has room for, the largest rooms first behind the
+/// head: where all layers are alike, there is one if any ring fits.
+pub(super) fn by_room(problem: &Problem) -> Option<(Vec<usize>, Vec<usize>)> {
+    let mut others: Vec<usize> = (1..problem.devices.len()).collect();
+    others.sort_by_key(|&device| Reverse(problem.end_by_room(device, 0).1));
+    let (mut order, mut sizes, mut first) = (Vec::new(), Vec::new(), 0);
+    for device in std::iter::once(0).chain(others) {
+        let (on_gpu, end) = problem.end_by_room(device, first);
+        if end == first {
+            continue;
+        }
+        order.push(device);
+        if problem.devices[device].gpu.is_some() {
+            sizes.push(on_gpu - first);
+        }
+        sizes.push(end - on_gpu);
+        first = end;
+    }
+    (order.first() == Some(&0) && first == problem.layers.len()).then_some((order, sizes))
 }
 
 /// Adds a layer to the slot of `slots` where it costs least; the first of equal ones.

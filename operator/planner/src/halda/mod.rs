@@ -11,9 +11,10 @@
 //! of macOS, of Metal, and of Linux; `M4` has memory enough, or a disk too slow for it. Machines here run Linux, so a device
 //! is of `M3` as far as its layers overflow its memory, else of `M4`, and one that must fit is always of `M4`. Which, the
 //! program decides itself. Layers on a GPU (the `n` of a window's `w`) take its memory alone (equations 5 and 10), and no
-//! disk. A [`Device`] may have a GPU that takes part of its windows; where a GPU is a process of its own, it is a device
-//! that must fit, with the GPU's times and memory, and two devices' adjacent windows are the paper's one. The times to copy
-//! hidden states to the GPU and back (A.3) are then in its links.
+//! disk. A [`Device`] may have a GPU that takes part of its windows ([`Device::gpu`]), as the paper's do. The planner's have
+//! none: each GPU has a process of its own, and is a device that must fit, with the GPU's times and memory, beside that of
+//! its node's CPUs in the ring, so that two neighbours' windows are the paper's one. The times to copy hidden states to the
+//! GPU and back (A.3) are then in its links.
 //!
 //! Architecture invariant: pure. Limits count work, not time: the same problem gives the same ring.
 
@@ -30,6 +31,7 @@ mod tests;
 mod tours;
 
 pub use choice::{Alternative, Choice, Dropped, Effort, Limits};
+pub(crate) use search::has_ring;
 pub use search::{choose, choose_head};
 
 pub use crate::ring_error::RingError;

@@ -5,6 +5,8 @@
 //! 2. The most promising sets get an integer program for each number of layers a round, until the limits are reached.
 //! 3. The fastest candidates, one for each set and number of rounds, are improved under the simulator.
 //! 4. A device more or less than the best ring has is tried, until neither makes a token faster.
+//!
+//! Where none of that finds a ring that fits, each device gets as many layers as it has room for, in one round.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -65,25 +67,56 @@ struct Search<'a> {
 ///
 /// A problem that [`Problem::check`] refuses, and one that fits no ring ([`RingError::NoRoom`]).
 pub fn choose(problem: &Problem, limits: Limits) -> Result<Choice, RingError> {
-    let quick = choose_by(Search::new, problem, limits);
-    quick.or_else(|_| choose_by(Search::thorough, problem, limits))
+    let quick = quickly(problem, limits);
+    let found = quick.or_else(|_| thoroughly(problem, limits));
+    found.or_else(|_| by_room(problem, limits))
+}
+
+/// Whether [`choose`] finds a ring; without a search where room alone says so, or that there is none.
+pub(crate) fn has_ring(problem: &Problem, limits: Limits) -> bool {
+    if check(problem).is_err() {
+        return false;
+    }
+    let fits_by_room = greedy::by_room(problem).is_some_and(|(order, sizes)| {
+        let windows = Ring::new(problem, order).windows(&sizes);
+        Simulator::new(problem).tpot_ms(&windows).is_some()
+    });
+    fits_by_room || choose(problem, limits).is_ok()
 }
 
 /// A kind of search.
-type Kind<'a> = fn(&'a Problem, Limits) -> Search<'a>;
+type Kind = fn(&Problem, Limits) -> Result<Choice, RingError>;
 
-fn choose_by<'a>(
-    kind: Kind<'a>,
-    problem: &'a Problem,
-    limits: Limits,
-) -> Result<Choice, RingError> {
-    problem.check()?;
-    if !problem.may_have_room() {
-        return Err(no_room(problem));
-    }
-    let mut search = kind(problem, limits);
+fn quickly(problem: &Problem, limits: Limits) -> Result<Choice, RingError> {
+    check(problem)?;
+    let mut search = Search::new(problem, limits);
     let sets = search.compare_sets();
     search.choose_among(&sets)
+}
+
+/// Of a problem of which hardly any ring fits.
+fn thoroughly(problem: &Problem, limits: Limits) -> Result<Choice, RingError> {
+    check(problem)?;
+    let mut search = Search::thorough(problem, limits);
+    let sets = search.compare_sets();
+    search.choose_among(&sets)
+}
+
+/// From a split by room alone.
+fn by_room(problem: &Problem, limits: Limits) -> Result<Choice, RingError> {
+    check(problem)?;
+    let (order, sizes) = greedy::by_room(problem).ok_or_else(|| no_room(problem))?;
+    let mut search = Search::new(problem, limits);
+    search.add(&Ring::new(problem, order), &sizes);
+    search.choose_among(&[])
+}
+
+fn check(problem: &Problem) -> Result<(), RingError> {
+    problem.check()?;
+    match problem.may_have_room() {
+        true => Ok(()),
+        false => Err(no_room(problem)),
+    }
 }
 
 /// Chooses among rings of several problems, which are one that differs by its head: the index of the one with the fastest
@@ -105,13 +138,14 @@ pub fn choose_head(problems: &[Problem], limits: Limits) -> Result<(usize, Choic
         refused: None,
     };
     let all: Vec<usize> = (0..problems.len()).collect();
-    heads.try_each(&all, Search::new);
-    if heads.choices.is_empty() {
-        heads.try_each(&all, Search::thorough);
+    for kind in [quickly, thoroughly, by_room] {
+        if heads.choices.is_empty() {
+            heads.try_each(&all, kind);
+        }
     }
     let best = heads.choices.iter().take(BEST_HEADS);
     let best: Vec<usize> = best.map(|(head, _)| *head).collect();
-    heads.try_each(&best, Search::new);
+    heads.try_each(&best, quickly);
     let effort = heads.effort;
     match (heads.choices.into_iter().next(), heads.refused) {
         (Some((head, choice)), _) => Ok((head, Choice { effort, ..choice })),
@@ -129,12 +163,12 @@ struct Heads<'a> {
     refused: Option<RingError>,
 }
 
-impl<'a> Heads<'a> {
+impl Heads<'_> {
     /// Chooses a ring for each of these heads, with half of the limits for all of them.
-    fn try_each(&mut self, heads: &[usize], kind: Kind<'a>) {
+    fn try_each(&mut self, heads: &[usize], kind: Kind) {
         for &head in heads {
             let limits = self.limits.shared_by(2 * heads.len());
-            match choose_by(kind, &self.problems[head], limits) {
+            match kind(&self.problems[head], limits) {
                 Ok(choice) => {
                     self.effort = self.effort.and(choice.effort);
                     self.choices.push((head, choice));

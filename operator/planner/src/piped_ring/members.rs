@@ -35,8 +35,10 @@ pub(super) struct Members<'a> {
     pub(super) all: Vec<Member<'a>>,
     /// Names of nodes that cannot be in a ring.
     pub(super) too_old: Vec<&'a str>,
-    /// Nodes and GPUs that cannot be, each with the reason.
-    pub(super) refused: Vec<String>,
+    /// GPUs that cannot be, each with the reason.
+    pub(super) refused_gpus: Vec<String>,
+    /// The same of nodes' CPUs, which may lack the memory only beside the processes of members on GPUs.
+    pub(super) refused_cpus: Vec<String>,
     /// Whether one of them lacks the memory for a layer.
     pub(super) lack_memory: bool,
     pub(super) layers: LayerFacts,
@@ -49,7 +51,8 @@ impl<'a> Members<'a> {
         let mut members = Self {
             all: Vec::new(),
             too_old: Vec::new(),
-            refused: Vec::new(),
+            refused_gpus: Vec::new(),
+            refused_cpus: Vec::new(),
             lack_memory: false,
             layers: LayerFacts::of(planning.demand.facts),
         };
@@ -69,7 +72,10 @@ impl<'a> Members<'a> {
                 *at,
             )
         });
-        kept.truncate(MAX_DEVICES);
+        let beyond = kept.split_off(MAX_DEVICES.min(kept.len()));
+        members
+            .refused_cpus
+            .extend(beyond_most(beyond.iter().map(|at| &*all[*at].name)));
         kept.sort_unstable();
         *all = kept.into_iter().map(|at| all[at].clone()).collect();
         members
@@ -110,7 +116,7 @@ impl<'a> Members<'a> {
         let has_room = needs_bytes + layer_bytes <= free_bytes(node);
         self.lack_memory |= !has_room;
         if !has_room {
-            self.refused.push(format!(
+            self.refused_cpus.push(format!(
                 "{}: a layer takes {} with its KV, and of {} of memory {} are left beside processes",
                 name_of_cpus(node),
                 format_bytes(layer_bytes),
@@ -155,7 +161,7 @@ impl<'a> Members<'a> {
             return Vec::new();
         }
         if planning.input.spec.prefill.gpus_per_worker == Some(0) {
-            self.refused.push(format!(
+            self.refused_gpus.push(format!(
                 "GPUs of {}: spec.prefill.gpusPerWorker is 0, so that no worker uses one",
                 node.node
             ));
@@ -165,7 +171,7 @@ impl<'a> Members<'a> {
         let mut rooms = match gpu_rooms(node, offer) {
             Ok(rooms) => rooms,
             Err(why) => {
-                self.refused.push(why);
+                self.refused_gpus.push(why);
                 return Vec::new();
             }
         };
@@ -173,14 +179,14 @@ impl<'a> Members<'a> {
             let is_left = !rooms.iter().any(|room| room.gpu.uuid == gpu.uuid);
             if let Some(why) = unusable(gpu).filter(|_| is_left) {
                 let name = &gpu.name;
-                self.refused
+                self.refused_gpus
                     .push(format!("{name} of {} cannot be used: {why}", node.node));
             }
         }
         if let Some(free) = offer.at(node).count().map(|free| free as usize)
             && free < rooms.len()
         {
-            self.refused.push(format!(
+            self.refused_gpus.push(format!(
                 "{} of the {} GPUs of {} are taken by other Pods",
                 rooms.len() - free,
                 rooms.len(),
@@ -194,7 +200,7 @@ impl<'a> Members<'a> {
             let fits = layer_bytes <= planning.gpu_layer_room_bytes(room.usable_bytes);
             self.lack_memory |= !fits;
             if !fits {
-                self.refused.push(format!(
+                self.refused_gpus.push(format!(
                     "{}: a layer takes {} with its KV, and {} are free beside {} of working room",
                     name_of(room.gpu, node),
                     format_bytes(layer_bytes),
@@ -223,7 +229,7 @@ impl<'a> Members<'a> {
                 break;
             }
             self.lack_memory |= has_cpus;
-            self.refused.push(match has_cpus {
+            self.refused_gpus.push(match has_cpus {
                 true => format!(
                     "{}: the processes on the node's GPUs and the gateways' take {} of its memory, and {} are free",
                     name_of(last.gpu, node),
@@ -253,6 +259,24 @@ impl Member<'_> {
             None => free_bytes(self.node),
         }
     }
+}
+
+/// What is said of members beyond the most that a ring is chosen among.
+fn beyond_most<'m>(names: impl ExactSizeIterator<Item = &'m str>) -> Option<String> {
+    /// Most names that are told.
+    const TOLD: usize = 4;
+    let count = names.len();
+    let told: Vec<&str> = names.take(TOLD).collect();
+    let more = match count.saturating_sub(TOLD) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    (count > 0).then(|| {
+        format!(
+            "{}{more}: a ring is chosen among {MAX_DEVICES} members, GPUs first, then those with most memory",
+            told.join(", ")
+        )
+    })
 }
 
 /// A node's name, where it has GPUs as that of its CPUs.

@@ -19,7 +19,7 @@ use hearth_crds::{
 use crate::draft::DEFAULT_STALL_MS;
 use crate::error::PlanError;
 use crate::estimator::Estimator;
-use crate::halda::{self, Choice, Limits, Problem, RingError, Simulator};
+use crate::halda::{self, Choice, Limits, RingError, Simulator};
 use crate::input::PlanInput;
 use crate::memory::Demand;
 
@@ -64,6 +64,12 @@ impl Chosen<'_> {
     fn without(mut self, left_out: Vec<String>) -> Self {
         self.left_out.extend(left_out);
         self
+    }
+
+    /// The same, with the reasons that GPUs could not be members, and CPUs not beside those that are.
+    fn without_refused(self, gpus: &[String]) -> Self {
+        let cpus = self.members.refused_cpus.clone();
+        self.without(cpus).without(gpus.to_vec())
     }
 }
 
@@ -214,11 +220,11 @@ impl RingPlanning<'_> {
     /// The ring with the least time per output token of three: of all that may be members; of these without the GPUs that were
     /// left out, whose processes need no memory then; and of the CPUs alone. Where they take as long, it is the last.
     fn choose<'a>(&'a self, all: &Members<'a>) -> Result<Chosen<'a>, PlanError> {
-        let refused = all.refused.clone();
+        let refused = &*all.refused_gpus;
         if all.all.iter().all(|member| member.gpu.is_none()) {
             let chosen = self.best(all);
             let chosen = chosen.map_err(|error| self.refusal(all, error))?;
-            return Ok(chosen.without(refused));
+            return Ok(chosen.without_refused(refused));
         }
         let best_of = |may_use: &dyn Fn(&GpuProfile) -> bool| {
             let members = Members::of(self, may_use);
@@ -229,13 +235,14 @@ impl RingPlanning<'_> {
             Ok(with_gpus) => with_gpus,
             Err(error) => {
                 let on_cpus = on_cpus.ok_or_else(|| self.refusal(all, error))?;
-                return Ok(on_cpus.without(refused));
+                let full = why::no_room_beside_gpus(all);
+                return Ok(on_cpus.without_refused(refused).without(vec![full]));
             }
         };
         let unused = why::unused_gpus(&with_gpus);
         if !with_gpus.uses_gpus() {
             let on_cpus = on_cpus.unwrap_or(with_gpus);
-            return Ok(on_cpus.without(refused).without(unused));
+            return Ok(on_cpus.without_refused(refused).without(unused));
         }
         let fewer = match unused.is_empty() {
             true => None,
@@ -249,18 +256,19 @@ impl RingPlanning<'_> {
         match on_cpus {
             Some(on_cpus) if on_cpus.choice.tpot_ms <= on_gpus.choice.tpot_ms => {
                 let slower = why::other_ring("GPUs in the ring", Some(&on_gpus), &on_cpus);
-                Ok(on_cpus.without(refused).without(vec![slower]))
+                let slower = slower + &why::left_out_gpus(all, &on_gpus);
+                Ok(on_cpus.without_refused(refused).without(vec![slower]))
             }
             on_cpus => {
                 let slower = why::other_ring("the CPUs alone", on_cpus.as_ref(), &on_gpus);
-                Ok(on_gpus.without(refused).without(vec![slower]))
+                Ok(on_gpus.without_refused(refused).without(vec![slower]))
             }
         }
     }
 
     /// The best ring of members, whichever of them is its head.
     fn best<'a>(&self, members: &Members<'a>) -> Result<Chosen<'a>, RingError> {
-        let problems = self.problems_by_head(members);
+        let problems = members.problems_by_head(self, self.longest_passes());
         let (head, choice) = halda::choose_head(&problems, Limits::default())?;
         Ok(Chosen {
             members: members.led_by(head),
@@ -269,14 +277,6 @@ impl RingPlanning<'_> {
             is_only: false,
             left_out: Vec::new(),
         })
-    }
-
-    /// What Halda is asked, with each of the members as the head.
-    fn problems_by_head(&self, members: &Members<'_>) -> Vec<Problem> {
-        let heads = 0..members.all.len();
-        heads
-            .map(|head| members.led_by(head).problem(self, self.longest_passes()))
-            .collect()
     }
 
     /// The longest passes of prompts, by which rings are compared.

@@ -5,8 +5,10 @@ use hearth_crds::PlanMlaForm;
 use super::members::{Member, Members};
 use super::{Passes, RingPlanning};
 use crate::disks;
+use crate::gpus::GpuOffer;
 use crate::halda::{Device, Head, Layer, LayerTimes, Link, Problem, Prompt};
 use crate::link::{LinkRates, measured_link};
+use crate::memory::RUNNING_PROCESS_BYTES;
 use crate::operations::Operations;
 use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor};
 
@@ -29,6 +31,21 @@ impl Members<'_> {
         self.problem_of(planning, passes, 1)
     }
 
+    /// The same with each of the members as the head. Layers take each of them as long whoever leads.
+    pub(super) fn problems_by_head(
+        &self,
+        planning: &RingPlanning<'_>,
+        passes: Passes,
+    ) -> Vec<Problem> {
+        let times = self.times(planning, passes, 1);
+        let led_by = |head: usize| {
+            let mut times = times.clone();
+            times[..=head].rotate_right(1);
+            self.led_by(head).problem_with(times, planning, passes, 1)
+        };
+        (0..self.all.len()).map(led_by).collect()
+    }
+
     /// The same about steps of so many streams.
     pub(super) fn problem_of(
         &self,
@@ -36,17 +53,29 @@ impl Members<'_> {
         passes: Passes,
         streams: u32,
     ) -> Problem {
+        let times = self.times(planning, passes, streams);
+        self.problem_with(times, planning, passes, streams)
+    }
+
+    fn problem_with(
+        &self,
+        times: Vec<LayerTimes>,
+        planning: &RingPlanning<'_>,
+        passes: Passes,
+        streams: u32,
+    ) -> Problem {
         let demand = planning.demand;
         let facts = demand.facts;
         let prompt_tokens = passes.prompt_tokens.max(1);
-        let devices = self.all.iter().map(|member| Device {
+        let devices = self.all.iter().zip(times).map(|(member, times)| Device {
             name: member.name.clone(),
             memory_bytes: member.memory_bytes(),
             buffer_bytes: self.buffer_bytes(planning, member),
+            page_cache_bytes: page_cache_bytes(planning, member),
             disk_read_gbps: member.rates.assumed_disk_gbps(),
             map_ms_per_gb: member.rates.map_ms_per_gb,
             must_fit: member.gpu.is_some() || member.rates.disk_gbps < disks::SLOW_GBPS,
-            cpus: self.times(planning, member, passes, streams),
+            cpus: times,
             gpu: None,
         });
         let kv_bytes = kv_layer_bytes(planning);
@@ -108,10 +137,17 @@ impl Members<'_> {
         ) + rates.overhead_ms(ends, operations)
     }
 
-    fn times(
+    /// Times of layers of each member.
+    fn times(&self, planning: &RingPlanning<'_>, passes: Passes, streams: u32) -> Vec<LayerTimes> {
+        let members = self.all.iter();
+        let of = |member| self.times_of(member, planning, passes, streams);
+        members.map(of).collect()
+    }
+
+    fn times_of(
         &self,
-        planning: &RingPlanning<'_>,
         member: &Member<'_>,
+        planning: &RingPlanning<'_>,
         passes: Passes,
         streams: u32,
     ) -> LayerTimes {
@@ -181,6 +217,21 @@ fn link(from: &Member<'_>, to: &Member<'_>) -> Link {
         }
     }
     link
+}
+
+/// Bytes of a node that are set aside for its CPUs' process and not in use while a token is computed: activations are a
+/// prompt's. A Pod is limited to what the plan grants; on one machine, what is to stay free is the page cache's, too. KV counts
+/// as full, since the blocks of earlier prompts stay.
+fn page_cache_bytes(planning: &RingPlanning<'_>, member: &Member<'_>) -> u64 {
+    if member.gpu.is_some() {
+        return 0;
+    }
+    let granted = planning.demand.worker_scratch_bytes();
+    let unused = granted.saturating_sub(RUNNING_PROCESS_BYTES);
+    match planning.estimator.gpus() {
+        GpuOffer::Cluster { .. } => unused,
+        GpuOffer::Machine => unused + member.node.memory.available_bytes - member.memory_bytes(),
+    }
 }
 
 /// Bytes of a layer's KV that there must be room for: what the spec says, or else that of one whole context.

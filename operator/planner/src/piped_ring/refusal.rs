@@ -3,12 +3,24 @@
 use hearth_crds::{FieldError, GpuProfile, NodeProfileStatus, RING_VERSION, format_bytes};
 
 use super::members::{Member, Members};
+use super::problem::kv_layer_bytes;
 use super::{RingPlanning, too_old};
 use crate::advice::smaller_kv;
 use crate::disks;
 use crate::error::{Advice, PlanError};
-use crate::halda::{Device, Limits, RingError, choose};
+use crate::halda::{Limits, Problem, RingError, has_ring};
 use crate::memory::Demand;
+
+/// What of memory is lacking.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lack {
+    /// A node that holds what is on the head's alone.
+    Head,
+    /// Memory of all members together.
+    Total,
+    /// Anything else.
+    Other,
+}
 
 impl RingPlanning<'_> {
     /// The error where no node and no GPU can be a member.
@@ -16,7 +28,7 @@ impl RingPlanning<'_> {
         let why = left_out(members);
         if members.lack_memory {
             let accounts = format!("no member has room for a layer: {}", why.join("; "));
-            return self.no_room(accounts, Vec::new(), false);
+            return self.no_room(accounts, Vec::new(), Lack::Other);
         }
         let why = match why.is_empty() {
             true => "no node has CPUs for a member".to_owned(),
@@ -47,20 +59,66 @@ impl RingPlanning<'_> {
         let rooms: Vec<String> = rooms
             .map(|(member, device)| account(member, device.buffer_bytes))
             .collect();
-        let mut accounts = vec![format!("there is room for {}", rooms.join(", "))];
+        let no_head = self.no_head(members);
+        let lack = match (&no_head, room_bytes < self.all_bytes()) {
+            (Some(_), _) => Lack::Head,
+            (None, true) => Lack::Total,
+            (None, false) => Lack::Other,
+        };
+        let room = format!("there is room for {}", rooms.join(", "));
+        let mut accounts = vec![no_head.unwrap_or(room)];
+        accounts.extend(must_fit(members));
         accounts.extend(left_out(members));
         let disks = self.measured_disks(members).into_iter().collect();
-        let is_short = room_bytes < self.demand.facts.bytes.total() + self.kv_bytes();
-        self.no_room(accounts.join("; "), disks, is_short)
+        self.no_room(accounts.join("; "), disks, lack)
     }
 
-    /// The error where there are accounts of too little room, with advice that was found, and with more memory where all that
-    /// there is `is_short`.
-    fn no_room(&self, accounts: String, mut advice: Vec<Advice>, is_short: bool) -> PlanError {
+    /// What is said where a ring would fit if its head took no more than any other member: no node has room for what is on the
+    /// head's alone.
+    fn no_head(&self, members: &Members<'_>) -> Option<String> {
+        let gateway_bytes = self.demand.gateway_scratch_bytes();
+        let cpus = || members.all.iter().filter(|member| member.gpu.is_none());
+        let fits = self.fits_with(members, |problem| {
+            problem.head.stored_bytes = 0;
+            let head = &mut problem.devices[0];
+            if cpus().any(|member| member.name == head.name) {
+                head.buffer_bytes = head.buffer_bytes.saturating_sub(gateway_bytes);
+            }
+        });
+        let most = cpus().max_by_key(|member| member.memory_bytes())?;
+        let processes_bytes =
+            self.demand.worker_scratch_bytes() + self.host_bytes(members.gpus_on(most.n), 0);
+        let gateways_bytes = self.host_bytes(0, self.input.spec.gateway.replicas.max(1));
+        let ends_bytes = members.layers.ends.bytes.total();
+        let layer_bytes = members.layers.layer(0).bytes.total() + kv_layer_bytes(self);
+        let all_bytes = processes_bytes + gateways_bytes + ends_bytes + layer_bytes;
+        let is_cause = fits && all_bytes > most.memory_bytes();
+        is_cause.then(|| {
+            format!(
+                "no node has room for the head, which takes {}: {} for gateways, {} for processes, {} for embedding and output head, and {} for a layer with its KV; most is free on {}, {}",
+                format_bytes(all_bytes),
+                format_bytes(gateways_bytes),
+                format_bytes(processes_bytes),
+                format_bytes(ends_bytes),
+                format_bytes(layer_bytes),
+                most.node.node,
+                format_bytes(most.memory_bytes())
+            )
+        })
+    }
+
+    /// Bytes of the model's weights and of the KV that a ring has at the least.
+    fn all_bytes(&self) -> u64 {
+        self.demand.facts.bytes.total() + self.kv_bytes()
+    }
+
+    /// The error where there are accounts of too little room, with advice that was found, and with more memory where that is what
+    /// is lacking or nothing else was found.
+    fn no_room(&self, accounts: String, mut advice: Vec<Advice>, lack: Lack) -> PlanError {
         let fits = |demand: &Demand<'_>| RingPlanning { demand, ..*self }.fits();
         advice.extend(smaller_kv(self.demand, fits));
-        if is_short || advice.is_empty() {
-            let more = self.more_memory();
+        if lack != Lack::Other || advice.is_empty() {
+            let more = self.more_memory(lack);
             advice.push(more.unwrap_or(Advice::SmallerModel));
         }
         PlanError::NoRoomInRing {
@@ -92,8 +150,9 @@ impl RingPlanning<'_> {
         if names.is_empty() {
             return None;
         }
-        let fits = self.fits_with(members, |device| {
-            if names.contains(&&*device.name) {
+        let fits = self.fits_with(members, |problem| {
+            let devices = problem.devices.iter_mut();
+            for device in devices.filter(|device| names.contains(&&*device.name)) {
                 device.must_fit = false;
                 device.disk_read_gbps = disks::SLOW_GBPS;
             }
@@ -102,7 +161,7 @@ impl RingPlanning<'_> {
     }
 
     /// The least more memory of one node, of those with the most, with which a ring fits: of what others use there now.
-    fn more_memory(&self) -> Option<Advice> {
+    fn more_memory(&self, lack: Lack) -> Option<Advice> {
         let nodes = self.estimator.nodes();
         let may_be_in = nodes.iter().enumerate();
         let may_be_in = may_be_in.filter(|(_, node)| node.reads_up_to() >= RING_VERSION);
@@ -117,19 +176,31 @@ impl RingPlanning<'_> {
             let estimator = &self.estimator.with_nodes(&nodes);
             RingPlanning { estimator, ..*self }.fits()
         };
-        let (mut less, mut enough) = (0, used_bytes >> 20);
-        if enough == 0 || !fits(enough) {
-            return None;
-        }
         // To a sixteenth.
-        while enough - less > enough / 16 + 1 {
-            let middle = less.midpoint(enough);
-            match fits(middle) {
-                true => enough = middle,
-                false => less = middle,
+        let least = |most_mib: u64| {
+            let (mut less, mut enough) = (0, most_mib);
+            if enough == 0 || !fits(enough) {
+                return None;
             }
-        }
-        Some(Advice::FreeMemoryOf(most.node.clone(), enough << 20))
+            while enough - less > enough / 16 + 1 {
+                let middle = less.midpoint(enough);
+                match fits(middle) {
+                    true => enough = middle,
+                    false => less = middle,
+                }
+            }
+            Some(enough << 20)
+        };
+        let name = &most.node;
+        let freed = least(used_bytes >> 20).map(|bytes| Advice::FreeMemoryOf(name.clone(), bytes));
+        freed.or_else(|| {
+            let all_bytes = self.all_bytes() + self.host_bytes(0, 1);
+            let more = match lack {
+                Lack::Head => least(all_bytes >> 20),
+                Lack::Total | Lack::Other => None,
+            };
+            more.map(|bytes| Advice::MoreMemoryOf(name.clone(), bytes))
+        })
     }
 
     /// Whether some ring has room, of all that may be members or of the CPUs alone, by greedy splits alone.
@@ -142,24 +213,26 @@ impl RingPlanning<'_> {
         has_room(&|_| true) || has_gpus && has_room(&|_| false)
     }
 
-    /// Whether some ring of members has room after a change to each of them, by greedy splits alone.
-    fn fits_with(&self, members: &Members<'_>, change: impl Fn(&mut Device)) -> bool {
+    /// Whether some ring of members has room after a change to its problem, by greedy splits alone.
+    fn fits_with(&self, members: &Members<'_>, change: impl Fn(&mut Problem)) -> bool {
         let limits = Limits {
             programs: 0,
             nodes: 0,
             ..Limits::default().shared_by(members.all.len())
         };
-        let mut problems = self.problems_by_head(members).into_iter();
+        let mut problems = members
+            .problems_by_head(self, self.longest_passes())
+            .into_iter();
         problems.any(|mut problem| {
-            problem.devices.iter_mut().for_each(&change);
-            choose(&problem, limits).is_ok()
+            change(&mut problem);
+            has_ring(&problem, limits)
         })
     }
 }
 
 /// Who cannot be a member, each with the reason.
 fn left_out(members: &Members<'_>) -> Vec<String> {
-    let mut why = members.refused.clone();
+    let mut why = [&*members.refused_cpus, &*members.refused_gpus].concat();
     if !members.too_old.is_empty() {
         why.push(too_old(&members.too_old));
     }
@@ -170,15 +243,38 @@ fn left_out(members: &Members<'_>) -> Vec<String> {
 fn account(member: &Member<'_>, buffer_bytes: u64) -> String {
     let left = format_bytes(member.memory_bytes().saturating_sub(buffer_bytes));
     let all = format_bytes(member.memory_bytes());
-    let rest = match (&member.gpu, member.rates.disk_gbps) {
-        (Some(_), _) => "activations and padding",
-        (None, gbps) if gbps <= 0.0 => {
-            "processes and gateways; its disk was not measured, so that all of its layers must fit"
-        }
-        (None, gbps) if gbps < disks::SLOW_GBPS => {
-            "processes and gateways; its disk is slow, so that all of its layers must fit"
-        }
-        (None, _) => "processes and gateways",
+    let rest = match &member.gpu {
+        Some(_) => "activations and padding",
+        None => "processes and gateways",
     };
     format!("{} {left} (of {all}, the rest for {rest})", member.name)
+}
+
+/// Whose disks are no help, so that all of their layers must fit.
+fn must_fit(members: &Members<'_>) -> Vec<String> {
+    let of = |is_meant: &dyn Fn(f64) -> bool, [one, more]: [&str; 2]| {
+        let cpus = members.all.iter().filter(|member| member.gpu.is_none());
+        let meant = cpus.filter(|member| is_meant(member.rates.disk_gbps));
+        let nodes: Vec<&str> = meant.map(|member| &*member.node.node).collect();
+        match nodes.len() {
+            0 => None,
+            1 => Some(format!(
+                "the disk of {} {one}, so that all of its layers must fit",
+                nodes[0]
+            )),
+            _ => Some(format!(
+                "the disks of {} {more}, so that all of their layers must fit",
+                nodes.join(", ")
+            )),
+        }
+    };
+    let unmeasured = of(
+        &|gbps| gbps <= 0.0,
+        ["was not measured", "were not measured"],
+    );
+    let slow = of(
+        &|gbps| gbps > 0.0 && gbps < disks::SLOW_GBPS,
+        ["is slow", "are slow"],
+    );
+    unmeasured.into_iter().chain(slow).collect()
 }

@@ -2,7 +2,7 @@
 
 use hearth_crds::{PlanPrediction, PlanRank, PlanRole, format_bytes};
 
-use super::members::Member;
+use super::members::{Member, Members};
 use super::problem::UNMEASURED_LINK;
 use super::write::Kept;
 use super::{Chosen, RingPlanning, too_old};
@@ -62,6 +62,7 @@ fn topology(chosen: &Chosen<'_>, instead: &str, why: &mut Vec<String>) {
     if chosen.size() == 1 {
         let alone = match chosen.is_only {
             true => "alone, since nothing else can be a member of a ring",
+            false if over.starts_with("CPUs ") => "alone are faster than any ring",
             false => "alone is faster than any ring",
         };
         why.push(format!(
@@ -264,11 +265,19 @@ fn with_one(chosen: &Chosen<'_>, dropped: &Dropped) -> Option<String> {
             ms(with_ms)
         ),
         false => format!(
-            "{name} in the ring: predicted TPOT {} against {}{ttft}",
-            ms(with_ms),
-            ms(tpot_ms)
+            "{name} in the ring: {}{ttft}",
+            tpot_against(with_ms, tpot_ms)
         ),
     })
+}
+
+/// The time per token of a ring that was not chosen, against that of the one that was.
+fn tpot_against(other_ms: f64, chosen_ms: f64) -> String {
+    let [other, chosen] = [other_ms, chosen_ms].map(ms);
+    match other == chosen {
+        true => format!("predicted TPOT {other}, too"),
+        false => format!("predicted TPOT {other} against {chosen}"),
+    }
 }
 
 /// The end of a sentence about a ring that was not chosen. Its flights are the longest, and not those of least time.
@@ -281,14 +290,39 @@ pub(super) fn unused_gpus(chosen: &Chosen<'_>) -> Vec<String> {
     with_dropped(chosen, |member| member.gpu.is_some())
 }
 
+/// What is said of GPUs with which no ring has room, while one of the CPUs alone has.
+pub(super) fn no_room_beside_gpus(all: &Members<'_>) -> String {
+    let gpus = all.all.iter().filter(|member| member.gpu.is_some());
+    let names: Vec<&str> = gpus.map(|member| &*member.name).collect();
+    format!(
+        "{} in the ring: no split of the layers was found that fits beside {} in the nodes' memory",
+        names.join(", "),
+        match names.len() {
+            1 => "its process",
+            _ => "their processes",
+        }
+    )
+}
+
+/// The end of a sentence about a ring with GPUs, which names those that are not in it.
+pub(super) fn left_out_gpus(all: &Members<'_>, ring: &Chosen<'_>) -> String {
+    let gpus = all.all.iter().filter_map(|member| {
+        let room = member.gpu.as_ref()?;
+        (!ring.uses(room.gpu)).then_some(&*member.name)
+    });
+    match &*gpus.collect::<Vec<_>>() {
+        [] => String::new(),
+        names => format!("; it has no use for {}", names.join(", ")),
+    }
+}
+
 /// What `other` members would have done instead of the chosen ring's; `None` if no ring of them fits.
 pub(super) fn other_ring(what: &str, other: Option<&Chosen<'_>>, chosen: &Chosen<'_>) -> String {
-    let chosen_ms = ms(chosen.choice.tpot_ms);
     match other {
         Some(other) => format!(
-            "{what} ({}): predicted TPOT {} against {chosen_ms}{}",
+            "{what} ({}): {}{}",
             names(other, &other.choice.order),
-            ms(other.choice.tpot_ms),
+            tpot_against(other.choice.tpot_ms, chosen.choice.tpot_ms),
             ttft(other.choice.ttft_ms)
         ),
         None => format!("{what}: they have no room"),
@@ -306,14 +340,13 @@ fn alternatives(chosen: &Chosen<'_>, not_chosen: &mut Vec<String>) {
             rounds => format!("{rounds} times around"),
         };
         not_chosen.push(format!(
-            "{} over {}, {rounds}: predicted TPOT {} against {}{}",
+            "{} over {}, {rounds}: {}{}",
             match other.order.len() {
                 1 => "one worker",
                 _ => "piped ring",
             },
             names(chosen, &other.order),
-            ms(other.tpot_ms),
-            ms(choice.tpot_ms),
+            tpot_against(other.tpot_ms, choice.tpot_ms),
             ttft(other.ttft_ms)
         ));
     }

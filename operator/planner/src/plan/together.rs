@@ -11,6 +11,7 @@ use crate::draft::Draft;
 use crate::error::{Advice, PlanError};
 use crate::expert_parallel::{PEERS, small_ep_keeps_bits};
 use crate::gpus::usable_count;
+use crate::input::PlanInput;
 use crate::numerics::peers_are_alike;
 use crate::place::{Objection, Refused, Wanted, no_peers};
 use crate::sentences::ms;
@@ -77,7 +78,7 @@ impl Planning<'_> {
             numbers.sort_by_key(|peers| !small_ep_keeps_bits(*peers));
             numbers.retain(|peers| self.messages_fit(*peers));
             return match numbers.is_empty() {
-                true => Err(self.too_long(least)),
+                true => Err(self.too_long(least, &usable)),
                 false => Ok(numbers),
             };
         }
@@ -102,18 +103,46 @@ impl Planning<'_> {
         self.demand.exchange_bytes(peers) <= MOST_WAITING_BYTES
     }
 
-    /// What is said of a context whose rows are too many to be exchanged.
-    fn too_long(&self, peers: u32) -> PlanError {
+    /// What is said of a context whose rows are too many to be exchanged by so many peers.
+    fn too_long(&self, peers: u32, usable: &Usable<'_>) -> PlanError {
         let tokens = self.demand.context_length;
+        let number = self
+            .number_that_fits(usable)
+            .map_or_else(String::new, |peers| {
+                format!("spec.prefill.gpusPerWorker: {peers}, ")
+            });
         PlanError::Unsupported(vec![FieldError::new(
             "spec.model.contextLength",
             format!("is {tokens}"),
             format!(
-                "{peers} GPUs would exchange up to {} of rows for a prompt of that length, and a worker takes {}: write a shorter contextLength, or prefill.mode: StreamLoading",
+                "{peers} GPUs would exchange up to {} of rows for a prompt of that length, and a worker takes {}: write {number}a shorter contextLength, or prefill.mode: StreamLoading",
                 format_bytes(self.demand.exchange_bytes(peers)),
                 format_bytes(MOST_WAITING_BYTES)
             ),
         )])
+    }
+
+    /// The largest number of peers with which there is a plan, where the spec asks for another one: what they exchange depends on
+    /// how rows come to the experts, and larger numbers may exchange less.
+    fn number_that_fits(&self, usable: &Usable<'_>) -> Option<u32> {
+        self.input.spec.prefill.gpus_per_worker?;
+        let mut numbers = usable.numbers().filter(|peers| self.messages_fit(*peers));
+        numbers.find(|peers| {
+            let mut spec = self.input.spec.clone();
+            spec.prefill.gpus_per_worker = Some(*peers);
+            let input = &PlanInput {
+                spec: &spec,
+                ..*self.input
+            };
+            let estimator = &self.estimator.with_spec(&spec);
+            Planning {
+                input,
+                estimator,
+                ..*self
+            }
+            .best()
+            .is_ok()
+        })
     }
 
     /// A change after which the spec asks for fewer GPUs than so many, if one fits.

@@ -14,7 +14,9 @@ use hearth_crds::{
 use crate::cpus::{CpuLack, core_count, format_cpu_list};
 use crate::disks;
 use crate::draft::{Draft, ranks_of};
+use crate::estimator::UNMEASURED_HOP;
 use crate::gpus::usable_count;
+use crate::link::measured_link;
 use crate::memory::PREFILL_BATCH;
 use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
@@ -39,6 +41,7 @@ pub(crate) fn write(
     experts::used(draft, ranks, &mut why);
     peers::used(draft, ranks, routing, &mut why);
     route(draft, ranks, routing, &mut why);
+    unmeasured_links(draft, ranks, &mut why);
     objectives(&draft.input.spec.objectives, predicted, &mut why);
     let mut not_chosen = Vec::new();
     gpus::not_chosen(draft, ranks, &mut not_chosen);
@@ -86,6 +89,33 @@ fn unmeasured_disks(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>
             disks::UNMEASURED_GBPS,
             nodes.join(", "),
             disks::REMEDY
+        ));
+    }
+}
+
+/// Links that prompts' KV or the rows of GPUs that read together cross, of which nobody knows how fast they are.
+fn unmeasured_links(draft: &Draft<'_>, ranks: &[PlanRank], why: &mut Vec<String>) {
+    let mut unmeasured = BTreeSet::new();
+    for from in ranks_of(ranks, PlanRole::Prefill) {
+        let is_peer = |rank: &&PlanRank| from.peers.is_some() && rank.peers.is_some();
+        let ends = ranks.iter();
+        let ends = ends.filter(|rank| rank.role == PlanRole::Decode || is_peer(rank));
+        for to in ends.filter(|rank| rank.node != from.node) {
+            if let (Some((_, a)), Some((_, b))) = (draft.node_of(from), draft.node_of(to))
+                && measured_link(a, b).is_none()
+            {
+                let (first, second) = ((&a.node).min(&b.node), (&a.node).max(&b.node));
+                unmeasured.insert(format!("{first} to {second}"));
+            }
+        }
+    }
+    if !unmeasured.is_empty() {
+        let links: Vec<String> = unmeasured.into_iter().collect();
+        why.push(format!(
+            "warning: links were not measured and are taken for {} GB/s and {} ms: {}",
+            UNMEASURED_HOP.gbps,
+            UNMEASURED_HOP.latency_ms,
+            links.join(", ")
         ));
     }
 }

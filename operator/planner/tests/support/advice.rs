@@ -29,6 +29,11 @@ pub fn followed(
             memory.available_bytes += bytes;
             assert!(memory.available_bytes <= memory.total_bytes, "{advice}");
         }
+        Advice::MoreMemoryOf(name, bytes) => {
+            let memory = &mut named(&mut nodes, name).memory;
+            memory.available_bytes += bytes;
+            memory.total_bytes += bytes;
+        }
         of_spec => write(&mut spec, of_spec),
     }
     Some((spec, nodes))
@@ -64,6 +69,7 @@ pub fn write(changed: &mut InferenceDeploymentSpec, advice: &Advice) {
         | Advice::MoreCores(_)
         | Advice::FreeGpuMemory(_)
         | Advice::FreeMemoryOf(..)
+        | Advice::MoreMemoryOf(..)
         | Advice::MeasureDisks(_)
         | Advice::SmallerModel
         | Advice::FreeMemory(_) => panic!("{advice} is nothing to write"),

@@ -95,6 +95,7 @@ impl Machine {
             measured_at: "2026-11-20T12:00:00Z".into(),
             busy_percent: None,
             reader_version: Some(READER_VERSION),
+            ..NodeProfileStatus::default()
         }
     }
 }

@@ -4,7 +4,7 @@
 use hearth_controller_core::observed::ScalerView;
 use hearth_controller_core::plan_record::model_key_of_raw;
 use hearth_crds::{
-    HttpSource, HuggingFaceSource, InferenceDeployment, InferenceDeploymentSpec,
+    HttpFile, HttpSource, HuggingFaceSource, InferenceDeployment, InferenceDeploymentSpec,
     InferenceDeploymentStatus, InferencePlan, InferencePlanSpec, InferencePoolScalerSpec,
     NodeProfileStatus, READER_VERSION, ReadError, SecretRef, read_versioned_value,
 };
@@ -120,9 +120,27 @@ fn model_key_in(spec: &Value, namespace: &str) -> Option<String> {
         };
         return Some(hub.store_key(namespace));
     }
+    let files = source.pointer("/http/files").and_then(Value::as_array);
+    let file = |file: &Value| {
+        let text = |field: &str| Some(file.get(field)?.as_str()?.to_owned());
+        Some(HttpFile {
+            url: text("url")?,
+            sha256: text("sha256")?,
+            path: text("path"),
+        })
+    };
+    let (url, sha256) = match files {
+        Some(_) => (String::new(), String::new()),
+        None => (text("/http/url")?, text("/http/sha256")?),
+    };
     let source = HttpSource {
-        url: text("/http/url")?,
-        sha256: text("/http/sha256")?,
+        url,
+        sha256,
+        files: files
+            .into_iter()
+            .flatten()
+            .map(file)
+            .collect::<Option<_>>()?,
         secret_ref: text("/http/secretRef/name").map(|name| SecretRef { name }),
     };
     Some(source.store_key(namespace))
@@ -279,6 +297,7 @@ mod tests {
             secret_ref: Some(SecretRef {
                 name: "nas".to_owned(),
             }),
+            ..HttpSource::default()
         };
         let lean: LeanDeployment = serde_json::from_value(json!({
             "metadata": {"name": "demo", "namespace": "team", "uid": "u"},
@@ -288,6 +307,22 @@ mod tests {
         .unwrap();
         let unreadable = lean.into_read().unwrap_err();
         assert_eq!(unreadable.model_key, Some(source.store_key("team")));
+        let listed = HttpSource {
+            files: vec![HttpFile {
+                url: "https://nas/m/config.json".to_owned(),
+                sha256: sha256.clone(),
+                path: None,
+            }],
+            ..HttpSource::default()
+        };
+        let lean: LeanDeployment = serde_json::from_value(json!({
+            "metadata": {"name": "demo", "namespace": "team", "uid": "u"},
+            "spec": {"model": {"fromTheFuture": 1, "source": {"http": {
+                "files": [{"url": "https://nas/m/config.json", "sha256": sha256, "mirrors": []}]}}}},
+        }))
+        .unwrap();
+        let unreadable = lean.into_read().unwrap_err();
+        assert_eq!(unreadable.model_key, Some(listed.store_key("team")));
         let hub = HuggingFaceSource {
             repo: "a/b".to_owned(),
             revision: None,

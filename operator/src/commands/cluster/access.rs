@@ -1,5 +1,6 @@
 //! Which cluster is asked, whose objects of it, and what to do when it gives no answer.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -8,13 +9,13 @@ use clap::Args;
 use hearth_controller_core::key::Key;
 use hearth_controller_core::names::LABEL_DEPLOYMENT;
 use hearth_controller_core::observed::PodView;
-use hearth_crds::{InferenceDeployment, InferencePlan};
+use hearth_crds::{InferenceDeployment, InferencePlan, NodeProfileStatus};
 use kube::Client;
 use kube::api::{Api, ListParams};
 
 use crate::cluster::client::connect_to;
 use crate::cluster::failure::Failure;
-use crate::cluster::lean::{LeanDeployment, LeanPlan, LeanPod, owner};
+use crate::cluster::lean::{LeanDeployment, LeanPlan, LeanPod, LeanProfile, owner};
 use crate::cluster::snapshot::list;
 use crate::telemetry::Telemetry;
 use crate::terminal::{table, ui};
@@ -189,6 +190,27 @@ impl Access {
             let (name, why) = (&named.name, &unreadable.why);
             format!("plan {name} cannot be read by this version: {why}")
         }))
+    }
+
+    /// The nodes' profiles by name; none, which is said, if they may not be read.
+    ///
+    /// # Errors
+    /// The API server's, in words.
+    pub(super) async fn profiles(&self) -> anyhow::Result<BTreeMap<String, NodeProfileStatus>> {
+        let api: Api<LeanProfile> = Api::all(self.client.clone());
+        let found = match list(&api, &ListParams::default()).await {
+            Ok(found) => found,
+            Err(Failure::Forbidden(why)) => {
+                ui::say(format_args!("what nodes store is not shown: {why}"));
+                return Ok(BTreeMap::new());
+            }
+            Err(failure) => return Err(self.told("NodeProfiles", &failure)),
+        };
+        let named = found.into_iter().filter_map(|lean| {
+            let status = lean.status.ok().flatten()?;
+            Some((lean.metadata.name?, status))
+        });
+        Ok(named.collect())
     }
 
     /// The objects of a kind in the namespace.

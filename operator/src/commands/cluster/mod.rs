@@ -6,6 +6,7 @@
 mod access;
 mod chat;
 mod forward;
+mod held;
 mod load;
 mod logs;
 mod models;
@@ -47,9 +48,9 @@ enum ClusterCommand {
     Status(status::StatusArgs),
     /// Show a deployment's plan in force: its ranks, and predicted against measured latencies
     Plan(plan::PlanArgs),
-    /// Show what each node has, who holds what of it, and what is free
+    /// Show what each node has, who holds what of it, what is free, and the models that it stores
     Nodes(nodes::NodesArgs),
-    /// Show the deployments' models: on which nodes they are, their size, and how far a fetch is
+    /// Show the deployments' models: what nodes have of them and when it was used, their size, and how far a fetch is
     Models(models::ModelsArgs),
     /// Show the logs of a deployment's workers and gateways
     Logs(logs::LogsArgs),

@@ -1,13 +1,16 @@
-//! `kubectl hearth nodes`: the ledger by which plans are made: what each node has, who holds what of it, and what is free.
+//! `kubectl hearth nodes`: the ledger by which plans are made: what each node has, who holds what of it, and what is free;
+//! and the models that each node stores.
 
 use std::collections::BTreeMap;
 
 use clap::Args;
 use hearth_controller_core::observed::{Holding, NodeView, Requests, Sight};
-use hearth_crds::{GpuProfile, PlanRank, RankDevice};
+use hearth_crds::{GpuProfile, NodeModel, NodeStore, PlanRank, RankDevice};
+use jiff::Timestamp;
 use serde::Serialize;
 
 use super::access::Access;
+use super::held;
 use crate::cluster::cache::State;
 use crate::cluster::devices::Claimable;
 use crate::cluster::snapshot::{Holder, Snapshot};
@@ -43,6 +46,10 @@ struct Node {
     /// What all other Pods request; unset if they may not be listed.
     others: Option<Amounts>,
     free: Amounts,
+    /// What its store has; unset if its agent does not say.
+    store: Option<NodeStore>,
+    /// Models that it has and fetches, without those that one namespace alone may have.
+    models: Vec<NodeModel>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -117,7 +124,13 @@ pub(super) async fn run(args: &NodesArgs, access: &Access) -> anyhow::Result<()>
             node.held.retain(is_there);
         }
     }
-    args.output.print(&nodes, || rows(&nodes))
+    args.output.print(&nodes, || {
+        let models = models(&nodes, Timestamp::now());
+        match &*models {
+            "" => rows(&nodes),
+            models => format!("{}\n\n{models}", rows(&nodes)),
+        }
+    })
 }
 
 fn nodes(state: &State) -> Vec<Node> {
@@ -142,6 +155,7 @@ fn nodes(state: &State) -> Vec<Node> {
             let ours = on_it.iter().map(|holder| amounts(&holder.holding));
             let ours = ours.fold(Amounts::default(), Amounts::plus);
             let is_seen = state.ledger.sight() == Sight::All;
+            let profile = state.profile(&view.name);
             Node {
                 node: view.name.clone(),
                 ready: view.is_ready,
@@ -151,6 +165,8 @@ fn nodes(state: &State) -> Vec<Node> {
                 held: on_it.into_iter().map(Held::of).collect(),
                 others: is_seen.then(|| sums.others.plus(sums.held.minus(ours))),
                 free: sums.free(),
+                store: profile.and_then(|profile| profile.store),
+                models: profile.map_or_else(Vec::new, |profile| profile.models.clone()),
             }
         })
         .collect()
@@ -324,6 +340,17 @@ fn rows(nodes: &[Node]) -> String {
     table::plain(&header, rows.into_iter())
 }
 
+/// The models that nodes store; empty if there are none.
+fn models(nodes: &[Node], now: Timestamp) -> String {
+    let of_node = |node: &Node| held::rows(&node.node, node.store, &node.models, now);
+    let rows: Vec<[String; 5]> = nodes.iter().flat_map(of_node).collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let header = ["NODE", "MODEL", "COMMIT", "SIZE", "STATE"];
+    table::plain(&header, rows.into_iter())
+}
+
 /// Thousandths of a CPU as CPUs: `1.5`.
 fn cpus(millis: u64) -> String {
     let text = format!("{}.{:03}", millis / 1000, millis % 1000);
@@ -390,8 +417,12 @@ mod tests {
             }],
             others: None,
             free: amounts(7 << 30, 3800, 1),
+            store: None,
+            models: Vec::new(),
         };
-        let text = rows(&[node]);
+        let nodes = [node];
+        assert_eq!(models(&nodes, Timestamp::UNIX_EPOCH), "");
+        let text = rows(&nodes);
         let line =
             |at: usize| -> Vec<&str> { text.lines().nth(at).unwrap().split_whitespace().collect() };
         assert_eq!(

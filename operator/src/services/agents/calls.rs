@@ -6,7 +6,7 @@ use hearth_controller_core::names::{AGENT_TLS_NAME, agent_tls_name};
 use hearth_transport::tonic::transport::Channel;
 use hearth_transport::tonic::{Code, Response, Status};
 use hearth_transport::v1::agent_client::AgentClient;
-use hearth_transport::v1::{CertifyRequest, IdentifyRequest};
+use hearth_transport::v1::{CertifyRequest, IdentifyRequest, ModelResponse, ModelState};
 use hearth_transport::{ClientOptions, Clients, Endpoint, RpcErrorKind, Tls, Worker};
 use jiff::Timestamp;
 
@@ -180,4 +180,24 @@ fn connection(tls: &Tls, name: &str, endpoint: &Endpoint) -> Result<Worker, Stri
         ..ClientOptions::default()
     });
     clients.worker(endpoint).map_err(|error| error.to_string())
+}
+
+/// Message about an agent that takes no notice of a source of this kind.
+pub(super) fn no_source(kind: &str) -> String {
+    format!(
+        "its agent is of an older version, which fetches no models {kind}: let the DaemonSet hearth-agent have the worker image of \
+         the operator's version"
+    )
+}
+
+/// An agent that takes a request for wrong has answered: the next time it would say the same.
+pub(super) fn refused(status: Status) -> Result<Response<ModelResponse>, Status> {
+    match status.code() {
+        Code::InvalidArgument => Ok(Response::new(ModelResponse {
+            state: ModelState::Failed.into(),
+            message: status.message().to_owned(),
+            ..ModelResponse::default()
+        })),
+        _ => Err(status),
+    }
 }

@@ -24,26 +24,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use calls::Certified;
+use calls::{no_source, refused};
 use fetches::{Answer, Fetches, Poll, answer_of};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use hearth_controller_core::key::Key;
-use hearth_controller_core::names::{
-    APP, FIELD_MANAGER, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, LINK_PORT, MANAGER,
-    WORKER_PORT, host_port,
-};
+use hearth_controller_core::names::{FIELD_MANAGER, LINK_PORT, WORKER_PORT, host_port};
 use hearth_controller_core::observed::{AgentEndpoint, FetchView, Settings};
-use hearth_crds::{API_VERSION, ModelSource, NodeProfile, NodeProfileSpec, NodeProfileStatus};
+use hearth_crds::{API_VERSION, HttpFile, ModelSource, NodeProfile, NodeProfileStatus};
 use hearth_transport::Endpoint;
 use hearth_transport::v1::{
-    Credentials, HubRepository, ModelRequest, ModelState, ProfileRequest, RetainRequest,
+    self, Credentials, HubRepository, ModelRequest, ModelState, ProfileRequest, RetainRequest,
 };
 use ipnet::IpNet;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use links::Links;
-use profile::due_profile;
+use profile::{due_profile, profile_object};
 use serde_json::json;
 use spare::Spares;
 use tokio::sync::Semaphore;
@@ -54,9 +51,6 @@ use crate::telemetry::cluster::Fetch;
 
 use secrets::{HUB_SECRET, SecretField, URL_SECRET};
 
-/// Message about an agent that takes no notice of a hub's repository.
-const NO_HUB: &str = "its agent is of an older version, which fetches no models of a hub: let the DaemonSet hearth-agent have \
-                      the worker image of the operator's version";
 /// Interval at which a node's profile is read.
 const PROFILE_EVERY: Duration = Duration::from_secs(60);
 /// Interval at which it is read as long as the node has not been measured.
@@ -297,9 +291,13 @@ impl<G: AgentDirectory> Agents<G> {
         for poll in polls {
             let answer = match &agent {
                 Some(agent) => self.ask_model(agent, &poll).await,
-                None => FetchView::Unknown(format!("node {node} has no running agent")).into(),
+                None => Err(format!("node {node} has no running agent")),
             };
-            let woken = self.lock().learn(&poll, answer, Instant::now());
+            let now = Instant::now();
+            let woken = match answer {
+                Ok(answer) => self.lock().learn(&poll, answer, now),
+                Err(why) => self.lock().silent(&poll, why, now),
+            };
             woken
                 .iter()
                 .for_each(|deployment| self.directory.wake(deployment));
@@ -445,26 +443,32 @@ impl<G: AgentDirectory> Agents<G> {
         known.chain(self.directory.node_ranges()).collect()
     }
 
-    async fn ask_model(&self, agent: &Agent, poll: &Poll) -> Answer {
+    /// # Errors
+    /// Why nothing came from the agent.
+    async fn ask_model(&self, agent: &Agent, poll: &Poll) -> Result<Answer, String> {
         let mut request = match self.request(poll).await {
             Ok(request) => request,
-            Err(why) => return FetchView::Failed(why).into(),
+            Err(why) => return Ok(FetchView::Failed(why).into()),
         };
         request.seed = self.seed_for(agent, poll).await;
+        let kind = match (&request.hub, &*request.files) {
+            (Some(_), _) => Some("of a hub"),
+            (None, [_, ..]) => Some("as a list of files"),
+            (None, []) => None,
+        };
         let called = self.call(agent, |mut stub| {
             let request = request.clone();
-            async move { stub.model(request).await }
+            async move { stub.model(request).await.or_else(refused) }
         });
-        match called.await {
-            Ok(answer) if request.hub.is_some() && answer.state() == ModelState::Absent => {
-                FetchView::Unknown(NO_HUB.to_owned()).into()
+        match (called.await, kind) {
+            (Ok(answer), Some(kind)) if answer.state() == ModelState::Absent => {
+                Ok(FetchView::Unknown(no_source(kind)).into())
             }
-            Ok(answer) => answer_of(answer),
-            Err(error) => FetchView::Unknown(format!(
+            (Ok(answer), _) => Ok(answer_of(answer)),
+            (Err(error), _) => Err(format!(
                 "the agent of node {} does not answer: {error}",
                 agent.node()
-            ))
-            .into(),
+            )),
         }
     }
 
@@ -479,6 +483,7 @@ impl<G: AgentDirectory> Agents<G> {
         if let Some(http) = &poll.source.http {
             request.url.clone_from(&http.url);
             request.sha256.clone_from(&http.sha256);
+            request.files = http.files.iter().map(file).collect();
             if let Some(secret) = &http.secret_ref {
                 request.credentials = Some(self.opened_by(poll, &secret.name, URL_SECRET).await?);
             }
@@ -568,23 +573,13 @@ impl Complaints {
     }
 }
 
-fn profile_object(node: &str, node_uid: String) -> NodeProfile {
-    let mut profile = NodeProfile::new(node, NodeProfileSpec {});
-    let labels = [
-        (LABEL_APP, APP),
-        (LABEL_MANAGED_BY, MANAGER),
-        (LABEL_COMPONENT, "agent"),
-    ];
-    let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned()));
-    profile.metadata.labels = Some(labels.into());
-    profile.metadata.owner_references = Some(vec![OwnerReference {
-        api_version: "v1".to_owned(),
-        kind: "Node".to_owned(),
-        name: node.to_owned(),
-        uid: node_uid,
-        ..OwnerReference::default()
-    }]);
-    profile
+/// A file as an agent is asked for it.
+fn file(file: &HttpFile) -> v1::HttpFile {
+    v1::HttpFile {
+        url: file.url.clone(),
+        sha256: file.sha256.clone(),
+        path: file.path().to_owned(),
+    }
 }
 
 #[cfg(test)]

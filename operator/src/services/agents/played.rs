@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-use hearth_crds::{MemoryProfile, NodeProfileStatus};
+use hearth_crds::{MemoryProfile, NodeModel, NodeProfileStatus};
 use hearth_transport::Tls;
 use hearth_transport::tonic::{Code, Request, Response, Status};
 use hearth_transport::v1::agent_server::Agent as AgentService;
@@ -21,8 +21,12 @@ pub(super) struct Played {
     pub(super) token: Mutex<String>,
     pub(super) key: KeyPair,
     pub(super) node: Mutex<String>,
+    /// Models that its profile has.
+    pub(super) held: Mutex<Vec<NodeModel>>,
     /// Responses to `Model`, one per call; the last one is repeated.
     pub(super) models: Mutex<Vec<ModelResponse>>,
+    /// What it says instead of them.
+    pub(super) refusal: Mutex<Option<Status>>,
     pub(super) asked: Mutex<Vec<ModelRequest>>,
     pub(super) retained: Mutex<Vec<Vec<String>>>,
     /// Measurements of links that it awaited and made.
@@ -46,7 +50,9 @@ impl Default for Played {
             token: Mutex::new(TOKEN.to_owned()),
             key: KeyPair::generate().expect("key"),
             node: Mutex::default(),
+            held: Mutex::default(),
             models: Mutex::default(),
+            refusal: Mutex::default(),
             asked: Mutex::default(),
             retained: Mutex::default(),
             awaited: Mutex::default(),
@@ -113,6 +119,7 @@ impl AgentService for Service {
                 ..MemoryProfile::default()
             },
             measured_at: "2026-11-20T12:00:00Z".to_owned(),
+            models: self.0.held.lock().expect("held").clone(),
             ..NodeProfileStatus::default()
         };
         let node_profile_json = serde_json::to_string(&profile).expect("JSON");
@@ -128,6 +135,9 @@ impl AgentService for Service {
             .lock()
             .expect("asked")
             .push(request.into_inner());
+        if let Some(refusal) = self.0.refusal.lock().expect("refusal").clone() {
+            return Err(refusal);
+        }
         let mut models = self.0.models.lock().expect("models");
         let next = models[0].clone();
         if models.len() > 1 {

@@ -1,10 +1,32 @@
-//! Decision whether a node's profile is rewritten: pure.
+//! The object of a node's profile, and the decision whether its status is rewritten: pure.
 
-use hearth_crds::{MemoryProfile, NodeProfileStatus};
+use hearth_controller_core::names::{APP, LABEL_APP, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGER};
+use hearth_crds::{MemoryProfile, NodeModel, NodeProfile, NodeProfileSpec, NodeProfileStatus};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 
 use super::spare::WINDOW;
 
 const HOUR_SECONDS: u32 = 3600;
+
+/// The object without its status. It goes with its node.
+pub(super) fn profile_object(node: &str, node_uid: String) -> NodeProfile {
+    let mut profile = NodeProfile::new(node, NodeProfileSpec {});
+    let labels = [
+        (LABEL_APP, APP),
+        (LABEL_MANAGED_BY, MANAGER),
+        (LABEL_COMPONENT, "agent"),
+    ];
+    let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    profile.metadata.labels = Some(labels.into());
+    profile.metadata.owner_references = Some(vec![OwnerReference {
+        api_version: "v1".to_owned(),
+        kind: "Node".to_owned(),
+        name: node.to_owned(),
+        uid: node_uid,
+        ..OwnerReference::default()
+    }]);
+    profile
+}
 
 /// Returns the profile to be written for a node, if any. `held_bytes` is the memory requested by Hearth's Pods on it.
 ///
@@ -16,11 +38,14 @@ const HOUR_SECONDS: u32 = 3600;
 ///
 /// The least of a day ([`spare`](super::spare)) in `measured` stays as it was written for the same reason, and is never more
 /// than what is available.
+///
+/// What the node's store has is written when it changes, and nothing else with it: it is no reason to plan anew.
 pub(super) fn due_profile(
     stored: Option<&NodeProfileStatus>,
     mut measured: NodeProfileStatus,
     held_bytes: u64,
 ) -> Option<NodeProfileStatus> {
+    measured.models = NodeModel::listed(measured.models);
     let total = measured.memory.total_bytes;
     let least = measured.memory.available_bytes;
     let most = least.saturating_add(held_bytes).min(total.max(least));
@@ -46,7 +71,15 @@ pub(super) fn due_profile(
     let is_news = available != before
         || is_least_news
         || hardware(stored.clone()) != hardware(measured.clone());
-    is_news.then_some(measured)
+    if is_news {
+        return Some(measured);
+    }
+    let with_store = NodeProfileStatus {
+        store: measured.store,
+        models: measured.models,
+        ..stored.clone()
+    };
+    (with_store != *stored).then_some(with_store)
 }
 
 /// The least that was available, as it is written if it has moved by no more than a tenth of the memory.
@@ -74,8 +107,9 @@ fn is_longer(stored: &MemoryProfile, measured: &MemoryProfile) -> bool {
     marks.any(|mark| before < mark && now >= mark)
 }
 
-/// The profile without values that change from minute to minute.
-fn hardware(mut profile: NodeProfileStatus) -> NodeProfileStatus {
+/// The profile without values that change from minute to minute, and without the models.
+fn hardware(profile: NodeProfileStatus) -> NodeProfileStatus {
+    let mut profile = profile.without_store();
     profile.memory.available_bytes = 0;
     profile.memory.least_available_bytes = None;
     profile.memory.least_over_seconds = 0;
@@ -98,7 +132,7 @@ fn hardware(mut profile: NodeProfileStatus) -> NodeProfileStatus {
 
 #[cfg(test)]
 mod tests {
-    use hearth_crds::{CpuProfile, GpuProfile, NumaNodeProfile, PcieLink};
+    use hearth_crds::{CpuProfile, GpuProfile, NodeStore, NumaNodeProfile, PcieLink};
 
     use super::*;
 
@@ -219,6 +253,34 @@ mod tests {
         });
         let due = due_profile(Some(&stored), measured, 0).expect("due");
         assert_eq!((due.cpus.len(), due.memory.available_bytes), (2, 800));
+    }
+
+    #[test]
+    fn what_the_store_has_is_written_alone_and_once() {
+        let stored = profile(800);
+        let with_models = |sources: &[&str]| NodeProfileStatus {
+            store: Some(NodeStore {
+                models: 1,
+                bytes: 5,
+            }),
+            models: sources
+                .iter()
+                .map(|source| NodeModel {
+                    key: (*source).to_owned(),
+                    source: (*source).to_owned(),
+                    ..NodeModel::default()
+                })
+                .collect(),
+            ..profile(790)
+        };
+        let due = due_profile(Some(&stored), with_models(&["b", "a"]), 0).expect("due");
+        let sources: Vec<&str> = due.models.iter().map(|model| &*model.source).collect();
+        assert_eq!(sources, ["a", "b"]);
+        assert_eq!(due.clone().without_store(), stored);
+        assert_eq!(due_profile(Some(&due), with_models(&["a", "b"]), 0), None);
+        // Of an agent of an earlier version.
+        let due = due_profile(Some(&due), profile(790), 0);
+        assert_eq!(due, Some(stored));
     }
 
     #[test]

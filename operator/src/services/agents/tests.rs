@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::extract::{self, State};
 use axum::{middleware, response};
 use bytes::Bytes;
-use hearth_crds::{HttpSource, SecretRef};
+use hearth_crds::{HttpSource, NodeModel, SecretRef};
 use hearth_transport::tonic::service::Routes;
 use hearth_transport::v1::agent_server::AgentServer;
 use hearth_transport::v1::{ModelResponse, ModelState};
@@ -228,6 +228,12 @@ async fn a_measured_node_gets_its_profile_once() {
         None,
         "the agent is measuring"
     );
+    *fixture.played.held.lock().expect("held") = ["c/d@main", "a/b@main"]
+        .map(|source| NodeModel {
+            source: source.to_owned(),
+            ..NodeModel::default()
+        })
+        .to_vec();
     *fixture.played.node.lock().expect("node") = "a".to_owned();
     until("a profile", || fixture.directory.profile("a")).await;
     let path = "/apis/hearth.dev/v1alpha1/nodeprofiles/a";
@@ -244,6 +250,7 @@ async fn a_measured_node_gets_its_profile_once() {
         object["status"]["memory"]["leastAvailableBytes"], 400,
         "300 and those that our Pods ask for"
     );
+    assert_eq!(object["status"]["models"][0]["source"], "a/b@main");
     tokio::time::sleep(Duration::from_millis(2500)).await;
     let writes = fixture.directory.api.writes();
     assert_eq!(
@@ -290,7 +297,7 @@ async fn a_fetch_is_started_followed_and_told() {
     let source = HttpSource {
         url: "http://nas.lan/m.tar".to_owned(),
         sha256: "a".repeat(64),
-        secret_ref: None,
+        ..HttpSource::default()
     };
     let key = source.store_key("default");
     let demo = Key::new("default", "demo");
@@ -381,7 +388,7 @@ async fn nothing_is_dropped_before_all_is_known() {
     let source = HttpSource {
         url: "http://nas.lan/m.tar".to_owned(),
         sha256: "b".repeat(64),
-        secret_ref: None,
+        ..HttpSource::default()
     };
     *fixture.played.models.lock().expect("models") = vec![ModelResponse::default()];
     fixture.agents.want(
@@ -411,6 +418,7 @@ async fn a_secret_opens_the_url_of_its_own_namespace() {
         secret_ref: Some(SecretRef {
             name: "nas".to_owned(),
         }),
+        ..HttpSource::default()
     };
     let (one, two) = (Key::new("one", "demo"), Key::new("two", "demo"));
     let path = "/api/v1/namespaces/one/secrets/nas";

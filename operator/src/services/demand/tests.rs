@@ -19,6 +19,7 @@ fn text(arrived: u64, queued: u64, steps: u64) -> String {
          hearth_generated_tokens_total {}\nhearth_requests_queued {queued}\nhearth_choices_unanswered {queued}\n\
          {TTFT}_bucket{{le=\"1.0\"}} {half}\n{TTFT}_bucket{{le=\"2.0\"}} {arrived}\n{TTFT}_bucket{{le=\"+Inf\"}} {arrived}\n\
          hearth_worker_waiting{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} {}\n\
+         hearth_worker_running{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} 5\n\
          hearth_worker_steps_total{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} {steps}\n\
          hearth_worker_step_seconds_total{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} {}\n\
          hearth_worker_generated_tokens_total{{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\"}} {}\n\
@@ -85,6 +86,7 @@ fn a_load_is_read_from_what_a_gateway_counts() {
     );
     assert_eq!(demand.output_tokens, Some(50.0));
     assert_eq!((demand.queued, demand.unanswered), (3.0, 3.0));
+    assert_eq!((demand.queued_least, demand.running), (3.0, Some(5.0)));
     assert_eq!(demand.ttft_p90_ms.map(f64::round), Some(1800.0));
     assert_eq!(demand.prefill_ms_per_token, Some(2.0));
     assert_eq!(demand.step_ms.map(f64::round), Some(20.0));
@@ -102,7 +104,22 @@ fn several_gateways_add_up_and_their_workers_count_once() {
     assert_eq!(demand.arrivals, 180.0);
     // Two wait at one gateway, one at the other, and one at the worker that both report.
     assert_eq!(demand.queued, 4.0);
+    assert_eq!((demand.queued_least, demand.running), (4.0, Some(5.0)));
     assert_eq!(demand.step_tokens, Some(3.0));
+}
+
+#[test]
+fn a_queue_has_lasted_once_several_readings_in_a_row_saw_it() {
+    let scrapes = Scrapes::new();
+    let least = |second: u64, queued: u64| {
+        scrapes.learn(second, "a", &text(second, queued, second));
+        scrapes.demand(second).unwrap().queued_least
+    };
+    assert_eq!((least(0, 9), least(4, 9)), (0.0, 0.0));
+    assert_eq!(least(8, 7), 7.0);
+    assert_eq!(least(12, 0), 0.0);
+    assert_eq!((least(16, 9), least(20, 9), least(24, 9)), (0.0, 0.0, 0.0));
+    assert_eq!(least(28, 9), 9.0);
 }
 
 #[test]

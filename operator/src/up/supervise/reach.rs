@@ -1,5 +1,5 @@
 //! Whether the gateway reaches the workers: one that has just become ready is reached a moment later, and until then
-//! prompts are read without it.
+//! requests go without it, or wait where there is no other.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Waits until the gateway reaches all of its workers.
 ///
 /// # Errors
-/// It does not within [`PATIENCE`]; the text says what it reaches.
+/// It does not within [`PATIENCE`]; the text says what it reaches, and what becomes of requests meanwhile.
 pub(super) async fn all(running: &Running) -> Result<(), String> {
     let url = running.endpoint.trim_end_matches("/v1").to_owned() + "/ready";
     let client = http::client(&url, running.certificate.as_deref(), Some(PATIENCE))
@@ -40,15 +40,42 @@ pub(super) async fn all(running: &Running) -> Result<(), String> {
     outcome.map_err(|_| missing)
 }
 
-/// A pool with a worker that is not reached.
+/// A pool with a worker that is not reached, or that waits for a member of its ring.
 fn unreached(body: &Value) -> Option<String> {
     ["decode", "prefill"].into_iter().find_map(|pool| {
         let count = |key| body[pool][key].as_u64();
         let (ready, of) = (count("ready"), count("of"));
+        if of.is_some() && ready >= of {
+            return None;
+        }
         let text = |count: Option<u64>| count.map_or_else(|| "?".to_owned(), |n| n.to_string());
-        (of.is_none() || ready < of)
-            .then(|| format!("{} of {} {pool} workers", text(ready), text(of)))
+        let meanwhile = match (pool, ready) {
+            ("prefill", _) => "prompts are read without the others",
+            (_, Some(1..)) => "answers are computed without the others",
+            _ => "requests wait",
+        };
+        Some(format!(
+            "{} of {} {pool} workers so far{}; {meanwhile}",
+            text(ready),
+            text(of),
+            waiting(body)
+        ))
     })
+}
+
+/// Heads of rings that wait for a member, in brackets.
+fn waiting(body: &Value) -> String {
+    let workers = body["workers"].as_array().into_iter().flatten();
+    let told: Vec<String> = workers
+        .filter_map(|worker| {
+            let (name, member) = (worker["name"].as_str()?, worker["waits_for"].as_str()?);
+            Some(format!("{name} waits for {member}"))
+        })
+        .collect();
+    match told.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", told.join(", ")),
+    }
 }
 
 #[cfg(test)]
@@ -65,16 +92,35 @@ mod tests {
         assert_eq!(unreached(&none), None);
         assert_eq!(
             unreached(&body(2, 0)).as_deref(),
-            Some("0 of 1 prefill workers")
+            Some("0 of 1 prefill workers so far; prompts are read without the others")
         );
         assert_eq!(
             unreached(&body(1, 0)).as_deref(),
-            Some("1 of 2 decode workers")
+            Some("1 of 2 decode workers so far; answers are computed without the others")
         );
         let foreign = json!({"error": "not found"});
         assert_eq!(
             unreached(&foreign).as_deref(),
-            Some("? of ? decode workers")
+            Some("? of ? decode workers so far; requests wait")
+        );
+    }
+
+    /// Nobody answers without it.
+    #[test]
+    fn a_ring_that_is_not_whole_lets_requests_wait() {
+        let body = |waits_for: Option<&str>| {
+            json!({
+                "decode": {"ready": 0, "of": 1}, "prefill": {"ready": 0, "of": 0},
+                "workers": [{"name": "decode-0", "role": "decode", "waits_for": waits_for}],
+            })
+        };
+        assert_eq!(
+            unreached(&body(Some("stage-1"))).as_deref(),
+            Some("0 of 1 decode workers so far (decode-0 waits for stage-1); requests wait")
+        );
+        assert_eq!(
+            unreached(&body(None)).as_deref(),
+            Some("0 of 1 decode workers so far; requests wait")
         );
     }
 }

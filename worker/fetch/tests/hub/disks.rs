@@ -72,10 +72,20 @@ struct Disk(PathBuf);
 impl Disk {
     /// Mounts one of so many KiB; `None`, with the reason on standard error, where that is not permitted.
     fn mount(at: PathBuf, size_kib: u64) -> Option<Self> {
-        fs::create_dir_all(&at).unwrap();
         let size = format!("size={size_kib}k");
+        Self::mounted(&["-t", "tmpfs", "-o", &size, "tmpfs"], at)
+    }
+
+    /// Mounts a directory in another place, too; `None` likewise.
+    fn bind(directory: &Path, at: PathBuf) -> Option<Self> {
+        fs::create_dir_all(directory).unwrap();
+        Self::mounted(&["--bind", directory.to_str().unwrap()], at)
+    }
+
+    fn mounted(what: &[&str], at: PathBuf) -> Option<Self> {
+        fs::create_dir_all(&at).unwrap();
         let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &size, "tmpfs"]).arg(&at);
+        mount.args(what).arg(&at);
         if !mount.output().is_ok_and(|done| done.status.success()) {
             skipped("small disks for models and parts: no file system may be mounted here");
             return None;
@@ -275,4 +285,61 @@ async fn a_repository_needs_all_of_one_disk_and_its_longest_file_of_the_other() 
     apart.options.quota_bytes = Some(files.needed_bytes() as u64);
     let directory = apart.fetch(&source).await.unwrap();
     assert_eq!(files_in(&directory), files.needed());
+}
+
+/// What was promised to a fetch on the disk of the parts is room for the longest file that is still to come.
+#[tokio::test]
+async fn a_long_file_has_room_that_others_do_not_take_while_a_short_one_arrives() {
+    let Some(mut apart) = Apart::new(4096, 1024) else {
+        return;
+    };
+    let files = Files::new(1);
+    let hub = HubServer::start(REPO, &files.list()).await;
+    let first = Source::of_hub(&hub.url(), REPO, None).unwrap();
+    let (_server, second) = served(600_000).await;
+    // Long enough for the second fetch to be refused meanwhile.
+    apart.options.stall_timeout = Duration::from_secs(3);
+    hub.file_faults([Fault::IgnoreRange, Fault::StallAfter(3)]);
+    let meanwhile = async {
+        let begins = Instant::now();
+        while files_asked(&hub).len() < 2 {
+            assert!(begins.elapsed() < Duration::from_secs(60), "nothing comes");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        apart.refusal(&second, &["partial has "]).await;
+        assert!(!apart.has(&first), "it was over before");
+    };
+    let (directory, ()) = tokio::join!(apart.fetch(&first), meanwhile);
+    assert_eq!(files_in(&directory.unwrap()), files.needed());
+    apart.fetch(&second).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_directory_of_the_same_disk_mounted_for_models_needs_room_for_a_copy() {
+    let files = Files::new(1);
+    let server = HubServer::start(REPO, &files.list()).await;
+    let fetcher = Fetcher::new(&server);
+    let top = fetcher.directory.path();
+    // Room for all files, and not for the longest twice.
+    let Some(_disk) = Disk::mount(top.to_owned(), 1536) else {
+        return;
+    };
+    let Some(_models) = Disk::bind(&top.join("elsewhere"), top.join("models")) else {
+        return;
+    };
+    let error = fetcher.failure().await;
+    assert!(matches!(error, FetchError::NoRoom { .. }), "{error}");
+    let text = error.to_string();
+    let disk = format!("MiB to fetch; the disk of {} has", top.display());
+    assert!(text.contains(&disk), "{text}");
+    assert!(files_asked(&server).iter().all(|it| !it.is_large));
+    let grow = ["-o", "remount,size=2560k"];
+    let grown = Command::new("mount").args(grow).arg(top).status();
+    assert!(grown.unwrap().success());
+    let directory = fetcher.fetch().await.unwrap();
+    assert_eq!(files_in(&directory), files.needed());
+    assert_eq!(
+        files_in(&top.join("elsewhere").join(fetcher.source.key().as_str())),
+        files.needed()
+    );
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // helpers of tests
 
 mod disks;
+mod lists;
 mod random_faults;
 mod seeds;
 #[path = "../support/mod.rs"]

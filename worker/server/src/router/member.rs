@@ -11,6 +11,7 @@ use hearth_transport::{RpcError, RpcErrorKind, Worker};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use super::line::Line;
 use super::pool::WorkerPool;
 use super::prefix::PrefixMemory;
 use super::types::{Health, Role, WorkerId, WorkerRoute, WorkerView};
@@ -35,6 +36,8 @@ pub(super) struct Member {
     pub(super) worker: Worker,
     /// Counts hangs; streams watch it.
     pub(super) epoch: watch::Sender<u64>,
+    /// Requests that come to it from the queue.
+    pub(super) line: Line,
     poke: Notify,
     state: Mutex<MemberState>,
 }
@@ -72,6 +75,7 @@ impl Member {
             route,
             worker,
             epoch: watch::Sender::new(0),
+            line: Line::default(),
             poke: Notify::new(),
             state: Mutex::new(MemberState {
                 health: Health::Starting,

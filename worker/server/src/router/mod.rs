@@ -6,6 +6,7 @@
 //! - Members join and leave at any time; one that left keeps its streams and gets no others.
 //! - A request that was once accepted is never rejected by the queue again: failover bypasses it.
 
+mod line;
 mod member;
 mod policy;
 mod pool;
@@ -13,6 +14,7 @@ mod prefix;
 mod quiet;
 mod types;
 
+pub use line::Turn;
 pub use policy::{Candidate, PrefillRoute, choose_decode, choose_prefill, choose_prefill_route};
 pub use pool::{Lease, PrefillLease, Route, WorkerPool};
 pub use types::{AcquireError, Health, Pin, Role, Want, WorkerId, WorkerRoute, WorkerView};

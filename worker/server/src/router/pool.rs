@@ -166,10 +166,12 @@ impl WorkerPool {
             false => Waiting::enter(&self.waiting, self.queue_bound())?,
         };
         let out_of_time = |_| self.wait_error();
-        let _turn = timeout_at(deadline, self.turnstile.lock())
+        let _first = timeout_at(deadline, self.turnstile.lock())
             .await
             .map_err(out_of_time)?;
-        self.wait_for_worker(&want, &key, deadline).await
+        let route = self.wait_for_worker(&want, &key, deadline).await?;
+        let turn = route.decode.member.line.enter();
+        Ok(Route { turn, ..route })
     }
 
     /// Longest wait of a request that arrives now and finds no ready decode worker, where they end for want of requests; else

@@ -36,6 +36,74 @@ async fn requests_are_held_while_workers_start() {
     assert_eq!(gateway.metric("hearth_requests_queued", "").await, 0.0);
 }
 
+/// A worker takes several at once when it comes: which of them it gets first is not left to chance.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_held_comes_to_a_worker_in_the_order_of_its_arrival() {
+    const HELD: u64 = 12;
+    for round in 0..10 {
+        let worker = FakeWorker::dormant();
+        let gateway = unready_gateway(&[&worker], |_| {}).await;
+        let queued = async || gateway.metric("hearth_requests_queued", "").await;
+        let arrivals = (1..=HELD).map(|number| {
+            let gateway = &gateway;
+            async move {
+                eventually(|| async { queued().await == (number - 1) as f64 }).await;
+                gateway.chat("x", json!({"max_tokens": number})).await.0
+            }
+        });
+        let start = async {
+            eventually(|| async { queued().await == HELD as f64 }).await;
+            worker.revive();
+        };
+        let (statuses, ()) = tokio::join!(all(arrivals), start);
+        assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
+        let calls = worker.behaviour.calls.lock().unwrap();
+        let order = calls.iter().map(|(call, _)| u64::from(call.max_tokens));
+        let order: Vec<u64> = order.collect();
+        assert_eq!(order, Vec::from_iter(1..=HELD), "round {round}");
+    }
+}
+
+/// The queue holds 16 for each of the two workers. Those of the slow one leave it too, and wait on their way.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_is_slow_to_accept_does_not_hold_up_what_is_held_for_another() {
+    const EACH: usize = 16;
+    let (slow, other) = (FakeWorker::dormant(), FakeWorker::dormant());
+    // The answers of the other one outlast the test's patience: it has no slot twice.
+    *other.behaviour.pace.lock().unwrap() = Duration::from_millis(100);
+    let gateway = unready_gateway(&[&slow, &other], |config| {
+        config.routing.hang_after = Duration::from_secs(60);
+    })
+    .await;
+    let queued = async || gateway.metric("hearth_requests_queued", "").await;
+    let asked = (0..2 * EACH).map(|_| gateway.chat("x", json!({"max_tokens": 30})));
+    let (accepts, waits) = std::sync::mpsc::channel::<()>();
+    let start = async {
+        eventually(|| async { queued().await == (2 * EACH) as f64 }).await;
+        let behaviour = slow.behaviour.clone();
+        let (stands, is_slow) = tokio::sync::oneshot::channel();
+        // Its only thread waits for this one with its first call.
+        std::thread::spawn(move || {
+            let _calls = behaviour.calls.lock();
+            let _ = stands.send(());
+            let _ = waits.recv();
+        });
+        is_slow.await.unwrap();
+        slow.revive();
+        eventually(|| async { queued().await < (2 * EACH) as f64 }).await;
+        other.revive();
+        let calls = || other.behaviour.calls.lock().unwrap().len();
+        let all_come = eventually(|| async { calls() == EACH });
+        let in_time = timeout(Duration::from_secs(2), all_come).await;
+        assert!(in_time.is_ok(), "{} of {EACH} have come", calls());
+        assert_eq!(queued().await, 0.0);
+        drop(accepts);
+    };
+    let (answers, ()) = tokio::join!(all(asked), start);
+    assert!(answers.iter().all(|(status, _)| *status == 200));
+    assert_eq!(slow.behaviour.calls.lock().unwrap().len(), EACH);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_that_does_not_start_in_time_is_a_503() {
     let worker = FakeWorker::dormant();

@@ -4,7 +4,9 @@
 //!
 //! Work that needs much memory (measuring, reading a model) is done by child processes, which return all of it.
 
+mod held;
 mod identity;
+mod limits;
 mod link;
 mod metrics;
 mod models;
@@ -32,9 +34,11 @@ use super::stand_ins::StandInArgs;
 use crate::environment::Environment;
 use crate::signals;
 use crate::tools::StoreArgs;
+use held::Held;
 use identity::Identity;
+use limits::Limits;
 use link::Links;
-use models::{Limits, Models};
+use models::Models;
 use node::Node;
 use port::WaitingPort;
 use seed::{Place, Seeds};
@@ -158,6 +162,7 @@ async fn serve(args: &AgentArgs, limits: Limits) -> anyhow::Result<()> {
             models.cache().clone(),
             Arc::clone(models.counters()),
         ),
+        held: Held::of(&models),
         models,
         links: Links::new(port),
         identity,
@@ -204,6 +209,7 @@ fn read_tls(directory: &Path) -> anyhow::Result<Tls> {
 struct AgentService {
     node: Arc<Node>,
     models: Arc<Models>,
+    held: Arc<Held>,
     links: Links,
     seeds: Seeds,
     identity: Option<Identity>,
@@ -245,7 +251,8 @@ impl v1::agent_server::Agent for AgentService {
         &self,
         _: Request<v1::ProfileRequest>,
     ) -> Result<Response<v1::ProfileResponse>, Status> {
-        let profile = self.node.profile().await?;
+        let mut profile = self.node.profile().await?;
+        self.held.add(&mut profile).await;
         let node_profile_json =
             serde_json::to_string(&profile).map_err(|error| Status::internal(error.to_string()))?;
         Ok(Response::new(v1::ProfileResponse { node_profile_json }))

@@ -8,23 +8,21 @@ use std::time::{Duration, Instant, SystemTime};
 
 use hearth_crds::ModelFacts;
 use hearth_fetch::{
-    AddressPolicy, Cache, Claim, Claims, Counters, Egress, FaultOrigin, FetchError, FetchOptions,
-    Key, Owner, Phase, Progress, Source, Throttle, Tries, fetch,
+    Cache, Claim, Claims, Counters, FaultOrigin, FetchError, FetchOptions, Key, Phase, Progress,
+    Source, Tries, fetch,
 };
 use hearth_transport::v1::{ModelRequest, ModelResponse, ModelState};
-use ipnet::IpNet;
 use tokio::task::JoinHandle;
 use tonic::Status;
 
-use super::request::{checked, parsed, ranges};
+use super::limits::{Limits, MOST_WAIT};
+use super::request::{checked, is_for_all, parsed, ranges};
 use super::seed::Place;
 use super::tool;
 use crate::tools::progress_sentence;
 
 /// Time limit for reading a model's headers, which takes a second, or longer from a busy disk.
 const FACTS_PATIENCE: Duration = Duration::from_secs(300);
-/// Longest time that a failure is reported before the next call tries again.
-const MOST_WAIT: Duration = Duration::from_secs(6 * 3600);
 
 /// All models on this node.
 pub(super) struct Models {
@@ -35,68 +33,6 @@ pub(super) struct Models {
     named: Mutex<Option<BTreeSet<Key>>>,
     counters: Arc<Counters>,
     failures: AtomicU64,
-}
-
-/// Limits on fetching and keeping models.
-#[derive(Clone, Debug)]
-pub(super) struct Limits {
-    /// Name of the node.
-    pub(super) node: String,
-    /// Percentage of the disk to leave free.
-    pub(super) disk_reserve: u8,
-    /// Most bytes of models and parts; `None` for as many as the disk has.
-    pub(super) quota_bytes: Option<u64>,
-    /// Time for which a model stays after it was last named, even if its space is needed.
-    pub(super) recent: Duration,
-    /// Rate of all downloads.
-    pub(super) throttle: Option<Arc<Throttle>>,
-    /// How servers are reached.
-    pub(super) egress: Egress,
-    /// Address ranges that may be fetched from even though they are the node's own, link-local or the cluster's.
-    pub(super) allow_ranges: Vec<IpNet>,
-    /// Time that a model is kept after it was last named, unless its space is needed.
-    pub(super) keep: Duration,
-    /// See [`FetchOptions::private_patience`].
-    pub(super) private_patience: Duration,
-}
-
-impl Limits {
-    fn options(&self, cluster_ranges: Vec<IpNet>) -> FetchOptions {
-        FetchOptions {
-            reserve_percent: self.disk_reserve,
-            quota_bytes: self.quota_bytes,
-            recent: self.recent,
-            throttle: self.throttle.clone(),
-            owner: Owner::Node(self.node.clone()),
-            private_patience: self.private_patience,
-            egress: self.egress.clone(),
-            address_policy: AddressPolicy::outside(cluster_ranges, self.allow_ranges.clone()),
-            ..FetchOptions::default()
-        }
-    }
-
-    /// Time that a failure is reported before the next call tries again. A failure of content is found out only by a
-    /// whole download; a new checksum is another key and need not wait. A failure whose details are withheld waits
-    /// equally long whatever it was, and not long, since the usual cause is a server at home that was briefly off. But
-    /// the wait is at least twice the time of a try that was entirely in vain (`wasted`), or the wrong archive would
-    /// be downloaded endlessly.
-    fn wait_after(&self, fault_origin: FaultOrigin, failures: u32, wasted: Duration) -> Duration {
-        let (first, most) = match fault_origin {
-            FaultOrigin::Content => (Duration::from_secs(600), MOST_WAIT),
-            FaultOrigin::Unknown => (
-                (4 * self.private_patience).max(2 * wasted),
-                (5 * self.private_patience).max(2 * wasted),
-            ),
-            FaultOrigin::Request | FaultOrigin::Remote | FaultOrigin::Local => {
-                (Duration::from_secs(5), Duration::from_secs(300))
-            }
-        };
-        let doublings = failures.saturating_sub(1).min(16);
-        first
-            .saturating_mul(1 << doublings)
-            .min(most)
-            .min(MOST_WAIT)
-    }
 }
 
 /// A model that was requested.
@@ -110,6 +46,8 @@ enum State {
     Working {
         progress: Option<Progress>,
         task: JoinHandle<()>,
+        /// What is fetched, if whoever names it may have it.
+        shown: Option<String>,
     },
     Ready(Ready),
     Failed {
@@ -168,6 +106,22 @@ impl Models {
         self.limits.quota_bytes
     }
 
+    /// What is being fetched that every deployment may have, and how far it is.
+    pub(super) fn fetched_for_all(&self) -> Vec<(Key, String, Option<Progress>)> {
+        let entries = self.lock();
+        let fetched = entries
+            .iter()
+            .filter_map(|(key, entry)| match &entry.state {
+                State::Working {
+                    progress,
+                    shown: Some(shown),
+                    task,
+                } if !task.is_finished() => Some((key.clone(), shown.clone(), progress.clone())),
+                _ => None,
+            });
+        fetched.collect()
+    }
+
     /// What all fetches did.
     pub(super) fn counters(&self) -> &Arc<Counters> {
         &self.counters
@@ -204,7 +158,7 @@ impl Models {
                 State::Ready(ready) if self.cache.model(&key).is_some() => {
                     return Ok(ready.answer(request));
                 }
-                State::Working { progress, task } if !task.is_finished() => {
+                State::Working { progress, task, .. } if !task.is_finished() => {
                     return Ok(working(progress.as_ref()));
                 }
                 State::Failed { again_at } if is_same && Instant::now() < *again_at => {
@@ -237,6 +191,10 @@ impl Models {
             tries,
             state: State::Working {
                 progress: None,
+                shown: source
+                    .as_ref()
+                    .filter(|_| is_for_all(request))
+                    .map(Source::shown),
                 task: tokio::spawn(Arc::clone(self).work(key.clone(), source, options, seed)),
             },
         };
@@ -543,39 +501,5 @@ mod tests {
         let told = |phase| working(Some(&progress(phase))).bytes;
         assert_eq!(told(Phase::Downloading), 10);
         assert_eq!(told(Phase::Unpacking), 100);
-    }
-
-    #[test]
-    fn what_costs_a_download_waits_longer() {
-        let limits = Limits {
-            node: "attic".to_owned(),
-            disk_reserve: 0,
-            quota_bytes: None,
-            recent: Duration::ZERO,
-            throttle: None,
-            egress: Egress::default(),
-            allow_ranges: Vec::new(),
-            keep: Duration::ZERO,
-            private_patience: Duration::from_secs(60),
-        };
-        let seconds = |fault_origin, failures| {
-            limits
-                .wait_after(fault_origin, failures, Duration::ZERO)
-                .as_secs()
-        };
-        assert_eq!(
-            [1, 2, 3, 40].map(|n| seconds(FaultOrigin::Unknown, n)),
-            [240, 300, 300, 300]
-        );
-        let hour = Duration::from_secs(3600);
-        assert_eq!(limits.wait_after(FaultOrigin::Unknown, 3, hour), 2 * hour);
-        assert_eq!(
-            [1, 2, 3, 40].map(|n| seconds(FaultOrigin::Remote, n)),
-            [5, 10, 20, 300]
-        );
-        assert_eq!(
-            [1, 2, 40].map(|n| seconds(FaultOrigin::Content, n)),
-            [600, 1200, 21_600]
-        );
     }
 }

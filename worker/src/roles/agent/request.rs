@@ -1,17 +1,20 @@
 //! Validation of a request for a model, before anything is fetched.
 
-use hearth_crds::{hub_store_key, store_key};
+use hearth_crds::{HttpFile, HttpSource, files_store_key, hub_store_key, shown_url, store_key};
 use hearth_fetch::{Credentials, FetchError, Key, Source};
 use hearth_transport::v1::{self, ModelRequest};
 use ipnet::IpNet;
 use tonic::Status;
 
-/// Returns key and source of a request; no source if it has neither a URL nor a repository. The key must follow from everything needed to open
+/// Returns key and source of a request; no source if it has no URL, no files and no repository. The key must follow from everything needed to open
 /// the model: knowing only its checksum does not give access to a stored model.
 pub(super) fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), Status> {
     let key = parsed(&request.key)?;
     if let Some(hub) = &request.hub {
         return Ok((key.clone(), Some(repository(request, hub, key)?)));
+    }
+    if !request.files.is_empty() {
+        return Ok((key.clone(), Some(list(request, key)?)));
     }
     if request.url.is_empty() {
         return Ok((key, None));
@@ -35,9 +38,53 @@ pub(super) fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), S
     ))
 }
 
+/// Returns the source of a request for a list of files.
+fn list(request: &ModelRequest, key: Key) -> Result<Source, Status> {
+    if !request.url.is_empty() {
+        return Err(Status::invalid_argument(
+            "both a URL and a list of files were given",
+        ));
+    }
+    let file = |file: &v1::HttpFile| HttpFile {
+        url: file.url.clone(),
+        sha256: file.sha256.clone(),
+        path: Some(file.path.clone()),
+    };
+    let listed = HttpSource {
+        files: request.files.iter().map(file).collect(),
+        ..HttpSource::default()
+    };
+    let expected = files_store_key(&listed.files, &request.holder);
+    if key.as_str() != expected {
+        return Err(Status::invalid_argument(format!(
+            "key is {key}, and that of the files and holder {:?} is {expected}",
+            request.holder
+        )));
+    }
+    let mut source = Source::of_files(&listed)
+        .map_err(|error| Status::invalid_argument(error.to_string()))?
+        .kept_as(key);
+    if is_for_all(request) {
+        source = source.for_all();
+    }
+    Ok(match credentials(request.credentials.as_ref())? {
+        Some(credentials) => source.opened_by(credentials),
+        None => source,
+    })
+}
+
+/// Whether every deployment that names the source may have the model: nothing secret opens it, whatever the holder says.
+pub(super) fn is_for_all(request: &ModelRequest) -> bool {
+    let files = request.files.iter().map(|file| &file.url);
+    let mut urls = files.chain([&request.url]);
+    request.holder.is_empty()
+        && request.credentials.is_none()
+        && urls.all(|url| shown_url(url) == *url)
+}
+
 /// Returns the source of a request for a hub's repository.
 fn repository(request: &ModelRequest, hub: &v1::HubRepository, key: Key) -> Result<Source, Status> {
-    if !request.url.is_empty() {
+    if !request.url.is_empty() || !request.files.is_empty() {
         return Err(Status::invalid_argument(
             "both a URL and a repository of a hub were given",
         ));
@@ -180,6 +227,87 @@ mod tests {
             ..request(&key, hub, "")
         };
         assert!(checked(&both).is_err());
+    }
+
+    #[test]
+    fn a_list_is_checked_with_who_may_have_it() {
+        let file = |url: &str, path: &str| v1::HttpFile {
+            url: url.to_owned(),
+            sha256: "ab".repeat(32),
+            path: path.to_owned(),
+        };
+        let key_of = |files: &[v1::HttpFile], holder: &str| {
+            let files: Vec<HttpFile> = files
+                .iter()
+                .map(|file| HttpFile {
+                    url: file.url.clone(),
+                    sha256: file.sha256.clone(),
+                    path: Some(file.path.clone()),
+                })
+                .collect();
+            files_store_key(&files, holder)
+        };
+        let request = |key: &str, files: &[v1::HttpFile]| ModelRequest {
+            key: key.to_owned(),
+            files: files.to_vec(),
+            ..ModelRequest::default()
+        };
+        let files = [file("http://nas/config.json", "config.json")];
+        let key = key_of(&files, "");
+        let (found, source) = checked(&request(&key, &files)).unwrap();
+        assert_eq!((found.as_str(), &source.unwrap().key()), (&*key, &found));
+        for odd in [
+            file("http://nas/config.json", "../config.json"),
+            file("file:///etc/passwd", "config.json"),
+        ] {
+            let odd = [odd];
+            let status = checked(&request(&key_of(&odd, ""), &odd)).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status}");
+        }
+        let other = [file("http://mirror/config.json", "config.json")];
+        let private = key_of(&files, "one/nas");
+        let both = ModelRequest {
+            url: "http://nas/m.tar".to_owned(),
+            ..request(&key, &files)
+        };
+        for refused in [request(&key, &other), request(&private, &files), both] {
+            assert!(checked(&refused).is_err());
+        }
+        // Only what nothing secret opens is for every deployment, whatever the holder says.
+        let is_named = |request: &ModelRequest| {
+            let source = checked(request).unwrap().1.unwrap();
+            assert_eq!(source.is_for_all(), is_for_all(request));
+            source.is_for_all()
+        };
+        assert!(is_named(&request(&key, &files)));
+        let of_secret = ModelRequest {
+            holder: "one/nas".to_owned(),
+            ..request(&private, &files)
+        };
+        let opened = ModelRequest {
+            credentials: Some(v1::Credentials {
+                token: "t".to_owned(),
+                ..v1::Credentials::default()
+            }),
+            ..request(&key, &files)
+        };
+        assert!(!is_named(&of_secret) && !is_named(&opened));
+        for url in [
+            "http://nas/config.json?sig=1",
+            "http://ann:pw@nas/config.json",
+        ] {
+            let signed = [
+                file("http://nas/a.json", "a.json"),
+                file(url, "config.json"),
+            ];
+            for holder in ["", "one/"] {
+                let signed = ModelRequest {
+                    holder: holder.to_owned(),
+                    ..request(&key_of(&signed, holder), &signed)
+                };
+                assert!(!is_named(&signed), "{url} of {holder:?}");
+            }
+        }
     }
 
     #[test]

@@ -1,13 +1,12 @@
 //! The way from this member to another: messages in parcels, and beats when there are none.
 
-use std::pin::pin;
 use std::time::Duration;
 
 use futures::{FutureExt, Stream};
 use hearth_model::Exchanged;
 use hearth_parallel::{Op, Tag};
 use hearth_transport::{Worker, v1};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 use tonic::Status;
 use v1::parcel::Parcel as Content;
@@ -120,16 +119,22 @@ pub(super) fn farewell(lost: usize, why: String) -> v1::Parcel {
     }))
 }
 
-/// Sends `first`, and then what comes through `messages`, until those end; `heard` is called with what the receiver says.
-/// Returns why it ended otherwise.
+/// What a way carries: messages, and what is said last, which does not wait for them.
+pub(super) struct Outgoing {
+    pub(super) messages: mpsc::UnboundedReceiver<v1::Parcel>,
+    pub(super) last: oneshot::Receiver<v1::Parcel>,
+}
+
+/// Sends `first`, and then what is `outgoing`, until messages end or the last one is said; `heard` is called with what the
+/// receiver says. Returns why it ended otherwise.
 pub(super) async fn run(
     to: Worker,
     first: v1::Parcel,
-    messages: mpsc::UnboundedReceiver<v1::Parcel>,
+    outgoing: Outgoing,
     mut heard: impl FnMut(v1::sign::Sign),
 ) -> Result<(), Status> {
     let mut client = to.group();
-    let opened = timeout(SILENCE, client.exchange(parcels(first, messages))).await;
+    let opened = timeout(SILENCE, client.exchange(parcels(first, outgoing))).await;
     let opened = opened.map_err(|_| Status::unavailable("it does not answer"))?;
     let mut signs = opened?.into_inner();
     loop {
@@ -144,19 +149,26 @@ pub(super) async fn run(
     }
 }
 
-/// A first parcel, then messages, and a beat where none has come for a while.
-fn parcels(
-    first: v1::Parcel,
-    mut messages: mpsc::UnboundedReceiver<v1::Parcel>,
-) -> impl Stream<Item = v1::Parcel> {
+/// A first parcel, then messages, and a beat where none has come for a while. What is said last goes ahead of messages that wait:
+/// nobody takes them any more.
+fn parcels(first: v1::Parcel, outgoing: Outgoing) -> impl Stream<Item = v1::Parcel> {
+    let Outgoing { mut messages, last } = outgoing;
     async_stream::stream! {
         yield first;
+        let mut last = last.fuse();
         loop {
-            let next = pin!(messages.recv().fuse());
-            match futures::future::select(next, pin!(sleep(BEAT_PERIOD))).await {
-                futures::future::Either::Left((Some(message), _)) => yield message,
-                futures::future::Either::Left((None, _)) => return,
-                futures::future::Either::Right(_) => yield parcel(Content::Beat(v1::Beat::default())),
+            let (next, is_last) = tokio::select! {
+                biased;
+                Ok(said) = &mut last => (Some(said), true),
+                message = messages.recv() => (message, false),
+                () = sleep(BEAT_PERIOD) => (Some(parcel(Content::Beat(v1::Beat::default()))), false),
+            };
+            let Some(next) = next else {
+                return;
+            };
+            yield next;
+            if is_last {
+                return;
             }
         }
     }
@@ -164,27 +176,69 @@ fn parcels(
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+
+    use futures::StreamExt;
+
     use super::*;
 
     const PIECE_BYTES: usize = 1000;
+    const TAG: Tag = Tag {
+        pass: 7,
+        flight: 1,
+        layer: 3,
+        op: Op::Fault,
+    };
+
+    /// On a slow way many parcels wait.
+    #[tokio::test]
+    async fn a_farewell_does_not_wait_for_messages() {
+        let (sender, messages) = mpsc::unbounded_channel();
+        let (say_last, last) = oneshot::channel();
+        for piece in pieces(TAG, &[1; 5 * PIECE_BYTES], PIECE_BYTES) {
+            sender.send(piece).expect("a receiver");
+        }
+        let mut sent = pin!(parcels(hello(1, 0, None), Outgoing { messages, last }));
+        let mut next = async || sent.next().await.map(|parcel| parcel.parcel);
+        assert!(matches!(next().await, Some(Some(Content::Hello(_)))));
+        assert!(matches!(next().await, Some(Some(Content::Piece(_)))));
+        say_last
+            .send(farewell(2, "it is silent".to_owned()))
+            .expect("a receiver");
+        let Some(Some(Content::Farewell(said))) = next().await else {
+            panic!("no farewell");
+        };
+        assert_eq!((said.lost, &*said.why), (2, "it is silent"));
+        assert_eq!(next().await, None, "nothing comes behind it");
+    }
+
+    /// Whoever leaves without a reason says nothing last.
+    #[tokio::test]
+    async fn messages_go_on_where_nothing_will_be_said_last() {
+        let (sender, messages) = mpsc::unbounded_channel();
+        let (say_last, last) = oneshot::channel();
+        drop(say_last);
+        let mut sent = pin!(parcels(hello(1, 0, None), Outgoing { messages, last }));
+        assert!(sent.next().await.is_some());
+        for _ in 0..2 {
+            sender.send(draining()).expect("a receiver");
+            assert_eq!(sent.next().await, Some(draining()));
+        }
+        drop(sender);
+        assert_eq!(sent.next().await, None);
+    }
 
     #[test]
     fn a_message_is_put_together_from_its_pieces() {
-        let given = Tag {
-            pass: 7,
-            flight: 1,
-            layer: 3,
-            op: Op::Fault,
-        };
         for len in [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES] {
             let bytes: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
             let mut whole = Vec::new();
             let mut is_last = false;
-            for parcel in pieces(given, &bytes, PIECE_BYTES) {
+            for parcel in pieces(TAG, &bytes, PIECE_BYTES) {
                 let Some(Content::Piece(piece)) = parcel.parcel else {
                     panic!("no piece");
                 };
-                assert!(!is_last && tag(&piece) == Some(given));
+                assert!(!is_last && tag(&piece) == Some(TAG));
                 is_last = !piece.more;
                 whole.extend(piece.data);
             }

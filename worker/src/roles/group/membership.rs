@@ -32,6 +32,8 @@ pub(in crate::roles) struct Membership(Arc<State>);
 struct State {
     /// The group that was formed last.
     current: watch::Sender<Option<Arc<NetGroup>>>,
+    /// Epoch and names of the group before it.
+    before: Mutex<(u64, Vec<String>)>,
     /// What a member that is not the head agrees to.
     follower: Option<Follower>,
     /// Set once this rank is about to end.
@@ -72,6 +74,7 @@ impl Membership {
     pub(super) fn of_head() -> Self {
         Self(Arc::new(State {
             current: watch::Sender::new(None),
+            before: Mutex::default(),
             follower: None,
             has_left: AtomicBool::new(false),
             head_drains: AtomicBool::new(false),
@@ -84,6 +87,7 @@ impl Membership {
     pub(super) fn of_follower(follower: Follower) -> Self {
         Self(Arc::new(State {
             current: watch::Sender::new(None),
+            before: Mutex::default(),
             follower: Some(follower),
             has_left: AtomicBool::new(false),
             head_drains: AtomicBool::new(false),
@@ -205,6 +209,7 @@ impl Membership {
                 {
                     self.set_missing(Some(lost));
                 }
+                self.note_before(&before);
                 before.leave();
             }
             is_later
@@ -255,7 +260,8 @@ impl Membership {
             asked.waiting_bytes as usize,
             follower.clients.clone(),
         ));
-        self.enter(&group).map_err(|known| stale(epoch, known))?;
+        self.enter(&group)
+            .map_err(|known| stale(epoch, known, [&group.name(0), &group.name(group.rank())]))?;
         let joined = follower.joined.lock();
         let joined = joined.unwrap_or_else(PoisonError::into_inner);
         let (taken, is_taken) = oneshot::channel();
@@ -271,7 +277,7 @@ impl Membership {
     }
 
     /// The group of an epoch. The head asks all members to join before any sends a message, but its invitation may come later.
-    async fn group(&self, epoch: u64) -> Result<Arc<NetGroup>, Status> {
+    async fn group(&self, epoch: u64, from: usize) -> Result<Arc<NetGroup>, Status> {
         let mut current = self.0.current.subscribe();
         let is_known = |group: &Option<Arc<NetGroup>>| {
             group.as_ref().is_some_and(|group| group.epoch >= epoch)
@@ -279,18 +285,36 @@ impl Membership {
         let known = timeout(SILENCE, current.wait_for(is_known)).await;
         match known.map(|group| group.map(|group| group.clone())) {
             Ok(Ok(Some(group))) if group.epoch == epoch => Ok(group),
-            Ok(Ok(Some(group))) => Err(stale(epoch, group.epoch)),
+            Ok(Ok(Some(group))) => {
+                let names = [&self.name_of(epoch, from), &group.name(group.rank())];
+                Err(stale(epoch, group.epoch, names.map(String::as_str)))
+            }
             _ => Err(Status::unavailable(format!(
                 "this rank has not joined epoch {epoch}"
             ))),
         }
     }
+
+    fn note_before(&self, group: &NetGroup) {
+        let names = (0..group.size()).map(|rank| group.name(rank)).collect();
+        let noted = self.0.before.lock();
+        *noted.unwrap_or_else(PoisonError::into_inner) = (group.epoch, names);
+    }
+
+    /// Name of a member of the group before this one, or its rank in an earlier one.
+    fn name_of(&self, epoch: u64, rank: usize) -> String {
+        let before = self.0.before.lock();
+        let before = before.unwrap_or_else(PoisonError::into_inner);
+        let names = (before.0 == epoch).then_some(&before.1);
+        let name = names.and_then(|names| names.get(rank));
+        name.map_or_else(|| format!("rank {rank}"), String::clone)
+    }
 }
 
-/// Refuses an epoch that is not newer than the one that is known.
-fn stale(epoch: u64, known: u64) -> Status {
+/// Refuses an epoch that is not newer than the one that is known: names who asks, and this rank.
+fn stale(epoch: u64, known: u64, [from, to]: [&str; 2]) -> Status {
     let mut status = Status::aborted(format!(
-        "epoch {epoch} is over: this rank is in epoch {known}"
+        "epoch {epoch} of {from} is over: {to} is in epoch {known}"
     ));
     status.metadata_mut().insert(EPOCH, known.into());
     status
@@ -319,7 +343,7 @@ impl v1::group_server::Group for Membership {
                 let (group, is_taken) = self.join(hello.epoch, from, join)?;
                 (group, Some(is_taken))
             }
-            None => (self.group(hello.epoch).await?, None),
+            None => (self.group(hello.epoch, from).await?, None),
         };
         if from >= group.size() || from == group.rank() {
             let size = group.size();

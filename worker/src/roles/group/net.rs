@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use hearth_parallel::{Group, GroupError, Mailbox, Message, Op, Tag};
 use hearth_transport::{Clients, Endpoint, v1};
 use tokio::runtime::Handle;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::Status;
 
-use super::link;
+use super::link::{self, Outgoing};
 use super::way::Way;
 use v1::sign::Sign;
 
@@ -69,6 +69,8 @@ pub(super) struct NetGroup {
 struct Link {
     /// Parcels of messages that were counted before: no more wait here than are to wait at the receiver.
     messages: mpsc::UnboundedSender<v1::Parcel>,
+    /// Takes what is said last, ahead of all that waits.
+    last: oneshot::Sender<v1::Parcel>,
     way: Arc<Way>,
     task: AbortOnDropHandle<()>,
 }
@@ -198,7 +200,7 @@ impl NetGroup {
         for (_, link) in self.links().drain() {
             if let Some((rank, why)) = &lost {
                 // Whoever took it is gone.
-                let _ = link.messages.send(link::farewell(*rank, why.clone()));
+                let _ = link.last.send(link::farewell(*rank, why.clone()));
                 // The way ends once that has come, or its receiver is silent.
                 drop(link.task.detach());
             }
@@ -273,7 +275,12 @@ impl NetGroup {
             member: self.name(to),
             why: error.to_string(),
         })?;
-        let (messages, inbox) = mpsc::unbounded_channel();
+        let (messages, waiting) = mpsc::unbounded_channel();
+        let (last, said_last) = oneshot::channel();
+        let outgoing = Outgoing {
+            messages: waiting,
+            last: said_last,
+        };
         let first = link::hello(self.epoch, self.rank, join);
         let (mailbox, over) = (Arc::clone(&self.mailbox), self.over.clone());
         let (members, own) = (Arc::clone(&self.members), self.rank);
@@ -285,7 +292,7 @@ impl NetGroup {
                 Sign::Received(v1::Received { bytes }) => arrives.arrived(bytes),
                 Sign::Beat(beat) => drop(lock(&beats).insert(to, beat)),
             };
-            let ended = link::run(worker, first, inbox, signs).await;
+            let ended = link::run(worker, first, outgoing, signs).await;
             if let Err(status) = ended {
                 let error = loss(&members, (own, to), &status);
                 joined(Err(status));
@@ -295,6 +302,7 @@ impl NetGroup {
         });
         Ok(Link {
             messages,
+            last,
             way,
             task: AbortOnDropHandle::new(task),
         })

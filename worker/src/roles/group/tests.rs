@@ -338,6 +338,7 @@ async fn a_second_hello_or_pieces_of_two_messages_lose_their_sender() {
 #[tokio::test(flavor = "multi_thread")]
 async fn ways_that_no_member_opens_are_refused_and_the_group_goes_on() {
     let two = Two::start().await;
+    let over = two.form().expect("a group").epoch;
     let pair = two.form().expect("a group");
     let epoch = pair.epoch;
     let (_way, signs) = two.call(0, hello(epoch, 1, None)).await;
@@ -367,9 +368,21 @@ async fn ways_that_no_member_opens_are_refused_and_the_group_goes_on() {
         ),
         (
             0,
-            hello(epoch - 1, 1, None),
+            hello(over - 1, 1, None),
             Code::Aborted,
-            "is over: this rank is in epoch",
+            " of rank 1 is over: decode-0 on attic (127.0.0.1:",
+        ),
+        (
+            0,
+            hello(over, 1, None),
+            Code::Aborted,
+            " of stage-0 on cellar (127.0.0.1:",
+        ),
+        (
+            1,
+            hello(over, 0, None),
+            Code::Aborted,
+            " of decode-0 on attic (127.0.0.1:",
         ),
         (
             0,

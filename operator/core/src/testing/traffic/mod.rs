@@ -187,6 +187,8 @@ impl Simulation<'_> {
             }
         }
         self.decode();
+        let running = self.pools[1].iter().map(|it| it.streams.len()).sum();
+        self.windows.held(self.now_s, self.waiting.len(), running);
         for (pool, workers) in self.pools.iter_mut().enumerate() {
             let busy_s: f64 = workers.iter().map(|it| it.busy_s).sum();
             self.windows.worked(self.now_s, pool, busy_s);

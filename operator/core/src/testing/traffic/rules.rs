@@ -142,6 +142,7 @@ impl Rule for Auto {
         } = view.world;
         let predicted = Service {
             prefill_ms_per_token: prefill_ms_per_token * self.predicted,
+            is_chunked: false,
             step: StepTime::scaled(step, self.predicted),
             slots_per_worker,
             start_s,

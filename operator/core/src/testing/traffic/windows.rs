@@ -65,6 +65,9 @@ pub(super) struct Windows {
     outputs: Series,
     steps: Series,
     step_tokens: Series,
+    /// Requests that wait for a slot and that are answered, in each tick.
+    queued: Series,
+    running: Series,
     /// Seconds of computation in each tick, by pool.
     busy_s: [Series; 2],
 }
@@ -90,6 +93,11 @@ impl Windows {
     pub(super) fn ended(&mut self, now_s: f64, tokens: f64, tpot_ms: f64) {
         self.outputs.push(now_s, tokens);
         self.tpot_ms.push(now_s, tpot_ms);
+    }
+
+    pub(super) fn held(&mut self, now_s: f64, queued: usize, running: usize) {
+        self.queued.push(now_s, queued as f64);
+        self.running.push(now_s, running as f64);
     }
 
     pub(super) fn worked(&mut self, now_s: f64, pool: usize, busy_s: f64) {
@@ -133,6 +141,12 @@ impl Windows {
             prompt_cv2: variance,
             output_tokens: self.outputs.mean(long_s, now_s),
             queued: queued as f64,
+            queued_least: self
+                .queued
+                .within(now_s - RECENT_S, now_s)
+                .reduce(f64::min)
+                .unwrap_or(0.0),
+            running: self.running.mean(now_s - RECENT_S, now_s),
             unanswered: unanswered as f64,
             held: 0.0,
             idle_s: None,

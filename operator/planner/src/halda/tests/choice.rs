@@ -40,8 +40,11 @@ fn the_choice_is_near_the_fastest_of_all_rings() {
         worst < 1.02,
         "the worst choice takes {worst} times the fastest"
     );
-    // All that there is to choose occurs.
-    assert!(none > 20 && in_rounds > 100 && with_dropped > 100);
+    // All that there is to choose occurs; with a page cache for experts, fewer rings gain by rounds.
+    assert!(
+        none > 20 && in_rounds > 90 && with_dropped > 100,
+        "{none} without a ring, {in_rounds} in rounds, {with_dropped} with a device that was dropped, {worst}"
+    );
 }
 
 /// All heads share the limits of one choice, which are the planner's.
@@ -82,6 +85,28 @@ fn what_has_no_room_is_refused_at_once() {
             refused += u32::from(!problem.may_have_room());
             fit += u32::from(has_ring);
         }
+    }
+    assert!(refused > 50 && fit > 50, "{refused} refused, {fit} fit");
+}
+
+/// Also where weights pass through memory and KV must have room there.
+#[test]
+fn room_alone_says_whether_layers_that_are_alike_have_a_ring_which_is_found() {
+    let (mut refused, mut fit) = (0, 0);
+    for seed in 40_000..40_400 {
+        let mut problem = small_problem(seed);
+        let rooms = (0..problem.devices.len()).map(|device| problem.room_bytes(device));
+        let layer_bytes = rooms.sum::<u64>() / problem.layers.len() as u64;
+        let alike = Layer {
+            kv_bytes: layer_bytes * (6 + seed % 8) / 12,
+            ..problem.layers[0]
+        };
+        problem.layers.fill(alike);
+        let compared = choice_against_all_rings(std::slice::from_ref(&problem), LIMITS);
+        let has_ring = compared.fastest_ms.is_some();
+        assert_eq!(problem.may_have_room(), has_ring, "seed {seed}");
+        assert_eq!(compared.choice.is_ok(), has_ring, "seed {seed}");
+        *(if has_ring { &mut fit } else { &mut refused }) += 1;
     }
     assert!(refused > 50 && fit > 50, "{refused} refused, {fit} fit");
 }

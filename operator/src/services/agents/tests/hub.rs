@@ -1,6 +1,7 @@
 //! Models of a hub, and agents that do not know one.
 
-use hearth_crds::HuggingFaceSource;
+use hearth_crds::{HttpFile, HuggingFaceSource};
+use hearth_transport::tonic::Status;
 
 use super::*;
 
@@ -42,7 +43,7 @@ async fn a_repository_is_asked_for_with_its_token_at_the_hub_that_is_configured(
     let path = "/api/v1/namespaces/one/secrets/hub";
     fixture.directory.api.put(path, secret);
     until("the older agent is told", || {
-        matches!(view(), Some(FetchView::Unknown(why)) if why.contains("older version"))
+        matches!(view(), Some(FetchView::Unknown(why)) if why.contains("fetches no models of a hub"))
             .then_some(())
     })
     .await;
@@ -62,6 +63,51 @@ async fn a_repository_is_asked_for_with_its_token_at_the_hub_that_is_configured(
     );
     assert_eq!((&*asked.url, &*asked.holder), ("", "one/hub"));
     assert_eq!(asked.credentials.expect("credentials").token, "hush");
+}
+
+#[tokio::test]
+async fn a_list_of_files_is_asked_for_by_paths_and_an_older_agent_is_told() {
+    let fixture = Fixture::start().await;
+    *fixture.played.models.lock().expect("models") = vec![ModelResponse {
+        state: ModelState::Absent.into(),
+        ..ModelResponse::default()
+    }];
+    let list = HttpSource {
+        files: vec![HttpFile {
+            url: "http://nas.lan/m/config.json?sig=1".to_owned(),
+            sha256: "a".repeat(64),
+            path: None,
+        }],
+        ..HttpSource::default()
+    };
+    let key = list.store_key("one");
+    let source = ModelSource {
+        http: Some(list),
+        ..ModelSource::default()
+    };
+    let demo = Key::new("one", "demo");
+    fixture.agents.want(&demo, &source, &["a".to_owned()], None);
+    until("the older agent is told", || {
+        let view = fixture.agents.fetches(&key).remove("a");
+        matches!(view, Some(FetchView::Unknown(why)) if why.contains("fetches no models as a list of files"))
+            .then_some(())
+    })
+    .await;
+    let asked = fixture.played.asked.lock().expect("asked").remove(0);
+    assert_eq!(
+        (&*asked.key, &*asked.holder, &*asked.url),
+        (&*key, "one/", "")
+    );
+    assert_eq!(&*asked.files[0].url, "http://nas.lan/m/config.json?sig=1");
+    assert_eq!(asked.files[0].path, "config.json");
+    // What an agent takes for wrong has failed: it is no agent that is silent.
+    let refusal = Status::invalid_argument("files[0].url is odd");
+    *fixture.played.refusal.lock().expect("refusal") = Some(refusal);
+    until("the refusal is told", || {
+        let view = fixture.agents.fetches(&key).remove("a");
+        matches!(view, Some(FetchView::Failed(why)) if why == "files[0].url is odd").then_some(())
+    })
+    .await;
 }
 
 /// An operator that was restarted has heard of no node yet.

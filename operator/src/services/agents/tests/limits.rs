@@ -9,7 +9,7 @@ async fn an_agent_that_never_ends_its_answer_delays_no_other_and_is_given_up() {
     let source = |digit: &str| HttpSource {
         url: "http://nas.lan/m.tar".to_owned(),
         sha256: digit.repeat(64),
-        secret_ref: None,
+        ..HttpSource::default()
     };
     let (one, two) = (source("a"), source("b"));
     let view = |agents: &Agents<Paper>, source: &HttpSource, node: &str| {

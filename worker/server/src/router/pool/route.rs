@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use hearth_transport::v1::DescribeResponse;
 
 use super::{Lease, PrefillLease, WorkerPool};
+use crate::router::line::Turn;
 use crate::router::member::{Member, MemberState};
 use crate::router::policy::{
     Candidate, PrefillRoute, choose_decode, choose_prefill, choose_prefill_route,
@@ -21,6 +22,8 @@ pub struct Route {
     pub prefill: Option<PrefillLease>,
     /// Whether that one reads it without its peers.
     pub reads_alone: bool,
+    /// Its turn among those that come from the queue to the same decode worker.
+    pub turn: Turn,
 }
 
 /// Requirement of a request on the workers that it may be given.
@@ -140,6 +143,7 @@ impl WorkerPool {
             decode,
             prefill,
             reads_alone,
+            turn: Turn::default(),
         })
     }
 

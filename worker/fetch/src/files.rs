@@ -1,0 +1,131 @@
+//! From a list of files behind URLs to a directory: each one that is needed, verified by the SHA-256 in the list.
+//!
+//! Whoever wrote the list chose the servers: of each file as little is told before it is verified as of an archive.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::cache::About;
+use crate::collect::{self, Collected};
+use crate::digest::Digest;
+use crate::download;
+use crate::listing::{HubFile, INDEX, LIST_REMEDY, Listing, MAX_INDEX_BYTES};
+use crate::lock::Lock;
+use crate::part::{Part, Whose};
+use crate::progress::Reporter;
+use crate::room::Room;
+use crate::source::ListedFile;
+use crate::{Cache, FetchError, Source, blocking, verified_now};
+
+/// The fetch of one list.
+pub(crate) struct Fetch<'a> {
+    pub(crate) source: &'a Source,
+    pub(crate) files: &'a [ListedFile],
+    /// SHA-256 of the list.
+    pub(crate) revision: &'a str,
+    pub(crate) cache: &'a Cache,
+    pub(crate) room: &'a Arc<Room>,
+    pub(crate) reporter: &'a Arc<Reporter>,
+    pub(crate) lock: Arc<Lock>,
+}
+
+impl Fetch<'_> {
+    /// Fetches the files and puts the directory in place.
+    ///
+    /// # Errors
+    /// The errors of [`crate::fetch`]; the files that are complete, and the part of another, stay for the next call.
+    pub(crate) async fn run(self) -> Result<PathBuf, FetchError> {
+        let listing = Listing::of_files(self.source.shown(), self.files);
+        let temporary = self.cache.unpacking(&self.source.key());
+        collect::begin(&temporary).await?;
+        listing.check_config()?;
+        let mut before_bytes = 0;
+        let index = match listing.index()? {
+            Some(index) => {
+                // Only the index tells what is needed besides.
+                before_bytes = self.bring(self.listed(&index)?, 0).await?;
+                if before_bytes > MAX_INDEX_BYTES {
+                    return Err(FetchError::NotAModel {
+                        repo: self.source.shown(),
+                        reason: format!("{INDEX} has {before_bytes} bytes"),
+                        remedy: LIST_REMEDY,
+                    });
+                }
+                let path = temporary.join(INDEX);
+                let read = move || fs::read(&path).map_err(FetchError::in_cache(&path));
+                Some(blocking(read).await?)
+            }
+            None => None,
+        };
+        let files = listing.needed(index.as_deref(), self.room.options.max_entries)?;
+        let listed = files.iter().map(|file| self.listed(file));
+        let listed: Vec<&ListedFile> = listed.collect::<Result<_, _>>()?;
+        for file in listed.into_iter().filter(|file| file.path != INDEX) {
+            before_bytes += self.bring(file, before_bytes).await?;
+        }
+        let collected = Collected {
+            cache: self.cache.clone(),
+            key: self.source.key(),
+            names: files.iter().map(|file| PathBuf::from(&file.path)).collect(),
+            about: About {
+                source: self.source.shown(),
+                commit: None,
+                sha256: Some(self.revision.to_owned()),
+                for_all: self.source.is_for_all(),
+                verified_at_s: verified_now(),
+            },
+            lock: self.lock,
+        };
+        collected.put().await
+    }
+
+    /// Brings one file into the directory, unless it is there, and returns its length in bytes. `before_bytes` is the length of those
+    /// before it.
+    async fn bring(&self, file: &ListedFile, before_bytes: u64) -> Result<u64, FetchError> {
+        let key = self.source.key();
+        let target = self.cache.unpacking(&key).join(&file.path);
+        self.reporter.go_on_after(before_bytes, None);
+        let digest = Digest::Sha256(file.sha256.clone());
+        let (path, expected) = (target.clone(), digest.clone());
+        let reporter = Arc::clone(self.reporter);
+        let there = move || collect::there(&path, None, &expected, &reporter);
+        if let Some(bytes) = blocking(there).await? {
+            return Ok(bytes);
+        }
+        // What an earlier file's server gave says nothing about this one's.
+        let policy = &self.room.options.address_policy;
+        self.reporter.hide(policy.is_limited());
+        let remote = self.source.file(&file.url, digest.clone());
+        let whose = Whose {
+            digest,
+            is_one_of_several: true,
+            whole_bytes: None,
+        };
+        let (cache, reporter) = (self.cache.clone(), Arc::clone(self.reporter));
+        let lock = Arc::clone(&self.lock);
+        let part = blocking(move || Part::open(&cache, &key, whose, lock, &reporter)).await?;
+        let part = download::chosen(&remote, self.room, part, self.reporter).await?;
+        let bytes = part.len_bytes();
+        let room = Arc::clone(self.room);
+        blocking(move || {
+            if let Some(directory) = target.parent() {
+                fs::create_dir_all(directory).map_err(FetchError::in_cache(directory))?;
+            }
+            part.put(&target, &room)
+        })
+        .await?;
+        Ok(bytes)
+    }
+
+    /// A needed file with its URL.
+    fn listed(&self, needed: &HubFile) -> Result<&ListedFile, FetchError> {
+        let mut files = self.files.iter();
+        let listed = files.find(|listed| listed.path == needed.path);
+        listed.ok_or_else(|| FetchError::NotAModel {
+            repo: self.source.shown(),
+            reason: format!("{} is not in it", needed.path),
+            remedy: LIST_REMEDY,
+        })
+    }
+}

@@ -11,14 +11,21 @@ fn deployment(spec: &str) -> String {
     )
 }
 
+fn sha256() -> String {
+    "a".repeat(64)
+}
+
+fn file(url: &str) -> String {
+    format!("{{url: {url:?}, sha256: {}}}", sha256())
+}
+
 #[test]
 fn a_list_of_files_is_checked_file_by_file() {
     let source = |text: &str| {
         let text = deployment(&format!("  model: {{source: {text}}}\n"));
         parse_deployment(&text).unwrap_err().to_string()
     };
-    let sha256 = "a".repeat(64);
-    let file = |url: &str| format!("{{url: {url:?}, sha256: {sha256}}}");
+    let sha256 = sha256();
     let config = file("https://nas.lan/m/config.json");
     for both in [
         format!("{{http: {{url: https://nas.lan/m.tar, sha256: {sha256}, files: [{config}]}}}}"),
@@ -49,10 +56,15 @@ fn a_list_of_files_is_checked_file_by_file() {
         let refusal = source(&format!("{{http: {{files: {files}}}}}"));
         assert!(refusal.contains(expected), "no {expected} in {refusal}");
     }
+}
+
+#[test]
+fn a_list_s_names_servers_and_urls_are_checked_for_a_machine_too() {
     let on_machine = |http: &str| {
         let text = deployment(&format!("  model: {{source: {{http: {http}}}}}\n"));
         parse_deployment_for(&text, Target::Machine).map_err(|error| error.to_string())
     };
+    let config = file("https://nas.lan/m/config.json");
     let other = file("https://mirror.lan/m/config.json?sig=hush");
     let twice = on_machine(&format!("{{files: [{config}, {other}]}}")).unwrap_err();
     assert!(

@@ -151,27 +151,29 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
     let of_crawled = || output.lines().filter(|line| line.starts_with("CRAWLED "));
     let names_the_way = of_crawled().any(|line| line.contains(": slow: the way from "));
     assert!(names_the_way || lost("CRAWLED ") > 0, "{output}");
-    // A member is told with its name and address.
+    of_crawled().for_each(|line| assert_members_are_named(line, &endpoints));
+    assert_eq!(lost("JUMPED "), lost("CRAWLED "), "{output}");
+}
+
+/// Whom a line tells lost, or the way that it tells slow, is told with name and address.
+fn assert_members_are_named(line: &str, endpoints: &[String]) {
     let ends_with_a_member = |text: &str| {
-        let members = ["decode-0", "stage-0", "stage-1"].iter().zip(&endpoints);
+        let members = ["decode-0", "stage-0", "stage-1"].iter().zip(endpoints);
         let mut told = members.filter_map(|(name, at)| {
             let before = text.strip_suffix(&format!("({at})"))?;
             Some((name, before))
         });
         told.any(|(name, before)| before.contains(name))
     };
-    for line in of_crawled() {
-        if let Some((before, _)) = line.split_once(" is lost to its group") {
-            assert!(ends_with_a_member(before), "nobody is named: {line}");
-        }
-        if let Some((_, way)) = line.split_once(": slow: the way from ") {
-            let (from, to) = way.split_once(" to ").unwrap_or_default();
-            let to = to.split(": ").next().unwrap_or_default();
-            let names_both = ends_with_a_member(from) && ends_with_a_member(to);
-            assert!(names_both, "no way is named: {line}");
-        }
+    if let Some((before, _)) = line.split_once(" is lost to its group") {
+        assert!(ends_with_a_member(before), "nobody is named: {line}");
     }
-    assert_eq!(lost("JUMPED "), lost("CRAWLED "), "{output}");
+    if let Some((_, way)) = line.split_once(": slow: the way from ") {
+        let (from, to) = way.split_once(" to ").unwrap_or_default();
+        let to = to.split(": ").next().unwrap_or_default();
+        let names_both = ends_with_a_member(from) && ends_with_a_member(to);
+        assert!(names_both, "no way is named: {line}");
+    }
 }
 
 /// Requests with their own prompts.

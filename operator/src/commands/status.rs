@@ -84,11 +84,11 @@ async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
     let base = running.endpoint.trim_end_matches("/v1").to_owned();
     let client = http::client(&base, running.certificate.as_deref(), Some(PATIENCE));
     let (mut serving, mut waits_for, mut metrics) = (false, Vec::new(), None);
-    if let Ok(client) = client {
-        if let Ok(ready) = client.get(format!("{base}/ready")).send().await {
-            serving = ready.status().is_success();
-            waits_for = http::waits_for(&ready.json().await.unwrap_or_default());
-        }
+    if let Ok(client) = client
+        && let Ok(ready) = client.get(format!("{base}/ready")).send().await
+    {
+        serving = ready.status().is_success();
+        waits_for = http::waits_for(&ready.json().await.unwrap_or_default());
     }
     let url = running.metrics.as_deref();
     let client = url.map(|url| http::client(url, None, Some(PATIENCE)));

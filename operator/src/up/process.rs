@@ -220,27 +220,11 @@ async fn follow(
                 }
             }
             line = line => match line {
-                Ok(Some(line)) => match WorkerReport::read(&line) {
-                    Some(WorkerReport::Alive) => {
-                        heard = Instant::now();
-                        if std::mem::take(&mut is_silent) {
-                            tell(ProcessEventKind::Hung(false));
-                        }
+                Ok(Some(line)) => if pass_on(WorkerReport::read(&line), tell, &mut ready_at) {
+                    heard = Instant::now();
+                    if std::mem::take(&mut is_silent) {
+                        tell(ProcessEventKind::Hung(false));
                     }
-                    Some(WorkerReport::Ready { .. }) => {
-                        heard = Instant::now();
-                        ready_at.get_or_insert(heard);
-                        tell(ProcessEventKind::Ready);
-                    }
-                    Some(WorkerReport::CutOff { answers }) => tell(ProcessEventKind::CutOff(answers)),
-                    Some(WorkerReport::Streamed(streamed)) => tell(ProcessEventKind::Streamed(streamed)),
-                    Some(WorkerReport::Loading { percent }) => {
-                        heard = Instant::now();
-                        tell(ProcessEventKind::Loading(percent));
-                    }
-                    Some(WorkerReport::Unhealthy) => tell(ProcessEventKind::Unhealthy(true)),
-                    Some(WorkerReport::Healthy) => tell(ProcessEventKind::Unhealthy(false)),
-                    Some(WorkerReport::Draining) | None => {}
                 },
                 Ok(None) | Err(_) => lines = None,
             },
@@ -256,6 +240,32 @@ async fn follow(
             }
         }
     }
+}
+
+/// Tells what a process has reported; returns whether it is a sign of life.
+fn pass_on(
+    report: Option<WorkerReport>,
+    tell: &impl Fn(ProcessEventKind),
+    ready_at: &mut Option<Instant>,
+) -> bool {
+    match report {
+        Some(WorkerReport::Alive) => return true,
+        Some(WorkerReport::Ready { .. }) => {
+            ready_at.get_or_insert_with(Instant::now);
+            tell(ProcessEventKind::Ready);
+            return true;
+        }
+        Some(WorkerReport::Loading { percent }) => {
+            tell(ProcessEventKind::Loading(percent));
+            return true;
+        }
+        Some(WorkerReport::CutOff { answers }) => tell(ProcessEventKind::CutOff(answers)),
+        Some(WorkerReport::Streamed(streamed)) => tell(ProcessEventKind::Streamed(streamed)),
+        Some(WorkerReport::Unhealthy) => tell(ProcessEventKind::Unhealthy(true)),
+        Some(WorkerReport::Healthy) => tell(ProcessEventKind::Unhealthy(false)),
+        Some(WorkerReport::Draining) | None => {}
+    }
+    false
 }
 
 /// Reads the remaining output of a process that has ended.

@@ -216,8 +216,10 @@ impl Deployment {
         let had_died = process.restarts > 0;
         match kind {
             ProcessEventKind::Started(pid) => process.pid = Some(pid),
-            ProcessEventKind::Loading(percent) => {
-                self.spinner.say(format!("{rank} warming up   {percent} %"));
+            ProcessEventKind::Loading(_)
+            | ProcessEventKind::Late
+            | ProcessEventKind::Streamed(_) => {
+                self.tell_progress(&rank, &kind, had_died);
                 return Ok(());
             }
             ProcessEventKind::Ready => {
@@ -228,18 +230,6 @@ impl Deployment {
                 if had_died && self.running.ready {
                     self.prepared.steps.done(&format!("{rank} serves again"));
                 }
-            }
-            ProcessEventKind::Late => {
-                if had_died {
-                    self.tell_late(&rank);
-                }
-                return Ok(());
-            }
-            ProcessEventKind::Streamed(streamed) => {
-                let words = format!("{rank} read {streamed}");
-                let steps = &self.prepared.steps;
-                self.spinner.suspend(|| steps.detail(&words));
-                return Ok(());
             }
             ProcessEventKind::Hung(is_hung) => {
                 process.hung = is_hung;

@@ -469,9 +469,8 @@ async fn a_list_reveals_no_more_than_an_archive() {
     let options = inside("127.0.0.1/32");
     let fetched = fetch(&right, &cache, &options, Arc::new(observer)).await;
     assert!(fetched.unwrap().join("model.safetensors").is_file());
-    let seen = seen.lock().unwrap();
-    let most = seen.iter().map(|progress| progress.bytes).max();
-    assert!(most > Some(100_000), "{seen:?}");
+    let most = seen.lock().unwrap().iter().map(|it| it.bytes).max();
+    assert!(most > Some(100_000), "{most:?}");
 
     // A page of an internal server is no weights.
     large.pace(Duration::ZERO);

@@ -3,11 +3,28 @@
 use hearth_crds::PlanRole;
 
 use super::Deployment;
+use crate::up::process::ProcessEventKind;
 use crate::up::state::RunningProcess;
 
 impl Deployment {
+    /// Shows what a process does meanwhile.
+    pub(super) fn tell_progress(&self, rank: &str, kind: &ProcessEventKind, had_died: bool) {
+        match kind {
+            ProcessEventKind::Loading(percent) => {
+                self.spinner.say(format!("{rank} warming up   {percent} %"));
+            }
+            ProcessEventKind::Late if had_died => self.tell_late(rank),
+            ProcessEventKind::Streamed(streamed) => {
+                let words = format!("{rank} read {streamed}");
+                let steps = &self.prepared.steps;
+                self.spinner.suspend(|| steps.detail(&words));
+            }
+            _ => {}
+        }
+    }
+
     /// Reports that a process was started again and does not serve.
-    pub(super) fn tell_late(&self, rank: &str) {
+    fn tell_late(&self, rank: &str) {
         let log = self.prepared.directory.log(rank);
         self.spinner.suspend(|| {
             self.prepared.steps.warn(&format!(

@@ -229,67 +229,76 @@ mod tests {
         assert!(checked(&both).is_err());
     }
 
-    #[test]
-    fn a_list_is_checked_with_who_may_have_it() {
-        let file = |url: &str, path: &str| v1::HttpFile {
+    fn file(url: &str, path: &str) -> v1::HttpFile {
+        v1::HttpFile {
             url: url.to_owned(),
             sha256: "ab".repeat(32),
             path: path.to_owned(),
-        };
-        let key_of = |files: &[v1::HttpFile], holder: &str| {
-            let files: Vec<HttpFile> = files
-                .iter()
-                .map(|file| HttpFile {
-                    url: file.url.clone(),
-                    sha256: file.sha256.clone(),
-                    path: Some(file.path.clone()),
-                })
-                .collect();
-            files_store_key(&files, holder)
-        };
-        let request = |key: &str, files: &[v1::HttpFile]| ModelRequest {
+        }
+    }
+
+    fn key_of(files: &[v1::HttpFile], holder: &str) -> String {
+        let files = files.iter().map(|file| HttpFile {
+            url: file.url.clone(),
+            sha256: file.sha256.clone(),
+            path: Some(file.path.clone()),
+        });
+        files_store_key(&files.collect::<Vec<_>>(), holder)
+    }
+
+    fn request_of(key: &str, files: &[v1::HttpFile]) -> ModelRequest {
+        ModelRequest {
             key: key.to_owned(),
             files: files.to_vec(),
             ..ModelRequest::default()
-        };
+        }
+    }
+
+    #[test]
+    fn a_list_is_checked_with_who_may_have_it() {
         let files = [file("http://nas/config.json", "config.json")];
         let key = key_of(&files, "");
-        let (found, source) = checked(&request(&key, &files)).unwrap();
+        let (found, source) = checked(&request_of(&key, &files)).unwrap();
         assert_eq!((found.as_str(), &source.unwrap().key()), (&*key, &found));
         for odd in [
             file("http://nas/config.json", "../config.json"),
             file("file:///etc/passwd", "config.json"),
         ] {
             let odd = [odd];
-            let status = checked(&request(&key_of(&odd, ""), &odd)).unwrap_err();
+            let status = checked(&request_of(&key_of(&odd, ""), &odd)).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status}");
         }
         let other = [file("http://mirror/config.json", "config.json")];
         let private = key_of(&files, "one/nas");
         let both = ModelRequest {
             url: "http://nas/m.tar".to_owned(),
-            ..request(&key, &files)
+            ..request_of(&key, &files)
         };
-        for refused in [request(&key, &other), request(&private, &files), both] {
+        for refused in [request_of(&key, &other), request_of(&private, &files), both] {
             assert!(checked(&refused).is_err());
         }
-        // Only what nothing secret opens is for every deployment, whatever the holder says.
+    }
+
+    #[test]
+    fn only_a_list_that_nothing_secret_opens_is_for_every_deployment_whatever_the_holder_says() {
+        let files = [file("http://nas/config.json", "config.json")];
+        let (key, private) = (key_of(&files, ""), key_of(&files, "one/nas"));
         let is_named = |request: &ModelRequest| {
             let source = checked(request).unwrap().1.unwrap();
             assert_eq!(source.is_for_all(), is_for_all(request));
             source.is_for_all()
         };
-        assert!(is_named(&request(&key, &files)));
+        assert!(is_named(&request_of(&key, &files)));
         let of_secret = ModelRequest {
             holder: "one/nas".to_owned(),
-            ..request(&private, &files)
+            ..request_of(&private, &files)
         };
         let opened = ModelRequest {
             credentials: Some(v1::Credentials {
                 token: "t".to_owned(),
                 ..v1::Credentials::default()
             }),
-            ..request(&key, &files)
+            ..request_of(&key, &files)
         };
         assert!(!is_named(&of_secret) && !is_named(&opened));
         for url in [
@@ -303,7 +312,7 @@ mod tests {
             for holder in ["", "one/"] {
                 let signed = ModelRequest {
                     holder: holder.to_owned(),
-                    ..request(&key_of(&signed, holder), &signed)
+                    ..request_of(&key_of(&signed, holder), &signed)
                 };
                 assert!(!is_named(&signed), "{url} of {holder:?}");
             }

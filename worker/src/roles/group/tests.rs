@@ -173,6 +173,14 @@ impl Two {
         let signs = worker.group().exchange(sent).await;
         (parcels, signs.map(|answer| answer.into_inner()))
     }
+
+    /// Expects that a member refuses a way.
+    async fn refuses(&self, to: usize, first: v1::Parcel, code: Code, words: &str) {
+        let (_way, refused) = self.call(to, first).await;
+        let status = refused.err().unwrap_or_else(|| panic!("{words}"));
+        assert_eq!(status.code(), code, "{status}");
+        assert!(status.message().contains(words), "{status}");
+    }
 }
 
 type Parcels = mpsc::UnboundedSender<v1::Parcel>;
@@ -338,7 +346,6 @@ async fn a_second_hello_or_pieces_of_two_messages_lose_their_sender() {
 #[tokio::test(flavor = "multi_thread")]
 async fn ways_that_no_member_opens_are_refused_and_the_group_goes_on() {
     let two = Two::start().await;
-    let over = two.form().expect("a group").epoch;
     let pair = two.form().expect("a group");
     let epoch = pair.epoch;
     let (_way, signs) = two.call(0, hello(epoch, 1, None)).await;
@@ -368,24 +375,6 @@ async fn ways_that_no_member_opens_are_refused_and_the_group_goes_on() {
         ),
         (
             0,
-            hello(over - 1, 1, None),
-            Code::Aborted,
-            " of rank 1 is over: decode-0 on attic (127.0.0.1:",
-        ),
-        (
-            0,
-            hello(over, 1, None),
-            Code::Aborted,
-            " of stage-0 on cellar (127.0.0.1:",
-        ),
-        (
-            1,
-            hello(over, 0, None),
-            Code::Aborted,
-            " of decode-0 on attic (127.0.0.1:",
-        ),
-        (
-            0,
             hello(epoch, 1, join()),
             Code::FailedPrecondition,
             "this rank is the head",
@@ -410,13 +399,29 @@ async fn ways_that_no_member_opens_are_refused_and_the_group_goes_on() {
         ),
     ];
     for (to, first, code, words) in cases {
-        let (_way, refused) = two.call(to, first).await;
-        let status = refused.err().unwrap_or_else(|| panic!("{words}"));
-        assert_eq!(status.code(), code, "{status}");
-        assert!(status.message().contains(words), "{status}");
+        two.refuses(to, first, code, words).await;
     }
     assert_eq!(pair.head.lost(), None);
     assert_eq!(pair.stage.lost(), None);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_way_of_an_epoch_that_is_over_is_refused_with_who_asked_and_who_has_gone_on() {
+    let two = Two::start().await;
+    let over = two.form().expect("a group").epoch;
+    let pair = two.form().expect("a group");
+    for (to, first, words) in [
+        (
+            0,
+            hello(over - 1, 1, None),
+            " of rank 1 is over: decode-0 on attic (127.0.0.1:",
+        ),
+        (0, hello(over, 1, None), " of stage-0 on cellar (127.0.0.1:"),
+        (1, hello(over, 0, None), " of decode-0 on attic (127.0.0.1:"),
+    ] {
+        two.refuses(to, first, Code::Aborted, words).await;
+    }
+    assert_eq!(pair.head.lost(), None);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -53,7 +53,11 @@ fn small(seed: u64, draws: &mut Draws) -> Problem {
     let devices = draws.whole(1, 4);
     let layers = draws.whole(devices, 12);
     let mut problem = drawn(draws, devices, layers);
-    for device in problem.devices.iter_mut().filter(|_| seed % 2 == 0) {
+    for device in problem
+        .devices
+        .iter_mut()
+        .filter(|_| seed.is_multiple_of(2))
+    {
         device.page_cache_bytes = device.memory_bytes / 16;
     }
     problem

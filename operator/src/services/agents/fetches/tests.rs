@@ -286,7 +286,11 @@ fn a_node_whose_agent_is_replaced_in_mid_fetch_is_waited_for_a_while() {
     fetches.silent(&poll, why(), at(119));
     assert_eq!(fetches.views(&key)["a"], standing(9));
     let woken = fetches.silent(&poll, why(), at(120));
-    assert_eq!(woken, [demo.clone()], "another node is to be asked");
+    assert_eq!(
+        woken,
+        std::slice::from_ref(&demo),
+        "another node is to be asked"
+    );
     assert_eq!(fetches.views(&key)["a"], FetchView::Unknown(why()));
     // One that answers without having the model is not silent.
     fetches.learn(&poll, fetching(9).into(), at(121));

@@ -50,26 +50,13 @@ pub(crate) fn unmeasured(tree: &Tree, directory: &Path) -> Option<DiskProfile> {
 }
 
 /// Measures the sequential read rate of the disk below `directory`, and the rate through the page cache where that lacks
-/// some of it, by reading the largest files there and in up to [`MAX_DEPTH`] levels of directories or, with `probe`, a file written
-/// for this purpose if they are too small; returns `None`, with a warning, if there is nothing to read.
+/// some of it, by reading the largest files there; if they are too small, with `probe` a file written for this purpose, else the files
+/// in up to [`MAX_DEPTH`] levels of directories below. Returns `None`, with a warning, if there is nothing to read.
 pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<DiskProfile> {
     let disk = unmeasured(tree, directory)?;
     let shown = directory.display();
-    let mut read_bytes = 0;
-    let mut time = Duration::ZERO;
-    let mut files = largest_files(directory, MAX_DEPTH);
-    for file in &files {
-        if read_bytes >= MAX_BYTES || time >= MAX_TIME {
-            break;
-        }
-        match read_file(file, MAX_BYTES - read_bytes, MAX_TIME - time) {
-            Ok((bytes, spent)) => {
-                read_bytes += bytes;
-                time += spent;
-            }
-            Err(error) => tree.warn(format!("{}: {error}: not read", file.display())),
-        }
-    }
+    let mut files = largest_files(directory, 0);
+    let (mut read_bytes, mut time) = read_files(tree, &files);
     // Open until it was read by both ways: it has no name.
     let mut probe_file = None;
     if read_bytes < MIN_BYTES && probe && disk.free_bytes >= PROBE_FREE_BYTES {
@@ -81,6 +68,10 @@ pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<Disk
             }
             Err(error) => tree.warn(format!("{shown}: {error}: no file is written to be read")),
         }
+    }
+    if read_bytes < MIN_BYTES {
+        files = largest_files(directory, MAX_DEPTH);
+        (read_bytes, time) = read_files(tree, &files);
     }
     if read_bytes < MIN_BYTES || time.is_zero() {
         let probe = match probe {
@@ -100,6 +91,24 @@ pub(crate) fn measure(tree: &Tree, directory: &Path, probe: bool) -> Option<Disk
         mapped_read_gbps,
         ..disk
     })
+}
+
+/// Reads files one after another, past the page cache: the number of bytes and the time taken.
+fn read_files(tree: &Tree, files: &[PathBuf]) -> (u64, Duration) {
+    let (mut read_bytes, mut time) = (0, Duration::ZERO);
+    for file in files {
+        if read_bytes >= MAX_BYTES || time >= MAX_TIME {
+            break;
+        }
+        match read_file(file, MAX_BYTES - read_bytes, MAX_TIME - time) {
+            Ok((bytes, spent)) => {
+                read_bytes += bytes;
+                time += spent;
+            }
+            Err(error) => tree.warn(format!("{}: {error}: not read", file.display())),
+        }
+    }
+    (read_bytes, time)
 }
 
 /// Adds the size of the directory's files that are in the page cache: those need not be read, whichever process loaded

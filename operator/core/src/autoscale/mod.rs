@@ -191,6 +191,7 @@ pub fn advise(input: &Input<'_>) -> Advice {
     let missed = input.missed(&load, demand);
     if let Some(missed) = &missed
         && replicas < input.bounds.max
+        && input.bounds.ready >= replicas
         && input.has_settled()
     {
         return input.change(replicas + 1, missed.clone());
@@ -311,7 +312,7 @@ impl Input<'_> {
     fn lacks_slots(&self, demand: &Demand) -> bool {
         let slots = self
             .bounds
-            .ready
+            .replicas
             .saturating_mul(self.service.slots_per_worker);
         let answered = demand.running.unwrap_or(0.0);
         demand.queued_least >= 1.0 && answered >= f64::from(slots) * BUSY
@@ -323,7 +324,9 @@ impl Input<'_> {
             ttft_ms(load, self.service, &self.objectives),
         );
         // What one request alone takes is the same with any number; waiting for a slot is not.
-        let alone_ms = load.reading_s(self.service) * 1e3;
+        let measured_alone_ms = need::alone_ttft_ms(demand, self.bounds);
+        let measured_alone_ms = measured_alone_ms.filter(|_| self.service.is_chunked);
+        let alone_ms = (load.reading_s(self.service) * 1e3).max(measured_alone_ms.unwrap_or(0.0));
         let waits = self.role == Role::Decode && self.lacks_slots(demand);
         let beside = match waits {
             true => format!(", {:.0} or more waited for a slot", demand.queued_least),

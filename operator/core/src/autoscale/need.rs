@@ -187,7 +187,7 @@ pub(super) fn decode(
             && tpot_ms.is_none_or(|aim| high_step_ms(step, streams, workers) <= aim)
             && (workers >= bounds.replicas
                 || !service.is_chunked
-                || shared_ttft_ms(demand, bounds, workers) <= aim_s * 1e3)
+                || !would_be_late(demand, bounds, workers, aim_s * 1e3))
     };
     let replicas = bounds.least(suffices);
     let told = |workers: u32| match streams(workers) {
@@ -195,7 +195,7 @@ pub(super) fn decode(
             "{:.1} of {} slots busy and steps of {:.0} ms with {workers}",
             held(workers, streams),
             workers * service.slots_per_worker,
-            high_step_ms(step, streams, workers)
+            high_step_ms(step, streams.max(at_least(workers)), workers)
         ),
         None => format!("more and more streams with {workers}"),
     };
@@ -209,14 +209,24 @@ pub(super) fn decode(
     Some(Need { replicas, why })
 }
 
-/// Time to the first token that nine of ten requests would keep on fewer workers that read the prompts themselves, by what is measured
-/// now: each of them shares a worker with more. 0 if nothing was measured.
-fn shared_ttft_ms(demand: &Demand, bounds: Bounds, workers: u32) -> f64 {
-    let (Some(ttft_ms), Some(running)) = (demand.ttft_p90_ms, demand.running) else {
-        return 0.0;
+/// Time to the first token of nine of ten requests, if each had a worker that reads the prompts to itself, by what is measured now, in
+/// milliseconds.
+pub(super) fn alone_ttft_ms(demand: &Demand, bounds: Bounds) -> Option<f64> {
+    Some(demand.ttft_p90_ms? / sharing(demand, bounds.replicas)?)
+}
+
+/// Requests that share one of that many workers, itself among them.
+fn sharing(demand: &Demand, workers: u32) -> Option<f64> {
+    Some((demand.running? / f64::from(workers.max(1))).max(1.0))
+}
+
+/// Whether requests that share that many workers would miss the time to the first token, and not each of them alone.
+fn would_be_late(demand: &Demand, bounds: Bounds, workers: u32, aim_ms: f64) -> bool {
+    let alone_ms = alone_ttft_ms(demand, bounds);
+    let (Some(alone_ms), Some(sharing)) = (alone_ms, sharing(demand, workers)) else {
+        return false;
     };
-    let beside = |workers: u32| (running / f64::from(workers.max(1))).max(1.0);
-    ttft_ms * beside(workers) / beside(bounds.replicas)
+    alone_ms <= aim_ms && alone_ms * sharing > aim_ms
 }
 
 /// Step of a worker in nine of ten moments, in milliseconds.

@@ -345,6 +345,11 @@ fn decode_workers_that_read_prompts_beside_others_grow_by_the_first_token() {
     assert_eq!(grown(false, 3.0, 3000.0), 1, "others read them");
     assert_eq!(grown(true, 1.2, 3000.0), 1, "each is read alone");
     assert_eq!(grown(true, 3.0, 900.0), 1, "alone it takes 1 s");
+    assert_eq!(
+        grown(true, 1.6, 2000.0),
+        1,
+        "alone it takes 2.5 s, as measured"
+    );
 }
 
 #[test]
@@ -365,6 +370,7 @@ fn a_pool_that_has_grown_by_the_first_token_stays_while_fewer_would_miss_it_agai
     assert_eq!(watched(3.0, 2400.0), 2);
     assert_eq!(watched(3.0, 1000.0), 1);
     assert_eq!(watched(0.4, 2400.0), 1, "alone as before");
+    assert_eq!(watched(3.0, 12_000.0), 1, "late with any number");
 }
 
 #[test]

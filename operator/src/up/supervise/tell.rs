@@ -28,7 +28,7 @@ impl Deployment {
         let log = self.prepared.directory.log(rank);
         self.spinner.suspend(|| {
             self.prepared.steps.warn(&format!(
-                "{rank} was started again and has said nothing since; it is waited for; its log: {}",
+                "{rank} was started again and does not say how far it is; it is waited for; its log: {}",
                 log.display()
             ));
         });

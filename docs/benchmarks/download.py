@@ -74,8 +74,9 @@ def serve(folder):
     for file in Hub.folder.iterdir():
         with open(file, "rb") as source:
             Hub.digests[file.name] = hashlib.file_digest(source, "sha256").hexdigest()
+    server = http.server.ThreadingHTTPServer((FAR, 8080), Hub)
     print("ready", flush=True)
-    http.server.ThreadingHTTPServer((FAR, 8080), Hub).serve_forever()
+    server.serve_forever()
 
 
 def run(*command):

@@ -364,20 +364,21 @@ pub(crate) fn promised(cache: &Cache, key: &Key) -> Need {
     let files_bytes = bytes_below(&cache.unpacking(key));
     let part_bytes = cache.part_bytes(key);
     let total_bytes = facts.total_bytes.unwrap_or_default();
+    let of_files = |sum_bytes: u64, longest_bytes: u64| {
+        Need::of_files(FilesToCome {
+            sum_bytes,
+            longest_bytes,
+            part_bytes,
+            are_copied: cache.copies_to_models(),
+        })
+    };
     match whole_bytes {
-        Some(whole_bytes) => Need::of_files(FilesToCome {
-            sum_bytes: whole_bytes.saturating_sub(files_bytes),
-            longest_bytes: promise.map_or(0, |it| it.longest_bytes).max(total_bytes),
-            part_bytes,
-            are_copied: cache.copies_to_models(),
-        }),
+        Some(whole_bytes) => {
+            let longest_bytes = promise.map_or(0, |it| it.longest_bytes).max(total_bytes);
+            of_files(whole_bytes.saturating_sub(files_bytes), longest_bytes)
+        }
         // Of a list whose length nobody knows: the file that is arriving.
-        None if !facts.digest.is_empty() => Need::of_files(FilesToCome {
-            sum_bytes: total_bytes,
-            longest_bytes: total_bytes,
-            part_bytes,
-            are_copied: cache.copies_to_models(),
-        }),
+        None if !facts.digest.is_empty() => of_files(total_bytes, total_bytes),
         // An archive's files are written beside it.
         None => {
             let of_part = Need::of_part(total_bytes.saturating_sub(part_bytes));

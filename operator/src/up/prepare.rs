@@ -60,12 +60,11 @@ impl Prepared {
             table::headline(&self.plan)
         ));
         let is_ring = self.plan.ranks_of(PlanRole::Stage).next().is_some();
-        if self.deployment.spec.strategy == Strategy::PipedRing && !is_ring {
-            self.plan
-                .why
-                .iter()
-                .take(1)
-                .for_each(|why| self.steps.detail(why));
+        if self.deployment.spec.strategy == Strategy::PipedRing
+            && !is_ring
+            && let Some(why) = self.plan.why.first()
+        {
+            self.steps.detail(why);
         }
         for line in table::ranks(&self.plan).lines() {
             self.steps.detail(line);

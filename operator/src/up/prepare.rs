@@ -43,6 +43,8 @@ pub(crate) struct Prepared {
     pub(crate) steps: Steps,
     /// The deployment.
     deployment: InferenceDeployment,
+    /// What the plan was made from, and the next one will be.
+    found: Found,
     /// GPUs that no longer answer, by UUID, with what was said about them: no plan uses them.
     pub(crate) lost_gpus: BTreeMap<String, String>,
 }
@@ -83,6 +85,15 @@ pub(crate) struct Planned {
     can_chat: bool,
 }
 
+/// What was found of the model and the machine, before anything ran on it.
+struct Found {
+    /// The model's files.
+    directory: PathBuf,
+    inspected: Inspected,
+    /// One for each node that the machine stands for.
+    profiles: Vec<NodeProfileStatus>,
+}
+
 /// The worker's answer to `facts --serving`.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -104,7 +115,9 @@ pub(crate) fn plan(
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
     let deployment = deployment(file, Target::Machine)?;
-    plan_of(&deployment, state, machine, environment, steps)
+    let found = find(&deployment, state, machine, environment, steps)?;
+    let name = deployment.metadata.name.as_deref().unwrap_or_default();
+    found.plan(&deployment, state.deployment(name).next_generation())
 }
 
 /// The same for nodes of a cluster, whose profiles are in files. The model's files are read here.
@@ -130,38 +143,36 @@ pub(crate) fn plan_for_nodes(
             "spec.placement.nodeSelector is not applied: profiles do not have the nodes' labels. Leave out those of nodes that it excludes",
         );
     }
-    let nodes = profiles::read(profiles)?;
-    let gpus = nodes
-        .iter()
-        .map(|node| (node.node.clone(), node.gpus.len() as u32));
+    let profiles = profiles::read(profiles)?;
     let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
-    let inspected = inspect(&deployment, &directory, environment, steps)?;
+    let found = Found {
+        inspected: inspect(&deployment, &directory, environment, steps)?,
+        directory,
+        profiles,
+    };
+    let gpus = found.profiles.iter();
+    let gpus = gpus.map(|node| (node.node.clone(), node.gpus.len() as u32));
     let offer = GpuOffer::Cluster {
         plugin: &gpus.collect(),
         claimable: &BTreeMap::new(),
     };
-    planned(&deployment, &directory, &inspected, (&nodes, offer), 1)
+    planned(&deployment, &found, offer, 1)
 }
 
-/// Plans what runs again, without the GPUs that are lost. The plan has no addresses.
+/// Plans what runs again, without the GPUs that are lost. The plan has no addresses. Streams wait for it: nothing is measured again,
+/// which would take seconds on a busy machine and find the memory of what still runs in use.
 ///
 /// # Errors
 /// Those of [`plan`].
-pub(crate) fn plan_again(
-    prepared: &Prepared,
-    args: &UpArgs,
-    environment: &Environment,
-) -> anyhow::Result<InferencePlanSpec> {
-    let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
-    let planned = plan_without(
-        &prepared.deployment,
-        &state,
-        &args.machine,
-        environment,
-        &prepared.steps,
-        &prepared.lost_gpus,
-    )?;
-    Ok(planned.plan)
+pub(crate) fn plan_again(prepared: &mut Prepared) -> anyhow::Result<InferencePlanSpec> {
+    let profiles = prepared.found.profiles.iter_mut();
+    for gpu in profiles.flat_map(|profile| &mut profile.gpus) {
+        if let Some(why) = prepared.lost_gpus.get(&gpu.uuid) {
+            gpu.obstacle = Some(format!("it is lost: {why}"));
+        }
+    }
+    let generation = prepared.directory.next_generation();
+    Ok(prepared.found.plan(&prepared.deployment, generation)?.plan)
 }
 
 /// Reads and validates the deployment in a file.
@@ -171,47 +182,30 @@ fn deployment(file: &Path, target: Target) -> anyhow::Result<InferenceDeployment
     Ok(hearth_crds::parse_deployment_for(text, target)?)
 }
 
-fn plan_of(
+/// Finds out what a plan needs to know.
+fn find(
     deployment: &InferenceDeployment,
     state: &StateDir,
     machine: &MachineArgs,
     environment: &Environment,
     steps: &Steps,
-) -> anyhow::Result<Planned> {
-    let none = BTreeMap::new();
-    plan_without(deployment, state, machine, environment, steps, &none)
-}
-
-/// Plans without the GPUs that are lost.
-fn plan_without(
-    deployment: &InferenceDeployment,
-    state: &StateDir,
-    machine: &MachineArgs,
-    environment: &Environment,
-    steps: &Steps,
-    lost_gpus: &BTreeMap<String, String>,
-) -> anyhow::Result<Planned> {
+) -> anyhow::Result<Found> {
     say_valid(deployment, steps);
     boxes::check(&machine.nodes, machine.virtual_device.as_deref())?;
     let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
-    let mut profile = measure(&directory, state, machine, environment, steps)?;
-    for gpu in &mut profile.gpus {
-        let lost = lost_gpus
-            .get(&gpu.uuid)
-            .map(|why| format!("it is lost: {why}"));
-        gpu.obstacle = lost.or(gpu.obstacle.take());
+    let profile = measure(&directory, state, machine, environment, steps)?;
+    Ok(Found {
+        inspected: inspect(deployment, &directory, environment, steps)?,
+        directory,
+        profiles: boxes::split(profile, &machine.nodes)?,
+    })
+}
+
+impl Found {
+    /// Plans for this machine.
+    fn plan(&self, deployment: &InferenceDeployment, generation: u64) -> anyhow::Result<Planned> {
+        planned(deployment, self, GpuOffer::Machine, generation)
     }
-    let inspected = inspect(deployment, &directory, environment, steps)?;
-    let name = deployment.metadata.name.as_deref().unwrap_or_default();
-    let generation = state.deployment(name).next_generation();
-    let nodes = boxes::split(profile, &machine.nodes)?;
-    planned(
-        deployment,
-        &directory,
-        &inspected,
-        (&nodes, GpuOffer::Machine),
-        generation,
-    )
 }
 
 fn say_valid(deployment: &InferenceDeployment, steps: &Steps) {
@@ -245,9 +239,8 @@ fn inspect(
 /// The plan of a deployment over nodes.
 fn planned(
     deployment: &InferenceDeployment,
-    directory: &Path,
-    inspected: &Inspected,
-    (profiles, gpus): (&[NodeProfileStatus], GpuOffer<'_>),
+    found: &Found,
+    gpus: GpuOffer<'_>,
     generation: u64,
 ) -> anyhow::Result<Planned> {
     let name = deployment.metadata.name.clone().unwrap_or_default();
@@ -257,16 +250,16 @@ fn planned(
         namespace: namespace.unwrap_or("default"),
         generation,
         spec: &deployment.spec,
-        facts: &inspected.facts,
-        model_path: &directory.display().to_string(),
-        profiles,
+        facts: &found.inspected.facts,
+        model_path: &found.directory.display().to_string(),
+        profiles: &found.profiles,
         gpus,
         cpus: CpuOffer::Machine,
     })?;
     Ok(Planned {
         name,
         plan,
-        can_chat: inspected.chat_template,
+        can_chat: found.inspected.chat_template,
     })
 }
 
@@ -349,18 +342,19 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
         ports::check_free(args.metrics, &args.file.display().to_string(), &flag)?;
     }
     files::check(args)?;
+    let found = find(&deployment, &state, &args.machine, environment, &steps)?;
+    let directory = state.deployment(name);
     let Planned {
         name,
         mut plan,
         can_chat,
-    } = plan_of(&deployment, &state, &args.machine, environment, &steps)?;
+    } = found.plan(&deployment, directory.next_generation())?;
     if args.ask.is_some() && !can_chat {
         bail!(
             "--ask needs a chat template, and the model of {name} has none\n  \
              leave --ask out, and send texts to /v1/completions"
         );
     }
-    let directory = state.deployment(&name);
     let lock = directory.acquire(&name)?;
 
     for rank in &mut plan.ranks {
@@ -386,6 +380,7 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
         started,
         steps,
         deployment,
+        found,
         lost_gpus: BTreeMap::new(),
     })
 }

@@ -42,7 +42,7 @@ impl Deployment {
             .steps
             .warn(&format!("{told}; planning without it"));
         self.prepared.lost_gpus.insert(uuid, first_line.to_owned());
-        let mut plan = prepare::plan_again(&self.prepared, args, environment)
+        let mut plan = prepare::plan_again(&mut self.prepared)
             .map_err(|error| anyhow!("{told}\n  {error}"))?;
         let before = self.prepared.plan.ranks.clone();
         for rank in &mut plan.ranks {

@@ -111,7 +111,7 @@ fn pools(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldE
         errors.push(FieldError::new(
             "spec.prefill.gpusPerWorker",
             format!("is {gpus}"),
-            "this engine runs each worker on one GPU: write 1, 0 to run on CPUs, or mode: DistributedStreamLoading for several workers that read prompts together",
+            "with this mode a worker computes on one GPU, and more would be idle: write 1, or 0 for CPUs alone; mode: DistributedStreamLoading has several GPUs read a prompt together",
         ));
     }
     for (pool, scaling) in [

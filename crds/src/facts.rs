@@ -119,9 +119,109 @@ pub struct ModelFacts {
     /// earlier versions.
     #[serde(default)]
     pub largest_expert_bytes: u64,
+    /// What each layer has. Absent where that follows from the sums: all layers with routed experts are alike and the last
+    /// ones, and all others are alike.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer_kinds: Option<LayerKinds>,
+}
+
+/// Layers of unlike bytes, in any order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LayerKinds {
+    /// Bytes of one layer of each kind, of [`LayerKinds::MAX_KINDS`] kinds at most.
+    pub bytes: Vec<ModuleBytes>,
+    /// The kind of each layer, a digit for each: `0101` for two kinds in turn.
+    pub order: String,
+}
+
+impl LayerKinds {
+    /// Most kinds: a node's agent reports facts in 4 KiB.
+    pub const MAX_KINDS: usize = 8;
+    /// Most layers whose order is told, for the same reason; no ring has more.
+    pub const MAX_LAYERS: usize = 512;
+
+    /// Kinds of layers, by their bytes; `None` where these are too many kinds or layers.
+    fn of(layers: &[ModuleBytes]) -> Option<Self> {
+        let mut kinds = Self {
+            bytes: Vec::new(),
+            order: String::new(),
+        };
+        if layers.len() > Self::MAX_LAYERS {
+            return None;
+        }
+        for layer in layers {
+            let kind = kinds.bytes.iter().position(|bytes| bytes == layer);
+            let kind = kind.unwrap_or(kinds.bytes.len());
+            if kind == Self::MAX_KINDS {
+                return None;
+            }
+            if kind == kinds.bytes.len() {
+                kinds.bytes.push(*layer);
+            }
+            kinds.order.push(char::from(b'0' + kind as u8));
+        }
+        Some(kinds)
+    }
+
+    fn layer(&self, layer: u32) -> Option<ModuleBytes> {
+        let digit = self.order.as_bytes().get(layer as usize)?;
+        let kind = digit.checked_sub(b'0')?;
+        self.bytes.get(usize::from(kind)).copied()
+    }
 }
 
 impl ModelFacts {
+    /// The same facts with what each layer has, where that does not follow from the sums. Of more kinds than
+    /// [`LayerKinds::MAX_KINDS`] only the order of layers with and without routed experts is told, with their average bytes.
+    pub fn with_layers(mut self, layers: &[ModuleBytes]) -> Self {
+        self.layer_kinds = None;
+        let averages = || -> Vec<ModuleBytes> {
+            let of = |bytes: &ModuleBytes| self.average_layer(bytes.routed_experts > 0);
+            layers.iter().map(of).collect()
+        };
+        let kinds = LayerKinds::of(layers).or_else(|| LayerKinds::of(&averages()));
+        let is_told = |kinds: &LayerKinds| {
+            (0..self.layers).any(|layer| kinds.layer(layer) != Some(self.layer_bytes(layer)))
+        };
+        self.layer_kinds = kinds.filter(is_told);
+        self
+    }
+
+    /// Bytes of a layer.
+    pub fn layer_bytes(&self, layer: u32) -> ModuleBytes {
+        let kinds = self.layer_kinds.as_ref();
+        kinds
+            .and_then(|kinds| kinds.layer(layer))
+            .unwrap_or_else(|| {
+                let without_experts = self.layers.saturating_sub(self.routed_layers());
+                self.average_layer(layer >= without_experts)
+            })
+    }
+
+    /// Average bytes of a layer with or without routed experts.
+    fn average_layer(&self, has_experts: bool) -> ModuleBytes {
+        let expert_layers = self.routed_layers().min(self.layers);
+        let each = |bytes: u64, layers: u32| bytes.div_ceil(u64::from(layers.max(1)));
+        let bytes = &self.bytes;
+        let attention = ModuleBytes {
+            attention: each(bytes.attention, self.layers),
+            ..ModuleBytes::default()
+        };
+        match has_experts {
+            false => ModuleBytes {
+                dense_ffn: each(bytes.dense_ffn, self.layers - expert_layers),
+                ..attention
+            },
+            true => ModuleBytes {
+                shared_expert: each(bytes.shared_expert, expert_layers),
+                router: each(bytes.router, expert_layers),
+                routed_experts: each(bytes.routed_experts, expert_layers),
+                ..attention
+            },
+        }
+    }
+
     /// Bytes that one token adds to the KV cache over all layers, for keys and values of the given element sizes.
     pub fn kv_bytes_per_token(&self, key_bytes: u64, value_bytes: u64) -> u64 {
         let layer = match self.kv {

@@ -63,7 +63,7 @@ pub use decode::*;
 pub use deployment::*;
 pub use error::{FieldError, sentence};
 pub use execution::*;
-pub use facts::{KvShape, ModelFacts, ModuleBytes};
+pub use facts::{KvShape, LayerKinds, ModelFacts, ModuleBytes};
 pub use model::*;
 pub use place::{PLACE_DIRECTORY, TLS_DIRECTORY, tls_name};
 pub use plan::*;

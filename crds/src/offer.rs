@@ -1,5 +1,5 @@
 //! Values and fields that a message may suggest. Suggesting one that the target refuses helps nobody, so each is tried
-//! against its own rules and with [`unsupported`] in a spec that sets just that; there is no second list of what the
+//! against its own rules and with [`unsupported`] in a spec that sets little else; there is no second list of what the
 //! engine supports.
 
 use kube::core::cel::Validator;
@@ -101,19 +101,29 @@ impl Offer {
         if inner.contains('[') {
             return true;
         }
-        let mut spec = json!({"model": {"source": {"builtin": {"name": BUILTIN_MODELS[0]}}}});
-        let mut member = &mut spec;
-        for part in inner.split('.') {
-            member = &mut member[part];
-        }
-        *member = value.clone();
-        let Ok(spec) = serde_json::from_value::<InferenceDeploymentSpec>(spec) else {
-            return true;
-        };
-        unsupported(&spec, target)
-            .iter()
-            .all(|error| error.field != path)
+        surroundings().into_iter().any(|mut spec| {
+            let mut member = &mut spec;
+            for part in inner.split('.') {
+                member = &mut member[part];
+            }
+            *member = value.clone();
+            let Ok(spec) = serde_json::from_value::<InferenceDeploymentSpec>(spec) else {
+                return true;
+            };
+            unsupported(&spec, target)
+                .iter()
+                .all(|error| error.field != path)
+        })
     }
+}
+
+/// Specs in which a value is tried: most are accepted or refused in any, and some count only where workers may end for want of
+/// requests.
+fn surroundings() -> [Value; 2] {
+    let least = json!({"model": {"source": {"builtin": {"name": BUILTIN_MODELS[0]}}}});
+    let mut rests = least.clone();
+    rests["decode"] = json!({"scaling": {"mode": "Auto", "minReplicas": 0}});
+    [least, rests]
 }
 
 /// Whether a field has one of `rules`.

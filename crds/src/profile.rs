@@ -262,6 +262,12 @@ pub struct GpuProfile {
     /// Measured products of FP8 weights with a scale per 128×128 block, in GFLOP/s; 0 if they were not measured.
     #[serde(default, skip_serializing_if = "is_unmeasured")]
     pub fp8_gflops: f64,
+    /// Measured products of float16 weights, in GFLOP/s; 0 if they were not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub f16_gflops: f64,
+    /// Measured products of float32 weights, in GFLOP/s; 0 if they were not measured.
+    #[serde(default, skip_serializing_if = "is_unmeasured")]
+    pub f32_weights_gflops: f64,
     /// Measured rate of copies from the node's memory to the GPU's, in GB/s; 0 if it was not measured.
     #[serde(default, skip_serializing_if = "is_unmeasured")]
     pub copy_gbps: f64,
@@ -300,6 +306,8 @@ impl GpuProfile {
         self.read_gbps = measured.read_gbps;
         self.bf16_gflops = measured.bf16_gflops;
         self.fp8_gflops = measured.fp8_gflops;
+        self.f16_gflops = measured.f16_gflops;
+        self.f32_weights_gflops = measured.f32_weights_gflops;
         self.operation_us = measured.operation_us;
         self.exchange_us = measured.exchange_us;
     }

@@ -145,6 +145,15 @@ fn only_fields_that_are_obeyed_are_listed() {
     let message = refusal(&with("scale", &json!(1)), Target::Machine);
     assert!(message.contains("placement"), "{message}");
     assert!(!message.contains("autoscaling"), "{message}");
+    let message = refusal(&with("scale", &json!(1)), Target::Cluster);
+    assert!(
+        message.contains("The fields are autoscaling, "),
+        "{message}"
+    );
+    assert_eq!(
+        refusal(&with("autoscaling.after", &json!("5m")), Target::Cluster),
+        "spec.autoscaling.after is not a field of spec.autoscaling\n  The fields are holdTimeout, keep, preload, scaleToZeroAfter"
+    );
     let message = refusal(&with("placement.numa2", &json!(1)), Target::Machine);
     assert!(
         message.ends_with("did you mean numa? The fields are numa, pinning"),

@@ -7,12 +7,16 @@ NAME is an InferenceDeployment that scales to zero, of the cluster that kubectl 
 until the workers have ended, asks, and watches the Pods meanwhile: when the decode worker's Pod was created, when its container ran,
 when Kubernetes called it ready, and when the first token came, which may be sooner: the gateway asks workers by itself. With --drop
 the files below PATH are dropped from this machine's page cache before each round, so that the weights are read from disk: PATH is the
-model, and this machine its node. Then the rate at which they were read, from when the container ran to the first token, is compared
-with that of reading the files alone, measured before each round. Python's standard library is all it needs.
+model, and this machine its node. Then the rate at which they were read, from when the worker's process began, before its container was
+complete, to the first token, is compared with what the disk gives: all files read past the page cache, several blocks at once, with
+the number at once that was fastest in this round. Needs Linux, and root with --drop, but only Python's standard library.
 """
 
 import argparse
+import concurrent.futures
+import ctypes
 import json
+import mmap
 import os
 import pathlib
 import statistics
@@ -24,6 +28,9 @@ import urllib.request
 PARTS = ["Pod created", "container runs", "Pod ready", "first token"]
 # Seconds that Kubernetes may take to call a Pod ready after its first token.
 READY_S = 30
+# Reads from the disk: bytes of each, and how many are under way at once.
+BLOCK_BYTES = 1 << 20
+DEPTHS = (1, 4, 8, 16)
 
 
 def kubectl(args, *more):
@@ -73,31 +80,72 @@ def first_token(args):
     raise SystemExit("the answer has no token")
 
 
-def drop(path):
-    for file in files(path):
-        handle = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(handle)
-
-
 def files(path):
-    return [file for file in pathlib.Path(path).rglob("*") if file.is_file()]
+    return [file for file in pathlib.Path(path).rglob("*") if file.is_file() and file.stat().st_size]
 
 
-def read_s(path):
-    """Seconds to read all files from the disk, one after the other."""
-    drop(path)
-    began, buffer = time.monotonic(), bytearray(8 << 20)
+def drop(path):
+    """Drops the files from the page cache, and makes sure that they are not there any more."""
     for file in files(path):
-        with open(file, "rb", buffering=0) as source:
-            while source.readinto(buffer):
-                pass
-    drop(path)
-    return time.monotonic() - began
+        with open(file, "rb") as source:
+            # What is still to be written would stay.
+            os.fdatasync(source.fileno())
+            os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            cached = cached_bytes(source)
+        if cached > BLOCK_BYTES:
+            raise SystemExit(f"{file}: {cached >> 20} MiB stay in the page cache; who has it open?")
+
+
+def cached_bytes(source):
+    pages = mmap.mmap(source.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    held = (ctypes.c_ubyte * -(-len(pages) // mmap.PAGESIZE))()
+    begin = ctypes.c_ubyte.from_buffer(pages)
+    if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_size_t(len(pages)), held):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(it & 1 for it in held) * mmap.PAGESIZE
+
+
+def read_s(path, depth):
+    """Seconds to read all files from the disk past the page cache, so many blocks at once."""
+    own = threading.local()
+
+    def begin():
+        own.buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+
+    def read(block):
+        return os.preadv(block[0], [own.buffer], block[1])
+
+    sizes = {os.open(file, os.O_RDONLY | os.O_DIRECT): file.stat().st_size for file in files(path)}
+    blocks = [(handle, at) for handle, size in sizes.items() for at in range(0, size, BLOCK_BYTES)]
+    with concurrent.futures.ThreadPoolExecutor(depth, initializer=begin) as pool:
+        began = time.monotonic()
+        count = sum(pool.map(read, blocks))
+        took_s = time.monotonic() - began
+    for handle in sizes:
+        os.close(handle)
+    if count != sum(sizes.values()):
+        raise SystemExit(f"{count} of {sum(sizes.values())} bytes were read")
+    return took_s
+
+
+def process_began():
+    """When the newest process of a decode worker began, by this machine's clock."""
+    since_boot = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
+        except OSError:
+            continue
+        if command[0].endswith(b"hearth-worker") and command[1] == b"decode":
+            since_boot.append(ticks / os.sysconf("SC_CLK_TCK"))
+    if not since_boot:
+        raise SystemExit("no process of a decode worker is here: with --drop this machine must be its node")
+    return max(since_boot) + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def measure(args):
-    """Seconds from the question to each part."""
+    """Seconds from the question to each part, and with --drop to the worker's process."""
     command = ["kubectl", "--namespace", args.namespace, "get", "pods", "--watch-only", "-o", "json", "-l", selector(args, "decode")]
     process, seen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), {}
     threading.Thread(target=watch, args=(args, seen, process), daemon=True).start()
@@ -110,7 +158,8 @@ def measure(args):
     missing = [part for part in PARTS if part not in seen]
     if missing:
         raise SystemExit(f"no Pod came so far: {', '.join(missing)}")
-    return [seen[part] - began for part in PARTS]
+    process = [process_began()] if args.drop else []
+    return [it - began for it in [seen[part] for part in PARTS] + process]
 
 
 def main():
@@ -124,14 +173,18 @@ def main():
     with urllib.request.urlopen(f"{args.url}/models") as models:
         args.model = json.load(models)["data"][0]["id"]
     rounds = []
-    columns = [f"{part}, s" for part in PARTS] + (["files alone, s", "of their rate"] if args.drop else [])
+    columns = [f"{part}, s" for part in PARTS] + (["process began, s", "disk alone, s", "of its rate"] if args.drop else [])
     print("| round | " + " | ".join(columns) + " |\n| --- |" + " --- |" * len(columns), flush=True)
     for number in range(1, args.rounds + 1):
         wait_until_at_zero(args)
-        alone_s = [read_s(args.drop)] if args.drop else []
+        more = []
+        if args.drop:
+            more = [min(read_s(args.drop, depth) for depth in DEPTHS)]
+            drop(args.drop)
         times = measure(args)
-        shares = [alone / (times[3] - times[1]) for alone in alone_s]
-        rounds.append(times + alone_s + shares)
+        if args.drop:
+            more.append(more[0] / (times[3] - times[4]))
+        rounds.append(times + more)
         print(f"| {number} | " + " | ".join(f"{it:.2f}" for it in rounds[-1]) + " |", flush=True)
     medians = [statistics.median(column) for column in zip(*rounds)]
     print("| median | " + " | ".join(f"{it:.2f}" for it in medians) + " |")

@@ -68,6 +68,25 @@ impl Cgroup {
             .unwrap_or_else(|error| panic!("{text:?} to {}: {error}", path.display()));
     }
 
+    /// Moves the threads of a process that have such names here; the others stay where they are.
+    ///
+    /// # Panics
+    /// When there is none, or the kernel refuses.
+    pub fn take_threads(&self, pid: u32, is_taken: impl Fn(&str) -> bool) {
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task"))
+            .unwrap_or_else(|error| panic!("threads of process {pid}: {error}"));
+        let threads: Vec<PathBuf> = threads.flatten().map(|thread| thread.path()).collect();
+        let name = |thread: &Path| std::fs::read_to_string(thread.join("comm")).unwrap_or_default();
+        let taken = threads
+            .iter()
+            .filter(|thread| is_taken(name(thread).trim()));
+        let taken: Vec<_> = taken.filter_map(|thread| thread.file_name()).collect();
+        assert!(!taken.is_empty(), "process {pid} has no such thread");
+        for thread in taken {
+            self.write("tasks", &thread.to_string_lossy());
+        }
+    }
+
     /// Reads one of its files.
     ///
     /// # Panics

@@ -1,8 +1,9 @@
 //! Peers: prefill processes that read prompts together, with the bits of one, whoever of them dies.
 
+use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use hearth_tests::{Answer, Metrics, Rank, Ranks, chat_body, chat_stream, free_port};
+use hearth_tests::{Answer, Metrics, Rank, Ranks, chat_body, chat_stream, free_port, has_ended};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -15,8 +16,21 @@ const MEMBERS: [(&str, &str); 4] = [
 ];
 /// Tokens of an answer.
 const LONG: u32 = 12;
+/// Layers of the model.
+const LAYERS: u32 = 4;
 /// What the head logs when a group that has lost a member has formed anew.
 const AGAIN: &str = "complete again";
+
+/// When a member is killed.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    /// Before the question.
+    Before,
+    /// So long after the question.
+    Prompt(Duration),
+    /// With the first piece of the answer.
+    FirstToken,
+}
 
 /// Peers, with the worker that writes the answers to the prompts that they read, and a gateway.
 struct Peers {
@@ -113,9 +127,57 @@ impl Peers {
     }
 
     async fn ask(&self, number: usize) -> Answer {
-        let v1 = format!("{}/v1", self.gateway.base());
-        let answer = chat_stream(&v1, &prompt(number), |_, _| {}).await;
-        answer.unwrap_or_else(|error| panic!("{number}: {error:#}"))
+        self.answer(&prompt(number, 12 + 5 * number), || {}).await
+    }
+
+    /// The answer to a long prompt; `begun` is called with its first piece.
+    async fn ask_at_length(&self, number: usize, begun: impl FnOnce()) -> Answer {
+        self.answer(&prompt(number, 36), begun).await
+    }
+
+    async fn answer(&self, body: &Value, begun: impl FnOnce()) -> Answer {
+        let (v1, mut begun) = (format!("{}/v1", self.gateway.base()), Some(begun));
+        let each = |_: usize, _: &str| {
+            if let Some(begun) = begun.take() {
+                begun();
+            }
+        };
+        let answer = chat_stream(&v1, body, each).await;
+        answer.unwrap_or_else(|error| panic!("{error:#}: {body}"))
+    }
+
+    /// Kills a member at a moment of an answer to a long prompt, and starts it again.
+    async fn killed(&mut self, number: usize, place: usize, moment: Moment) -> Answer {
+        let victim = self.members.remove(place);
+        let is_killed = Cell::new(false);
+        let kill = || {
+            if !is_killed.replace(true) {
+                victim.signal(Signal::KILL);
+            }
+        };
+        // Its successor listens on the same port.
+        let gone = async || {
+            while !has_ended(victim.pid()) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        if let Moment::Before = moment {
+            kill();
+            gone().await;
+        }
+        // A prompt may be read sooner than thought.
+        let asked = self.ask_at_length(number, kill);
+        let restarted = async {
+            if let Moment::Prompt(after) = moment {
+                tokio::time::sleep(after).await;
+                kill();
+            }
+            gone().await;
+            self.process(place)
+        };
+        let (got, member) = tokio::join!(asked, restarted);
+        self.members.insert(place, member);
+        got
     }
 
     /// Waits until the head has reported prompt tokens that it has read, with the others.
@@ -151,9 +213,10 @@ fn gateway(ranks: &Ranks) -> Rank {
     gateway
 }
 
-/// A prompt of its own for each number, long enough for a prefill worker, with log probabilities that show its bits.
-fn prompt(number: usize) -> Value {
-    let filler = "The lab has an old server and a laptop. ".repeat(12 + 5 * number);
+/// A prompt of its own for each number, of so many sentences, with log probabilities that show its bits. From 12 on a prefill
+/// worker reads it.
+fn prompt(number: usize, sentences: usize) -> Value {
+    let filler = "The lab has an old server and a laptop. ".repeat(sentences);
     chat_body(
         "hearth-demo",
         &format!("{number}. {filler}What is Hearth?"),
@@ -198,44 +261,61 @@ async fn peers_read_prompts_with_the_bits_of_one() {
     }
 }
 
+/// Of a prompt's time until the first token, each layer has about the same part.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_peer_that_dies_in_the_middle_of_a_prompt_costs_no_answer() {
+async fn a_peer_that_dies_at_any_moment_costs_no_answer() {
+    use Moment::{Before, FirstToken, Prompt};
     // Slow enough to be met in the middle of a prompt.
     let slow = || vec!["--isa".to_owned(), "scalar".to_owned()];
+    const KILLS: usize = 8;
     let one = Peers::start_with(1, "SmallEp", slow());
     let mut want = Vec::new();
-    for number in 9..12 {
-        want.push(one.ask(number).await);
+    for number in 0..=KILLS {
+        want.push(one.ask_at_length(number, || {}).await);
     }
     drop(one);
     let mut peers = Peers::start_with(2, "SmallEp", slow());
-    for (number, place) in [(9, 1), (10, 0), (11, 1)] {
+    let (asked, first_after) = (Instant::now(), Cell::new(Duration::ZERO));
+    let begun = || first_after.set(asked.elapsed());
+    assert_eq!(peers.ask_at_length(0, begun).await, want[0]);
+    let prompt = first_after.get();
+    let in_layer = |layer: u32| Prompt(prompt * (2 * layer + 1) / (2 * LAYERS));
+    let last = in_layer(LAYERS - 1);
+    let kills: [(usize, Moment); KILLS] = [
+        (1, Before),
+        (1, in_layer(0)),
+        (0, in_layer(1)),
+        (1, in_layer(2)),
+        (0, last),
+        (1, last),
+        (1, FirstToken),
+        (0, FirstToken),
+    ];
+    let mut in_prompts = 0;
+    for (number, (place, moment)) in (1..).zip(kills) {
         let name = MEMBERS[place].1;
-        let begun = Instant::now();
-        let lost_before = lost(&peers.members[0]);
-        let mut victim = peers.members.remove(place);
-        let asked = peers.ask(number);
-        let restarted = async {
-            tokio::time::sleep(Duration::from_millis(300)).await;
-            victim.signal(Signal::KILL);
-            victim.wait();
-            peers.process(place)
-        };
-        let (got, member) = tokio::join!(asked, restarted);
+        let (begun, lost_before) = (Instant::now(), lost(&peers.members[0]));
+        let joins_before = joins(&peers.members[0]);
+        let got = peers.killed(number, place, moment).await;
         println!(
-            "{name} was killed, and the answer took {:?}",
+            "{name} was killed, {moment:?}, and the answer took {:?}",
             begun.elapsed()
         );
-        assert_eq!(got, want[number - 9], "{name}");
-        peers.members.insert(place, member);
+        assert_eq!(got, want[number], "{name}, {moment:?}");
         peers.members[place].wait_until_ready();
-        let head = &peers.members[0];
+        // The next one is killed in a group that is complete; a new head serves once its group is.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while place > 0 && joins(&peers.members[0]) == joins_before {
+            let head = &peers.members[0];
+            assert!(Instant::now() < deadline, "{}", head.output());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
         if place > 0 {
-            assert!(lost(head) > lost_before, "{}", head.output());
-            assert!(head.output().contains(AGAIN), "{}", head.output());
+            in_prompts += lost(&peers.members[0]) - lost_before;
         }
         peers.route();
     }
+    assert!(in_prompts > 1, "{in_prompts} passes have lost a peer");
 }
 
 /// The head reads on, and finds the successor when the next prompt comes.
@@ -263,6 +343,11 @@ async fn a_peer_that_is_told_to_end_alone_finishes_its_pass_and_makes_room() {
     peers.members.push(successor);
     peers.members[1].wait_until_ready();
     assert_eq!(peers.ask(9).await, want);
+}
+
+/// How often a head's group was complete again.
+fn joins(head: &Rank) -> usize {
+    head.output().matches(AGAIN).count()
 }
 
 /// How often a head has lost a member while it was reading a prompt.

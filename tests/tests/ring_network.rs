@@ -46,8 +46,11 @@ crawls() {
     sleep 20
     shape delay 1ms
 }
-tell() { # NAME
-    sed "s/^/$1 /" /decode-0.log /stage-0.log /stage-1.log
+tell() { # NAME: what members have said since it was told last
+    for log in /decode-0.log /stage-0.log /stage-1.log; do
+        sed "s/^/$1 /" $log
+        : > $log
+    done
 }
 jump() { # SECONDS
     date -s "@$(($(date +%s) + $1))" > /dev/null
@@ -63,7 +66,12 @@ shape delay 10ms 8ms 25% loss 5% reorder 25% 50%
 ask disturbed first
 /usr/sbin/tc -s qdisc show dev lo | grep -o 'dropped [0-9]*'
 shape rate 100mbit
+# What the rows of a long prompt usually take.
+ask usual fourth
+tell USUAL
 during slow second shape rate 1mbit
+# What has been slow is told anew once it has not been for 5 s.
+sleep 6
 tell SLOW
 during crawled third crawls
 tell CRAWLED
@@ -97,7 +105,7 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
     let routes = json!({"workers": [
         {"name": "decode-0", "role": "Decode", "endpoint": endpoints[0]},
     ]});
-    let [first, second, third] = questions();
+    let [first, second, third, fourth] = questions();
     let output = Vm::default()
         .memory_mib(2048)
         .worker()
@@ -110,6 +118,7 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
         .json(&first, "/first.json")
         .json(&second, "/second.json")
         .json(&third, "/third.json")
+        .json(&fourth, "/fourth.json")
         .run(SCRIPT);
     let answer = |name: &str| {
         let start = format!("ANSWER {name} ");
@@ -141,18 +150,25 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
         let moments = ["BEGINS", "DISTURBS", "ENDS"].map(|what| when(what, name));
         assert!(moments.is_sorted(), "{name}: {moments:?}\n{output}");
     }
-    // A way that becomes a hundred times slower loses nobody. Over one that carries 40 kbit/s of everybody's messages, signs of life may
-    // be late.
-    let lost = |section: &str| {
+    assert_slow_and_lost(&output, &endpoints);
+}
+
+/// A way that becomes a hundred times slower is named, and loses nobody. Over one that carries 40 kbit/s of everybody's messages, signs of
+/// life may be late.
+fn assert_slow_and_lost(output: &str, endpoints: &[String]) {
+    let told = |section: &str, what: &str| {
         let of_section = output.lines().filter(|line| line.starts_with(section));
-        of_section.filter(|line| line.contains("is lost")).count()
+        of_section.filter(|line| line.contains(what)).count()
     };
-    assert_eq!(lost("SLOW "), 0, "{output}");
-    let of_crawled = || output.lines().filter(|line| line.starts_with("CRAWLED "));
-    let names_the_way = of_crawled().any(|line| line.contains(": slow: the way from "));
-    assert!(names_the_way || lost("CRAWLED ") > 0, "{output}");
-    of_crawled().for_each(|line| assert_members_are_named(line, &endpoints));
-    assert_eq!(lost("JUMPED "), lost("CRAWLED "), "{output}");
+    let (slow, lost) = (": slow: the way from ", "is lost");
+    assert!(told("SLOW ", slow) > 0, "{output}");
+    assert_eq!(told("SLOW ", lost), 0, "{output}");
+    let of_crawled = told("CRAWLED ", slow) + told("CRAWLED ", lost);
+    assert!(of_crawled > 0, "{output}");
+    assert_eq!(told("JUMPED ", lost), 0, "{output}");
+    let lines = output.lines();
+    let of_links = lines.filter(|line| line.starts_with("SLOW ") || line.starts_with("CRAWLED "));
+    of_links.for_each(|line| assert_members_are_named(line, endpoints));
 }
 
 /// Whom a line tells lost, or the way that it tells slow, is told with name and address.
@@ -177,7 +193,7 @@ fn assert_members_are_named(line: &str, endpoints: &[String]) {
 }
 
 /// Requests with their own prompts.
-fn questions() -> [serde_json::Value; 3] {
+fn questions() -> [serde_json::Value; 4] {
     let body = |(prompt, max_tokens): (String, u32)| {
         json!({
             "model": "hearth-demo", "prompt": prompt, "max_tokens": max_tokens,
@@ -187,8 +203,9 @@ fn questions() -> [serde_json::Value; 3] {
     // The rows of long prompts, which nobody has read yet, travel over slow links.
     let asked = [
         ("What is Hearth? ".repeat(8), 32),
-        ("Who reads the plan? ".repeat(12), 12),
+        ("Who reads the plan? ".repeat(60), 12),
         ("Where are its layers? ".repeat(12), 12),
+        ("When is it ready? ".repeat(60), 12),
     ];
     asked.map(body)
 }

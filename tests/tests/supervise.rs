@@ -410,3 +410,28 @@ async fn nothing_is_left_of_a_killed_supervisor() {
         processes.values().all(|pid| !runs(*pid)).then_some(())
     });
 }
+
+/// As where it died before its worker had come so far as to ask for the news of its end.
+#[test]
+fn a_worker_whose_parent_has_ended_before_it_came_so_far_ends_too() {
+    let ranks = Ranks::of_demo();
+    let start = |parent: u32| {
+        let arguments = ["--with-parent".to_owned(), parent.to_string()];
+        ranks.start("decode", "decode-0", &arguments)
+    };
+    start(std::process::id()).wait_until_ready();
+    let mut gone = std::process::Command::new("true")
+        .spawn()
+        .expect("a process");
+    assert!(gone.wait().expect("its end").success());
+    let mut orphan = start(gone.id());
+    assert_eq!(orphan.wait().code(), Some(1));
+    let (output, why) = (
+        orphan.output(),
+        format!(
+            "error: process {}, which started this one, has ended",
+            gone.id()
+        ),
+    );
+    assert!(output.contains(&why), "{output}");
+}

@@ -532,6 +532,51 @@ fn refuse(cases: &[(&[&str], &str)]) {
     }
 }
 
+/// Layers with experts may be anywhere; what each layer has is told where it is not the usual order.
+#[test]
+fn facts_tell_which_layers_have_experts() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = directory.path().join("config.json");
+    let kinds_of = |name: &str, sparse_step: u32, dense_layers: &[u32]| {
+        let shape = json!({
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 96, "vocab_size": 311,
+            "num_hidden_layers": 6, "intermediate_size": 160, "moe_intermediate_size": 72, "num_experts": 6,
+            "num_experts_per_tok": 2, "norm_topk_prob": true, "decoder_sparse_step": sparse_step,
+            "mlp_only_layers": dense_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+            "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512,
+            "tie_word_embeddings": false, "hidden_act": "silu", "attention_bias": false,
+        });
+        std::fs::write(&config, shape.to_string()).expect("write");
+        let model = directory.path().join(name);
+        ok(worker()
+            .args(["random", "--dtype", "bf16", "--config"])
+            .arg(&config)
+            .arg("--out")
+            .arg(&model));
+        let facts = json_of(worker().args(["facts", "--json", "--model"]).arg(&model));
+        let kinds = &facts["layerKinds"];
+        let experts = |kind: usize| {
+            kinds["bytes"][kind]["routedExperts"]
+                .as_u64()
+                .expect("bytes")
+        };
+        match kinds["order"].as_str() {
+            None => None,
+            Some(order) => {
+                assert_eq!(
+                    (experts(0), 3 * experts(1)),
+                    (0, facts["bytes"]["routedExperts"].as_u64().expect("bytes"))
+                );
+                Some(order.to_owned())
+            }
+        }
+    };
+    assert_eq!(kinds_of("each", 1, &[]), None);
+    assert_eq!(kinds_of("last", 1, &[0, 1, 2]), None);
+    assert_eq!(kinds_of("in-turn", 2, &[]).as_deref(), Some("010101"));
+    assert_eq!(kinds_of("first", 1, &[0, 2, 5]).as_deref(), Some("010110"));
+}
+
 /// Checks facts that the operator plans with before it has a node; `hearth-worker facts --json --model DIR >
 /// DIR/facts.json` updates them.
 #[test]

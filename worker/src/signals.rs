@@ -69,13 +69,19 @@ pub(crate) async fn termination() {
     }
 }
 
-/// Has the kernel end this process when the thread that started it ends.
+/// Has the kernel end this process when the thread that started it ends, one of the process `parent`.
 ///
 /// # Errors
-/// The kernel does not do so.
-pub(crate) fn end_with_parent() -> anyhow::Result<()> {
-    use anyhow::Context;
-    use rustix::process::{Signal, set_parent_process_death_signal};
+/// The kernel does not do so, or the parent had ended before it was asked to.
+pub(crate) fn end_with_parent(parent: u32) -> anyhow::Result<()> {
+    use anyhow::{Context, ensure};
+    use rustix::process::{Signal, getppid, set_parent_process_death_signal};
     set_parent_process_death_signal(Some(Signal::TERM))
-        .context("the kernel cannot signal the parent's end")
+        .context("the kernel cannot signal the parent's end")?;
+    let now = getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned());
+    ensure!(
+        now == Some(parent),
+        "process {parent}, which started this one, has ended, and so this one ends too"
+    );
+    Ok(())
 }

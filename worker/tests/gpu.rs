@@ -429,6 +429,9 @@ fn a_gpu_is_listed_and_measured() {
         "copyBesideReadsGbps",
         "readGbps",
         "bf16Gflops",
+        "fp8Gflops",
+        "f16Gflops",
+        "f32WeightsGflops",
         "operationUs",
         "exchangeUs",
     ] {

@@ -207,8 +207,8 @@ fn errors_of_peers(prefill: &PrefillSpec) -> Vec<(&'static str, &'static str, St
             .gpus_per_worker
             .is_some_and(|gpus| !PEERS.contains(&gpus)),
         "spec.prefill.gpusPerWorker",
-        "is no number of GPUs that read prompts together",
-        "write 2 to 8, or remove it",
+        "is not 2 to 8",
+        "with mode DistributedStreamLoading it is the number of GPUs that read a prompt together: write one of these, or remove it for the fastest",
     );
     refuse(
         prefill.planned_replicas() != 1,

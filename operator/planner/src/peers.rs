@@ -128,22 +128,18 @@ impl Predictor<'_> {
         let whole = Step::of_prompt(tokens);
         let all = self.streamed_prompt(whole, slots.at(tokens), dense, copy_gbps);
         let layers = f64::from(facts.layers.max(1));
-        // Rows of a message come from the device, and those that come go there, over its link.
         let message_ms = peer.latency_ms + self.rates.exchange_ms;
-        let crossing_ms = |bytes: f64| {
-            let others = f64::from(peer.ranks - 1);
-            2.0 * bytes * others / 1e9 / copy_gbps * 1e3
-        };
+        let crossing_ms = |bytes: f64| bytes / 1e9 / copy_gbps * 1e3;
         let kv_bytes = self.kv_bytes_per_token as f64 / layers * own_rows(tokens, peer);
         let rows_bytes = rows_bytes(facts, tokens, peer);
         let prompt = StreamedPrompt {
             experts: all.experts.div_ceil(peer.ranks),
             dense_ms: self.beside_experts_ms(self.own_step(whole, peer)) / layers,
             kv_exchange_ms: peer.gather_ms(kv_bytes)
-                + crossing_ms(kv_bytes)
+                + crossing_ms(kv_bytes * f64::from(peer.ranks))
                 + self.rates.exchange_ms,
             rows_exchange_ms: peer.exchange_ms(rows_bytes)
-                + crossing_ms(rows_bytes)
+                + crossing_ms(crossing_bytes(facts, tokens, peer))
                 + 2.0 * message_ms,
             ..all
         };
@@ -182,32 +178,63 @@ fn rows_bytes(facts: &ModelFacts, tokens: u32, peer: Peer) -> f64 {
     2.0 * row_bytes * own_rows(tokens, peer) * copies
 }
 
+/// Bytes that cross a peer's link to its device in a layer for its experts, in both directions. Its rows come from the device once,
+/// whoever gets them. By SmallEP the others' rows go there, partial sums for them come back, and of those for its own rows, which the
+/// host adds up in a tree, one for each level goes there; by EP the rows that are sent to it go there, and what it and others made of
+/// such rows comes and goes.
+fn crossing_bytes(facts: &ModelFacts, tokens: u32, peer: Peer) -> f64 {
+    let ranks = f64::from(peer.ranks);
+    let others = ranks - 1.0;
+    let times = match expert_parallel(facts, peer.ranks) {
+        PlanExpertParallel::SmallEp => 2.0 * others + ranks.log2(),
+        PlanExpertParallel::Ep => 3.0 * f64::from(facts.experts_per_token) * others / ranks,
+    };
+    4.0 * f64::from(facts.hidden) * own_rows(tokens, peer) * (1.0 + times)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a test that cannot read its data has failed
 mod tests {
     use super::*;
 
-    #[test]
-    fn what_a_peer_sends_is_that_of_the_formulas() {
+    /// Facts of a model with rows of 4 KB.
+    fn facts(experts_per_token: u32) -> ModelFacts {
         let measured: serde_json::Value =
             serde_json::from_str(include_str!("../tests/measured.json")).unwrap();
         let mut models = measured["facts"].as_object().unwrap().values();
         let mut facts: ModelFacts = serde_json::from_value(models.next().unwrap().clone()).unwrap();
-        (facts.hidden, facts.experts_per_token) = (1000, 4);
-        let bytes = |ranks: u32| {
-            let hop = Hop {
-                gbps: 1.0,
-                latency_ms: 0.0,
-            };
-            let others = std::iter::repeat_n(hop, ranks as usize - 1);
-            rows_bytes(&facts, 800, Peer::new(ranks, others))
+        (facts.hidden, facts.experts_per_token) = (1000, experts_per_token);
+        facts
+    }
+
+    fn one_of(ranks: u32) -> Peer {
+        let hop = Hop {
+            gbps: 1.0,
+            latency_ms: 0.0,
         };
+        Peer::new(ranks, std::iter::repeat_n(hop, ranks as usize - 1))
+    }
+
+    #[test]
+    fn what_a_peer_sends_is_that_of_the_formulas() {
+        let facts = facts(4);
+        let bytes = |ranks: u32| rows_bytes(&facts, 800, one_of(ranks));
         // 2 · 4 N D / S to each, and 2 · 4 N A D / S² from more ranks than experts of a token, or as many as SmallEP is not for.
         assert_eq!(bytes(2), 8.0 * 800.0 * 1000.0 / 2.0);
         assert_eq!(bytes(4), 8.0 * 800.0 * 1000.0 / 4.0);
         assert_eq!(bytes(8), 8.0 * 800.0 * 4.0 * 1000.0 / 64.0);
         let of_three = 8.0 * 800.0 * 4.0 * 1000.0 / 9.0;
         assert!((bytes(3) / of_three - 1.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_matrix_of_all_rows_crosses_the_link_about_twice_by_small_ep() {
+        let facts = facts(8);
+        let matrix = 4.0 * 800.0 * 1000.0;
+        let matrices = |ranks: u32| crossing_bytes(&facts, 800, one_of(ranks)) / matrix;
+        assert_eq!([2, 4, 8].map(matrices), [2.0, 2.25, 2.25]);
+        // With three ranks EP sends the rows of eight experts, two thirds of them to others.
+        assert!((matrices(3) - (1.0 / 3.0 + 3.0 * 8.0 * 2.0 / 9.0)).abs() < 1e-9);
     }
 
     #[test]

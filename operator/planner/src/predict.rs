@@ -121,9 +121,15 @@ impl Rates {
             true => (1.0, exact),
             false => (GPU_READ_EFFICIENCY, GPU_COMPUTE_EFFICIENCY * exact),
         };
-        let gflops = match (facts.dtype.as_str(), gpu.fp8_gflops > 0.0) {
-            ("FP8", true) => gpu.fp8_gflops,
+        let measured = match facts.dtype.as_str() {
+            "FP8" => gpu.fp8_gflops,
+            "F16" => gpu.f16_gflops,
+            "F32" => gpu.f32_weights_gflops,
             _ => gpu.bf16_gflops,
+        };
+        let gflops = match measured > 0.0 {
+            true => measured,
+            false => gpu.bf16_gflops,
         };
         Self {
             read_gbps: gpu.read_gbps * read,

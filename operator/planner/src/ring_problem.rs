@@ -85,7 +85,8 @@ pub struct LayerTimes {
     /// Of one token with the weights in memory: reads of the layer's active weights and of its KV, arithmetic, and
     /// overhead.
     pub token_ms: Vec<f64>,
-    /// Of each token of a prompt's flight: arithmetic alone. A flight takes no less than one token does.
+    /// Of each token of a prompt, with the weights in memory: what its full flights take, each the longer of reads and
+    /// arithmetic, and overhead, divided by their tokens. A flight takes no less than one token does.
     pub prompt_token_ms: Vec<f64>,
 }
 
@@ -120,8 +121,11 @@ impl Layer {
 /// Embedding and output head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Head {
-    /// Bytes that stay in the first device's memory: the output head, and a row of the embedding.
+    /// Bytes of the output head, which stay in the first device's memory.
     pub stored_bytes: u64,
+    /// Bytes of the embedding. They take memory only where all weights are in it, which they are on a device whose layers must
+    /// fit; elsewhere it may be mapped, and tokens read rows of it (the paper's `b_i/V`, which is left out).
+    pub embedding_bytes: u64,
     /// Milliseconds of embedding, output head and sampling for one token.
     pub token_ms: f64,
 }
@@ -169,8 +173,9 @@ impl Problem {
 
     /// Bytes of a device's memory that are taken before any layer (the paper's `b^cio`, equation 34).
     pub(crate) fn fixed_bytes(&self, device: usize) -> u64 {
-        let head = match device {
-            0 => self.head.stored_bytes,
+        let head = match (device, self.devices[device].must_fit) {
+            (0, true) => self.head.stored_bytes + self.head.embedding_bytes,
+            (0, false) => self.head.stored_bytes,
             _ => 0,
         };
         self.devices[device].buffer_bytes + head
@@ -462,6 +467,7 @@ mod tests {
             layers: vec![layer; 3],
             head: Head {
                 stored_bytes: 10,
+                embedding_bytes: 0,
                 token_ms: 0.5,
             },
             links: vec![vec![link; 2]; 2],

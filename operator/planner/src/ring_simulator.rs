@@ -116,7 +116,7 @@ impl Sums {
         self.token_ms[layers.end] - self.token_ms[layers.start]
     }
 
-    /// Milliseconds of a flight: its arithmetic, and at least the reads of one token.
+    /// Milliseconds of a flight, and at least of one token: a short last flight reads as much.
     fn flight_ms(&self, layers: &Range<usize>, tokens: u32) -> f64 {
         let of_token_ms = self.prompt_token_ms[layers.end] - self.prompt_token_ms[layers.start];
         (of_token_ms * f64::from(tokens)).max(self.token_ms(layers))
@@ -163,10 +163,12 @@ struct Lane {
 }
 
 impl Lane {
-    /// The disk reads ahead for so long.
-    fn read_ahead(&mut self, ms: f64) {
-        let most = self.share.read_ahead_bytes as f64;
-        self.ahead_bytes = (self.ahead_bytes + ms / self.ms_per_byte).min(most);
+    /// The disk reads ahead for so long, while a layer that leaves behind `used_bytes` of what it has read is computed.
+    fn read_ahead(&mut self, ms: f64, used_bytes: f64) {
+        // What a layer waited for is there even where nothing is read ahead.
+        let most = (self.share.read_ahead_bytes as f64).max(used_bytes);
+        let read_bytes = self.ahead_bytes + ms / self.ms_per_byte;
+        self.ahead_bytes = read_bytes.min(most) - used_bytes;
     }
 
     /// Milliseconds until so many bytes have been read ahead.
@@ -374,7 +376,7 @@ impl<'a> Simulator<'a> {
         if lane.share.overflow_bytes == 0 {
             return now_ms + self.cpus[window.device].token_ms(&cpus);
         }
-        lane.read_ahead(now_ms - lane.last_end_ms);
+        lane.read_ahead(now_ms - lane.last_end_ms, 0.0);
         for index in cpus {
             let layer = &self.problem.layers[index];
             let (dense, routed) = (layer.dense_bytes() as f64, layer.routed_bytes as f64);
@@ -384,8 +386,7 @@ impl<'a> Simulator<'a> {
             let compute_ms = self.problem.devices[window.device].cpus.token_ms[index]
                 + mapped * lane.map_ms_per_byte;
             now_ms += lane.wait_ms(passing) + chosen * lane.ms_per_byte + compute_ms;
-            lane.read_ahead(compute_ms);
-            lane.ahead_bytes -= passing;
+            lane.read_ahead(compute_ms, passing);
         }
         lane.last_end_ms = now_ms;
         now_ms

@@ -10,7 +10,7 @@ use hearth_crds::RING_GROUPS;
 /// A prompt, as the two lanes see it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StreamedPrompt {
-    /// Layers without routed experts, which come first.
+    /// Layers without routed experts, simulated as the first ones wherever they are.
     pub dense_layers: u32,
     /// Layers with routed experts.
     pub expert_layers: u32,

@@ -1,9 +1,9 @@
-//! What GPUs that read prompts together exchange, where it is more than may wait at a worker.
+//! What GPUs that read prompts together exchange: more than may wait at a worker, or over a link that nobody has measured.
 #![allow(clippy::unwrap_used)] // a test that cannot plan has failed
 
 mod support;
 
-use hearth_crds::{InferencePlanSpec, ModelFacts, NodeProfileStatus};
+use hearth_crds::{InferencePlanSpec, LinkProfile, ModelFacts, NodeProfileStatus};
 use hearth_planner::{PlanError, plan};
 use support::{GIB, gpu, laptop, plan_input_here, qwen3_30b};
 
@@ -63,4 +63,35 @@ fn no_number_is_told_where_none_fits() {
             "{refused}"
         );
     }
+}
+
+#[test]
+fn a_link_between_gpus_that_was_not_measured_is_told_with_what_it_is_taken_for() {
+    let yaml = "model: {source: {builtin: {name: hearth-demo}}, contextLength: 2048}\nprefill: {mode: DistributedStreamLoading, gpusPerWorker: 2}\n";
+    let spec = serde_norway::from_str(yaml).unwrap();
+    let mut nodes = ["attic", "office"].map(|name| NodeProfileStatus {
+        node: name.to_owned(),
+        gpus: vec![gpu(&format!("L4 of {name}"), name.len() as u32, 8)],
+        ..laptop(60 * GIB)
+    });
+    let warnings = |nodes: &[NodeProfileStatus]| {
+        let why = plan(&plan_input_here(&spec, &qwen3_30b(), nodes))
+            .unwrap()
+            .why;
+        let all = why.into_iter();
+        all.filter(|line| line.starts_with("warning: links were not measured"))
+            .collect::<Vec<_>>()
+    };
+    let told = warnings(&nodes);
+    assert!(
+        matches!(told.as_slice(), [one] if one.contains(" GB/s and ") && one.ends_with(" ms: attic to office")),
+        "{told:?}"
+    );
+    // What one end has measured is enough.
+    nodes[1].links = vec![LinkProfile {
+        peer: "attic".to_owned(),
+        gbps: 1.1,
+        rtt_us: 100.0,
+    }];
+    assert_eq!(warnings(&nodes), Vec::<String>::new());
 }

@@ -269,7 +269,7 @@ fn followers_stand_in_for_lost_ones_where_all_experts_are_in_memory_anyway() {
     assert_line(
         &plan.why,
         "prompts of prefill-0 are read together",
-        "without one of them as many of those that are left as are a power of two read on, or prefill-0 alone",
+        "without one of them 2 of those that are left read on, or prefill-0 alone",
     );
     // Two shares have room there, and all experts have not.
     let plan = here(FOUR, &[node("attic", 18, 2), node("office", 60, 2)]);

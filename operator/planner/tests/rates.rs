@@ -104,16 +104,22 @@ fn prompts_take_the_rate_of_products_with_weights_as_the_model_has_them() {
 }
 
 #[test]
-fn a_measured_gpu_has_a_rate_of_fp8_too() {
-    let ttft_ms = |dtype: &str, fp8_gflops: f64| {
+fn a_measured_gpu_has_a_rate_of_each_stored_format() {
+    let ttft_ms = |dtype: &str, gflops: [f64; 3]| {
         let mut node = laptop(64 * GIB);
         let mut card = gpu("RTX 6000", 1, 48);
-        (card.operation_us, card.fp8_gflops) = (2.0, fp8_gflops);
+        card.operation_us = 2.0;
+        [card.fp8_gflops, card.f16_gflops, card.f32_weights_gflops] = gflops;
         node.gpus = vec![card];
         let facts = stored_as(dtype);
         predicted(SHORT, &facts, &node, ResidencyPolicy::Resident).ttft_ms
     };
-    let bf16_ms = ttft_ms("BF16", 1_000.0);
-    assert_eq!(ttft_ms("FP8", 0.0), bf16_ms);
-    assert!(ttft_ms("FP8", 1_000.0) > 2.0 * bf16_ms);
+    let bf16_ms = ttft_ms("BF16", [1_000.0; 3]);
+    for (at, dtype) in ["FP8", "F16", "F32"].into_iter().enumerate() {
+        assert_eq!(ttft_ms(dtype, [0.0; 3]), bf16_ms, "{dtype}");
+        let mut slow = [1e9; 3];
+        slow[at] = 1_000.0;
+        let slow_ms = ttft_ms(dtype, slow);
+        assert!(slow_ms > 2.0 * bf16_ms, "{dtype}: {slow_ms} and {bf16_ms}");
+    }
 }

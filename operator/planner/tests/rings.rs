@@ -325,23 +325,6 @@ fn refused_with_the_largest_kv(facts: &ModelFacts, nodes: &[NodeProfileStatus], 
 }
 
 #[test]
-fn a_member_short_of_experts_finds_some_in_memory_that_nobody_uses() {
-    let nodes = [machine("attic", 8, 14), machine("cellar", 4, 14)];
-    let (facts, spec) = (qwen3_30b(), spec(RING));
-    let in_pods = plan(&plan_input(&spec, &facts, &nodes)).unwrap();
-    let here = plan(&plan_input_here(&spec, &facts, &nodes)).unwrap();
-    let short = members(&in_pods);
-    let mut short = short
-        .iter()
-        .filter_map(|rank| rank.residency.as_ref())
-        .filter(|residency| residency.budget_bytes < residency.weight_bytes);
-    assert!(short.next().is_some(), "{:#?}", in_pods.why);
-    // Pods are limited to what the plan grants; what is to stay free of a machine is its page cache's until somebody needs it.
-    let (in_pods, here) = (in_pods.predicted, here.predicted);
-    assert!(here.tpot_ms < in_pods.tpot_ms, "{here:?} {in_pods:?}");
-}
-
-#[test]
 fn a_node_that_nothing_can_be_in_a_ring_with_is_told_so_by_all_sentences() {
     let nodes = [machine("attic", 8, 48)];
     let lines = |yaml: &str| {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use hearth_crds::InferencePlanSpec;
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::environment::Environment;
 use crate::exposition::{TPOT, TTFT, total};
@@ -88,7 +89,9 @@ async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
         && let Ok(ready) = client.get(format!("{base}/ready")).send().await
     {
         serving = ready.status().is_success();
-        waits_for = http::waits_for(&ready.json().await.unwrap_or_default());
+        let body: Value = ready.json().await.unwrap_or_default();
+        let members = http::waits_for(&body).map(|(_, member)| member);
+        waits_for = members.map(str::to_owned).collect();
     }
     let url = running.metrics.as_deref();
     let client = url.map(|url| http::client(url, None, Some(PATIENCE)));

@@ -46,11 +46,10 @@ pub(crate) fn client(
         .context("this system's certificate authorities cannot be read\n  name the server's certificate: --ca FILE")
 }
 
-/// Members of workers' groups that a gateway waits for, by its answer to `/ready`.
-pub(crate) fn waits_for(body: &Value) -> Vec<String> {
+/// Workers that wait for a member of their group, each with that member, by a gateway's answer to `/ready`.
+pub(crate) fn waits_for(body: &Value) -> impl Iterator<Item = (&str, &str)> {
     let workers = body["workers"].as_array().into_iter().flatten();
-    let waits = workers.filter_map(|worker| worker["waits_for"].as_str());
-    waits.map(str::to_owned).collect()
+    workers.filter_map(|worker| Some((worker["name"].as_str()?, worker["waits_for"].as_str()?)))
 }
 
 /// Whether the URL's host is this machine.

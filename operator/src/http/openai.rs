@@ -123,8 +123,9 @@ impl Client {
         let Ok(response) = self.http.get(url).send().await else {
             return Vec::new();
         };
-        let body = response.json().await.unwrap_or_default();
-        super::waits_for(&body)
+        let body: Value = response.json().await.unwrap_or_default();
+        let members = super::waits_for(&body).map(|(_, member)| member);
+        members.map(str::to_owned).collect()
     }
 
     fn authorise(&self, request: reqwest::RequestBuilder) -> reqwest::RequestBuilder {

@@ -274,10 +274,11 @@ fn measure(
     let started = jiff::Timestamp::now();
     let mut busy = steps.busy("measuring this machine");
     let kept = state.profile();
-    let mut arguments = ["profile", "--json", "--progress", "--with-parent", "--keep"]
+    let parent = std::process::id().to_string();
+    let mut arguments = ["profile", "--json", "--progress", "--with-parent", &parent]
         .map(OsStr::new)
         .to_vec();
-    arguments.push(kept.as_os_str());
+    arguments.extend([OsStr::new("--keep"), kept.as_os_str()]);
     arguments.extend(args.measure.then_some(OsStr::new("--anew")));
     if let Some(device) = &args.virtual_device {
         arguments.extend([OsStr::new("--virtual-device"), OsStr::new(device)]);

@@ -497,6 +497,7 @@ fn arguments(args: &UpArgs, rank: &PlanRank, prepared: &Prepared) -> Vec<String>
         "--grace".to_owned(),
         args.grace.to_string(),
         "--with-parent".to_owned(),
+        std::process::id().to_string(),
     ];
     if let Some(directory) = &args.tls_dir {
         arguments.extend(["--tls-dir".to_owned(), directory.display().to_string()]);

@@ -137,8 +137,8 @@ fn a_members_node_is_drained(cluster: &Cluster, node_bytes: f64) -> &'static str
 }
 
 /// A member's node is suddenly gone: the status says so before Kubernetes notices, and a ring of those that are left is planned, here
-/// with the node that was drained and is back. Nothing is in flight: the nodes have no room for both rings, and the head that waits
-/// for its member would finish its answers first.
+/// with the node that was drained and is back. Nothing is in flight: if that node has the head, it has the gateway, whose clients would
+/// have to ask again.
 fn a_members_node_is_lost(cluster: &Cluster, back: &str) {
     cluster.kubectl(&["uncordon", back]);
     let lost = NODES[1..].iter().find(|node| **node != back);

@@ -150,7 +150,7 @@ async fn a_member_that_falls_silent_is_missed_and_taken_back() {
     assert!(log.contains("why=\"stage-0 on "), "{log}");
 }
 
-/// It has a 250th of a CPU: its process answers, its computation goes on, and only its times tell that it is slow.
+/// Its computation has a 250th of a CPU: its process answers, and only its times tell that it is slow.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_member_that_is_merely_slow_is_named_and_the_answers_end() {
     if let Some(why) = Cgroup::unavailable("cpu") {
@@ -167,7 +167,8 @@ async fn a_member_that_is_merely_slow_is_named_and_the_answers_end() {
     let slow_down = |_| {
         begun.set(begun.get() + 1);
         if begun.get() == 8 {
-            group.write("cgroup.procs", &ring.members[2].pid().to_string());
+            let computes = |name: &str| name == "follower" || name.starts_with("kernels-");
+            group.take_threads(ring.members[2].pid(), computes);
         }
     };
     let head = &ring.members[0];

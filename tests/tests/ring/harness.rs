@@ -167,13 +167,30 @@ pub(crate) async fn expected_of(
     edit: impl FnOnce(&mut Value),
     numbers: std::ops::Range<usize>,
 ) -> Vec<Answer> {
-    let mut ranks = Ranks::of_demo();
-    ranks.edit(edit);
-    let mut decode = ranks.start("decode", "decode-0", &[]);
-    decode.wait_until_ready();
-    let gateway = gateway(&ranks);
-    ranks.route_to(&[&decode]);
-    answers(&gateway, numbers).await
+    answers(&Alone::start(edit).gateway, numbers).await
+}
+
+/// One process that has all layers, with its gateway.
+pub(crate) struct Alone {
+    pub(crate) gateway: Rank,
+    _decode: Rank,
+    _ranks: Ranks,
+}
+
+impl Alone {
+    pub(crate) fn start(edit: impl FnOnce(&mut Value)) -> Self {
+        let mut ranks = Ranks::of_demo();
+        ranks.edit(edit);
+        let mut decode = ranks.start("decode", "decode-0", &[]);
+        decode.wait_until_ready();
+        let gateway = gateway(&ranks);
+        ranks.route_to(&[&decode]);
+        Self {
+            gateway,
+            _decode: decode,
+            _ranks: ranks,
+        }
+    }
 }
 
 /// A random Qwen3 of as many layers as the demo has, with its tokenizer.

@@ -1,23 +1,29 @@
 //! A ring of processes: it answers as one process does, and a member that dies costs seconds and no token.
 
 mod faults;
+mod given_up;
 mod harness;
 mod planned;
 mod steps;
 
 use std::cell::Cell;
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use harness::{
     AGAIN, Ring, answers, answers_that_begin, dense_model, expected, expected_of, streams,
     wait_until,
 };
-use hearth_tests::{RING_MEMBERS, RingMember, Up, UpOptions, root};
+use hearth_tests::{RING_MEMBERS, RingMember, Up, UpOptions, hearth, root, run};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 /// Time that a process gets for its answers once it is told to end, by default.
 const GRACE: Duration = Duration::from_secs(30);
+/// Longest time until a head that is told to end has done so where it has lost a member for good: some more than it waits for the
+/// member, on a busy machine.
+const LONGEST_DRAIN: Duration = Duration::from_secs(45);
 
 const TWO_IN_TWO_ROUNDS: [RingMember; 2] = [
     ("decode", "decode-0", &[[0, 1], [2, 1]]),
@@ -246,22 +252,65 @@ async fn a_stage_that_is_told_to_end_alone_makes_room_for_its_successor() {
     assert_eq!(got, want);
 }
 
+/// As where a member's node is gone and another plan follows: the head is told to end, and another worker is there.
 #[tokio::test]
-async fn hearth_up_runs_a_ring_on_one_machine_that_stands_for_three() {
+async fn a_head_that_is_told_to_end_leaves_its_answers_to_others_once_a_member_stays_lost() {
     let want = expected(0..4).await;
+    // As in a Pod.
+    let mut ring = Ring::start_with(|_| {}, &["--grace", "120"]);
+    let mut other = ring.ranks.start("decode", "decode-1", &[]);
+    other.wait_until_ready();
+    let mut head = ring.members.remove(0);
+    let (begins, mut all_begun) = tokio::sync::mpsc::unbounded_channel();
+    let asked = answers_that_begin(&ring.gateway, 0..4, |number| {
+        // After the last one nobody listens.
+        let _ = begins.send(number);
+    });
+    let drained = async {
+        for _ in 0..4 {
+            all_begun.recv().await;
+        }
+        ring.members[0].signal(Signal::KILL);
+        head.signal(Signal::TERM);
+        let told = Instant::now();
+        ring.ranks.route_to(&[&head, &other]);
+        let ended = tokio::task::spawn_blocking(move || (head.wait(), head)).await;
+        let (status, head) = ended.expect("a wait");
+        assert!(status.success());
+        (told.elapsed(), head.output())
+    };
+    let (got, (took, log)) = tokio::join!(asked, drained);
+    assert_eq!(got, want);
+    println!("the head ended after {took:.1?}");
+    assert!(took < LONGEST_DRAIN, "{took:?}");
+    // One that hangs is back sooner.
+    assert!(took > Duration::from_secs(25), "{took:?}");
+    let said = log.lines().find(|line| line.contains("are left to other"));
+    let said = said.unwrap_or_else(|| panic!("{log}"));
+    assert!(said.contains("member=\"stage-0\""), "{said}");
+}
+
+/// The example of a ring, whose members are `decode-0`, `stage-0` and `stage-1`.
+fn up_on_three_nodes() -> Up {
     let nodes = [
         "attic:memory=420Mi",
         "cellar:memory=350Mi",
         "office:memory=300Mi",
     ];
-    let up = Up::start(&UpOptions {
+    Up::start(&UpOptions {
         file: Some(root().join("manifests/examples/demo-ring.yaml")),
         arguments: nodes
             .iter()
             .flat_map(|node| ["--node".to_owned(), (*node).to_owned()])
             .collect(),
         ..UpOptions::default()
-    });
+    })
+}
+
+#[tokio::test]
+async fn hearth_up_runs_a_ring_on_one_machine_that_stands_for_three() {
+    let want = expected(0..4).await;
+    let up = up_on_three_nodes();
     for rank in ["gateway-0", "decode-0", "stage-0", "stage-1"] {
         assert!(up.pid(rank) > 0);
     }
@@ -276,4 +325,37 @@ async fn hearth_up_runs_a_ring_on_one_machine_that_stands_for_three() {
         };
         assert_eq!(streams(&up.v1(), 0..4, kill).await, want, "{rank}");
     }
+}
+
+#[test]
+fn hearth_chat_and_hearth_status_say_which_member_answers_wait_for() {
+    let up = up_on_three_nodes();
+    let of_up = |command: &str| {
+        let mut hearth = hearth();
+        hearth.arg(command).arg("--state-dir").arg(up.state_dir());
+        hearth
+    };
+    let table = || run(&mut of_up("status")).1;
+    assert!(!table().contains("waits for"), "{}", table());
+    up.signal("stage-0", Signal::STOP);
+    let mut chat = of_up("chat");
+    chat.args(["--message", "What is Hearth?"]);
+    chat.stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut chat = chat.stderr(Stdio::piped()).spawn().expect("hearth chat");
+    let said = BufReader::new(chat.stderr.take().expect("what it says")).lines();
+    let mut said = said.map_while(Result::ok);
+    // It ends with an error if nobody comes back.
+    assert!(said.any(|line| line.ends_with("the answer waits for stage-0")));
+    assert_eq!(up.status()["waitsFor"], json!(["stage-0"]));
+    assert!(table().contains("False: waits for stage-0"), "{}", table());
+
+    up.signal("stage-0", Signal::CONT);
+    let answer = chat.wait_with_output().expect("an answer");
+    assert!(answer.status.success(), "{}", up.logs());
+    assert!(!answer.stdout.trim_ascii().is_empty());
+    wait_until("nobody is waited for", || {
+        let status = up.status();
+        status["waitsFor"] == json!([]) && status["serving"] == true
+    });
+    assert!(!table().contains("waits for"), "{}", table());
 }

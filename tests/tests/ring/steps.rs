@@ -3,11 +3,11 @@
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
-use hearth_tests::{Answer, RING_MEMBERS, Ranks, chat_body, chat_stream, has_ended};
+use hearth_tests::{Answer, RING_MEMBERS, chat_body, chat_stream, has_ended};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::harness::{AGAIN, Ring, gateway, wait_until};
+use crate::harness::{AGAIN, Alone, Ring, wait_until};
 
 /// Tokens of the answer.
 const TOKENS: u32 = 8;
@@ -16,9 +16,10 @@ const CHUNK_TOKENS: u32 = 16;
 /// Parts of the prompt's time in each of which a member is killed.
 const PROMPT_PARTS: u32 = 4;
 
-/// Longest time without a token beyond what its successor takes to be there, for three kills of four.
+/// Longest time without a token beyond what its successor takes to be there. It holds for all kills but one: where other work has the
+/// machine just as a member joins, a single one may take longer without any fault of the ring.
 const LONGEST_BEYOND_START: Duration = Duration::from_secs(3);
-/// The same for every kill, since a busy machine may hold one up.
+/// The same for that one.
 const NEVER_BEYOND_START: Duration = Duration::from_secs(10);
 
 /// When a member is killed.
@@ -73,12 +74,8 @@ async fn ask(v1: &str, number: usize, mut each: impl FnMut(usize)) -> Timed {
 
 /// What one process answers to so many questions, without a ring, each with the number of its pieces.
 async fn wanted(questions: usize) -> Vec<(Answer, usize)> {
-    let ranks = Ranks::of_demo();
-    let mut decode = ranks.start("decode", "decode-0", &[]);
-    decode.wait_until_ready();
-    let gateway = gateway(&ranks);
-    ranks.route_to(&[&decode]);
-    let v1 = format!("{}/v1", gateway.base());
+    let alone = Alone::start(|_| {});
+    let v1 = format!("{}/v1", alone.gateway.base());
     let mut answers = Vec::new();
     for number in 0..questions {
         let timed = ask(&v1, number, |_| {}).await;
@@ -141,12 +138,13 @@ async fn each_member_killed_at_each_step_costs_seconds_and_no_token() {
     }
     beyond.sort_unstable();
     let of_100 = |share: usize| beyond[(beyond.len() - 1) * share / 100];
-    let (median, most, longest) = (of_100(50), of_100(75), of_100(100));
+    let (median, longest) = (of_100(50), of_100(100));
     println!(
         "{} kills, beyond the start of a member {median:.2?} in the median, {longest:.2?} at most",
         beyond.len()
     );
-    assert!(most <= LONGEST_BEYOND_START, "{beyond:.2?}");
+    let second = beyond[beyond.len() - 2];
+    assert!(second <= LONGEST_BEYOND_START, "{beyond:.2?}");
     assert!(longest <= NEVER_BEYOND_START, "{beyond:.2?}");
 }
 

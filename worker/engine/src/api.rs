@@ -281,6 +281,6 @@ pub enum Health {
 pub struct DrainReport {
     /// Requests that ended on their own.
     pub ended: usize,
-    /// Requests cancelled at the end of the grace period.
+    /// Requests that failed at the end of the grace period, or of the patience with their group.
     pub cut_off: usize,
 }

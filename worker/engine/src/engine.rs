@@ -320,18 +320,19 @@ impl Engine {
         &self.inner.options
     }
 
-    /// Refuses new requests and waits up to `grace` for those in flight to end; the rest fail
-    /// with [`EngineError::Draining`], so that their callers retry them elsewhere. Blocks.
-    pub fn drain(&self, grace: Duration) -> DrainReport {
+    /// Refuses new requests and waits up to `grace` for those in flight to end, but no longer than until they have waited for
+    /// the group of ranks that run the model for `group_patience` without a break; the rest fail with
+    /// [`EngineError::Draining`], so that their callers retry them elsewhere. Blocks.
+    pub fn drain(&self, grace: Duration, group_patience: Duration) -> DrainReport {
         let shared = &self.inner.shared;
         shared.begin_drain();
         let (open, ended_before) = shared.counts();
         let mut cut_off = 0;
-        if !shared.wait_until_idle(grace) {
+        if !shared.wait_until_idle(grace, group_patience) {
             cut_off = shared.counts().0;
             // Repeated: a request accepted just before may reach the thread just after.
             while self.send(Command::FailAll(EngineError::Draining)).is_ok()
-                && !shared.wait_until_idle(Duration::from_millis(100))
+                && !shared.wait_until_idle(Duration::from_millis(100), Duration::MAX)
             {}
         }
         let ended = shared.counts().1 - ended_before;

@@ -90,6 +90,7 @@ impl Shared {
 
     pub(crate) fn set_apart(&self, since: Option<Instant>) {
         self.state().apart_since = since;
+        self.changed.notify_all();
     }
 
     pub(crate) fn is_draining(&self) -> bool {
@@ -106,12 +107,15 @@ impl Shared {
         (state.open, state.ended)
     }
 
-    /// Waits until no request is open; returns false if `grace` runs out first.
-    pub(crate) fn wait_until_idle(&self, grace: Duration) -> bool {
+    /// Waits until no request is open; returns false if `grace` runs out first, or requests have waited for the group for as long as
+    /// `group_patience`.
+    pub(crate) fn wait_until_idle(&self, grace: Duration, group_patience: Duration) -> bool {
         let deadline = Instant::now().checked_add(grace);
         let mut state = self.state();
         while state.open > 0 {
-            let left = match deadline {
+            let apart_since = state.apart_since;
+            let given_up = apart_since.and_then(|since| since.checked_add(group_patience));
+            let left = match deadline.into_iter().chain(given_up).min() {
                 Some(at) => at.saturating_duration_since(Instant::now()),
                 None => Duration::from_secs(3600),
             };

@@ -1,6 +1,7 @@
 //! The engine's actions during a forward pass: KV is copied layer by layer and sent, and a pass that is no longer wanted ends.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use hearth_kernels::KvLayout;
 use hearth_model::StreamedStats;
@@ -24,6 +25,10 @@ pub(crate) struct StepWatch<'a> {
     /// KV on its way to the host.
     pub(crate) exports: ExportQueue,
     pub(crate) shared: &'a Shared,
+    /// When the pass began.
+    pub(crate) started_at: Instant,
+    /// Time of the passes before it whose experts came over a link, ns.
+    pub(crate) streamed_before_ns: u64,
 }
 
 impl Watch for StepWatch<'_> {
@@ -35,7 +40,10 @@ impl Watch for StepWatch<'_> {
         self.exports.send_arrived(self.requests);
     }
 
-    fn streamed(&mut self, stats: StreamedStats) {
+    /// With the time of this pass so far: a device counts it only up to the last expert that is computed, which may be none yet.
+    fn streamed(&mut self, mut stats: StreamedStats) {
+        let so_far_ns = self.started_at.elapsed().as_nanos() as u64;
+        stats.pass_ns = stats.pass_ns.max(self.streamed_before_ns + so_far_ns);
         self.shared.set_streamed(stats);
     }
 

@@ -426,15 +426,15 @@ pub(crate) fn write(
     };
     make()?;
     let mut unchecked_bytes = 0;
-    while let Some(piece) = receiver.blocking_recv() {
-        part.append(&piece)?;
-        unchecked_bytes += piece.len() as u64;
+    part.append(|| {
         if unchecked_bytes >= ahead.room.period_bytes() {
             unchecked_bytes = 0;
             make()?;
         }
-    }
-    Ok(())
+        let piece = receiver.blocking_recv();
+        unchecked_bytes += piece.as_ref().map_or(0, |piece| piece.len() as u64);
+        Ok(piece)
+    })
 }
 
 /// Empties the part, so that the next request asks for the whole file.

@@ -5,9 +5,11 @@ use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::thread;
 use std::time::SystemTime;
 
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::cache::remove_file;
@@ -22,6 +24,8 @@ use crate::{Cache, FetchError, Key, Phase};
 
 /// Bytes read at a time.
 const CHUNK_BYTES: usize = 1 << 20;
+/// Maximum number of written pieces that wait for their checksum.
+const UNHASHED_PIECES: usize = 16;
 /// Name of a copy until it is whole, beside its place.
 const COPY: &str = ".copy";
 
@@ -221,20 +225,36 @@ impl Part {
             .map_err(FetchError::in_cache(&self.facts_path))
     }
 
-    /// Appends bytes.
+    /// Appends pieces as they come, until there is none. Their checksum is computed on a thread of its own: each piece after
+    /// it is written, in their order, and all of them before this returns. Few pieces wait for it.
     ///
     /// # Errors
-    /// [`FetchError::DiskFull`], [`FetchError::Cache`]; the part is unchanged.
-    pub(crate) fn append(&mut self, bytes: &[u8]) -> Result<(), FetchError> {
-        if let Err(reason) = self.file.write_all_at(bytes, self.len_bytes) {
-            // Some of them may have been written: the file must not be longer than what was hashed.
-            let _ = self.file.set_len(self.len_bytes);
-            return Err(FetchError::file(&self.path, reason));
-        }
-        self.hasher.update(bytes);
-        self.len_bytes += bytes.len() as u64;
-        self.received_bytes += bytes.len() as u64;
-        Ok(())
+    /// [`FetchError::DiskFull`], [`FetchError::Cache`] and those of `next`; the part ends after the last whole piece.
+    pub(crate) fn append(
+        &mut self,
+        mut next: impl FnMut() -> Result<Option<Bytes>, FetchError>,
+    ) -> Result<(), FetchError> {
+        let hasher = &mut self.hasher;
+        thread::scope(|scope| {
+            let (sender, written) = mpsc::sync_channel::<Bytes>(UNHASHED_PIECES);
+            let hash = move || written.iter().for_each(|piece| hasher.update(&piece));
+            let spawned = thread::Builder::new().spawn_scoped(scope, hash);
+            spawned.map_err(FetchError::in_cache(&self.path))?;
+            while let Some(piece) = next()? {
+                if let Err(reason) = self.file.write_all_at(&piece, self.len_bytes) {
+                    // Some of them may have been written: the file must not be longer than what was hashed.
+                    let _ = self.file.set_len(self.len_bytes);
+                    return Err(FetchError::file(&self.path, reason));
+                }
+                self.len_bytes += piece.len() as u64;
+                self.received_bytes += piece.len() as u64;
+                if sender.send(piece).is_err() {
+                    // The thread has panicked, and the scope goes on with that.
+                    break;
+                }
+            }
+            Ok(())
+        })
     }
 
     /// Checksum of the bytes, in hexadecimal digits.
@@ -410,6 +430,11 @@ mod tests {
         Part::open(cache, &key, whose, Arc::new(lock), &reporter).unwrap()
     }
 
+    fn append(part: &mut Part, piece: &'static str) {
+        let mut pieces = [Bytes::from(piece)].into_iter();
+        part.append(|| Ok(pieces.next())).unwrap();
+    }
+
     fn facts(total_bytes: u64) -> FileFacts {
         FileFacts {
             etag: Some("\"1\"".to_owned()),
@@ -425,13 +450,13 @@ mod tests {
         cache.create().unwrap();
         let mut part = open(&cache);
         part.restart(facts(11)).unwrap();
-        part.append(b"hello ").unwrap();
+        append(&mut part, "hello ");
         drop(part);
 
         let mut part = open(&cache);
         assert_eq!((part.len_bytes(), part.is_complete()), (6, false));
         assert_eq!(part.facts().validator(), Some("\"1\""));
-        part.append(b"world").unwrap();
+        append(&mut part, "world");
         assert!(part.is_complete());
         assert_eq!(part.digits(), crate::digest::sha256_of("hello world"));
         part.remove().unwrap();
@@ -447,7 +472,7 @@ mod tests {
         assert_eq!(promised(&cache, &key).quota_bytes, 0);
         let mut part = open(&cache);
         part.restart(facts(11)).unwrap();
-        part.append(b"hello ").unwrap();
+        append(&mut part, "hello ");
         let need = |bytes, parts, models| Need {
             quota_bytes: bytes,
             disk_bytes: bytes,

@@ -39,8 +39,8 @@ impl Sites {
             return of;
         }
         let at = |place| (0..self.0.len()).filter(move |rank| site(*rank) == place);
-        // The ranks of a site take turns, by the place of the sender at its own.
-        let turn = at(site(of)).take_while(|rank| *rank < of).count();
+        // The ranks of a site take turns, by the place of the sender among all that are not of it.
+        let turn = (0..of).filter(|rank| site(*rank) != site(to)).count();
         let here = at(site(to)).count();
         match at(site(to)).nth(turn % here.max(1)) {
             Some(gate) if gate != to => gate,
@@ -99,6 +99,26 @@ mod tests {
             let elsewhere = others(8, of).filter(|to| by_rank[*to] != by_rank[of]);
             let direct: Vec<usize> = elsewhere.filter(|to| sites.sender(of, *to) == of).collect();
             assert_eq!(direct, [(of + 4) % 8]);
+        }
+    }
+
+    #[test]
+    fn ranks_of_one_site_take_turns_whatever_others_there_are() {
+        for (by_rank, most) in [
+            (&[0, 0, 0, 0, 1, 2, 3, 4][..], 1),
+            (&[0, 0, 0, 0, 1, 1, 2, 2], 1),
+            (&[0, 0, 1, 1, 1, 1, 1], 3),
+        ] {
+            let sites = Sites::new(by_rank.to_vec());
+            let ranks = by_rank.len();
+            for at in (0..ranks).filter(|at| by_rank[*at] == 0) {
+                let passed_on = others(ranks, at).filter(|of| sites.passes_on(at, *of, ranks));
+                let passed_on = passed_on.count();
+                assert!(
+                    (1..=most).contains(&passed_on),
+                    "{by_rank:?}: {at} passes on {passed_on}"
+                );
+            }
         }
     }
 

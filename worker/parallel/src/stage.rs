@@ -1,10 +1,11 @@
 //! A follower of a ring: computes its windows of what it is sent, and sends the result on.
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hearth_kernels::Backend;
+use hearth_kernels::{Backend, Span};
 use hearth_model::{Model, ModelError, PANICKED};
 
 use crate::progress::{PassPart, StageProgress};
@@ -59,7 +60,8 @@ impl<B: Backend> Stage<B> {
     /// Computes what comes, as a member of `group`, until `goes_on` returns false. All calls are made on the calling thread.
     ///
     /// # Errors
-    /// [`StageError`] if the group or the device is lost. Any other failure is told to the head, and ends its pass alone.
+    /// [`StageError`] if the group or the device is lost, or a member sends what it should not, which loses that member. Any other
+    /// failure is told to the head, and ends its pass alone.
     pub fn follow(
         &mut self,
         group: &dyn Group,
@@ -70,8 +72,13 @@ impl<B: Backend> Stage<B> {
             let Some(message) = group.next(Op::Stream, CHECK_PERIOD)? else {
                 continue;
             };
-            let tag = message.tag;
-            let computed = catch_unwind(AssertUnwindSafe(|| self.compute(route, message)));
+            let (from, tag) = (message.from, message.tag);
+            let part = self.read(message).map_err(|why| {
+                group.lose(from, &why);
+                let member = group.name(from);
+                GroupError::Lost { member, why }
+            })?;
+            let computed = catch_unwind(AssertUnwindSafe(|| self.compute(route, tag, part)));
             self.progress.end();
             match computed.unwrap_or_else(|_| Err(panicked())) {
                 Ok((to, tag, bytes)) => group.send(to, tag, bytes)?,
@@ -92,27 +99,41 @@ impl<B: Backend> Stage<B> {
         Ok(())
     }
 
-    /// Runs the window that a message is for: returns who gets the result, and its message.
+    /// The window that a message is for, and its rows.
+    ///
+    /// # Errors
+    /// What is wrong with the message.
+    fn read(&self, message: Message) -> Result<Rows, String> {
+        let tag = message.tag;
+        let layer = tag.layer as usize;
+        let mut windows = self.model.part().windows().iter();
+        let window = windows.find(|window| window.start == layer).cloned();
+        let window =
+            window.ok_or_else(|| format!("it sent {tag:?}, which is not for this rank"))?;
+        let (spans, values) = decode(&message.bytes, self.model.config().hidden_size)?;
+        Ok(Rows {
+            window,
+            spans,
+            values,
+        })
+    }
+
+    /// Runs a window: returns who gets the result, and its message.
     fn compute(
         &mut self,
         route: &Route,
-        message: Message,
+        tag: Tag,
+        rows: Rows,
     ) -> Result<(usize, Tag, Vec<u8>), ModelError> {
-        let Message { from, tag, bytes } = message;
-        let layer = tag.layer as usize;
-        let mut windows = self.model.part().windows().iter();
-        let window = windows.find(|window| window.start == layer);
-        let (Some(window), Op::Stream) = (window.cloned(), tag.op) else {
-            let why = format!("rank {from} sent {tag:?}, which is not for this rank");
-            return Err(ModelError::Batch(why));
-        };
+        let Rows {
+            window,
+            spans,
+            values,
+        } = rows;
+        let hidden = self.model.config().hidden_size;
         let to = route.to(window.end).ok_or_else(|| ModelError::Part {
             why: format!("nobody has layer {}", window.end),
         })?;
-        let hidden = self.model.config().hidden_size;
-        let (spans, values) = decode(&bytes, hidden)
-            .map_err(|why| ModelError::Batch(format!("from rank {from}: {why}")))?;
-        drop(bytes);
         let backend = Arc::clone(self.model.backend());
         let rows = values.len() / hidden;
         self.progress.begin(PassPart {
@@ -130,6 +151,15 @@ impl<B: Backend> Stage<B> {
         };
         Ok((to, tag, encode(&spans, &backend.download(&stream)?)))
     }
+}
+
+/// What a message brings.
+struct Rows {
+    /// Layers that they pass through.
+    window: Range<usize>,
+    spans: Vec<Span>,
+    /// `[rows, hidden]`.
+    values: Vec<f32>,
 }
 
 /// What the head is told of a panic.

@@ -88,6 +88,8 @@ fn profile(tree: &Tree, reading: &GpuReading) -> Option<GpuProfile> {
         bf16_gflops: three_digits(capability.map_or(0.0, |of| bf16_gflops(of, reading))),
         // Nothing is run on it here.
         fp8_gflops: 0.0,
+        f16_gflops: 0.0,
+        f32_weights_gflops: 0.0,
         copy_gbps: 0.0,
         copy_beside_reads_gbps: 0.0,
         operation_us: 0.0,

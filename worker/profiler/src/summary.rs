@@ -144,9 +144,11 @@ fn gpu_text(gpu: &GpuProfile) -> String {
         numa_node,
         pcie,
         pcie_gbps,
-        read_gbps,
-        bf16_gflops,
-        fp8_gflops,
+        read_gbps: _,
+        bf16_gflops: _,
+        fp8_gflops: _,
+        f16_gflops: _,
+        f32_weights_gflops: _,
         copy_gbps,
         copy_beside_reads_gbps,
         operation_us,
@@ -180,7 +182,7 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     if *power_limit_watts > 0 {
         parts.push(format!("at most {power_limit_watts} W"));
     }
-    parts.extend(rates_text([*read_gbps, *bf16_gflops, *fp8_gflops]));
+    parts.extend(rates_text(gpu));
     if *copy_gbps > 0.0 {
         parts.push(format!(
             "copies {copy_gbps:.2} GB/s ({copy_beside_reads_gbps:.2} while the CPUs read)"
@@ -203,20 +205,21 @@ fn gpu_text(gpu: &GpuProfile) -> String {
     parts.join(", ")
 }
 
-/// Those that are known of a GPU's rates: of reads of its memory in GB/s, of products of bf16 and with FP8 weights in GFLOP/s.
-fn rates_text([read_gbps, bf16_gflops, fp8_gflops]: [f64; 3]) -> Vec<String> {
-    let rates = [
-        (read_gbps, format!("reads about {read_gbps:.0} GB/s")),
-        (
-            bf16_gflops,
-            format!("bf16 about {:.0} TFLOP/s", bf16_gflops / 1e3),
-        ),
-        (
-            fp8_gflops,
-            format!("FP8 weights {:.0} TFLOP/s", fp8_gflops / 1e3),
-        ),
+/// Those that are known of a GPU's rates: of reads of its memory, and of products with weights of each format.
+fn rates_text(gpu: &GpuProfile) -> Vec<String> {
+    let reads = format!("reads about {:.0} GB/s", gpu.read_gbps);
+    let products = [
+        ("bf16 about", gpu.bf16_gflops),
+        ("FP8 weights", gpu.fp8_gflops),
+        ("F16 weights", gpu.f16_gflops),
+        ("F32 weights", gpu.f32_weights_gflops),
     ];
-    let known = rates.into_iter().filter(|(rate, _)| *rate > 0.0);
+    let products = products.into_iter().map(|(of, gflops)| {
+        let text = format!("{of} {:.0} TFLOP/s", gflops / 1e3);
+        (gflops, text)
+    });
+    let rates = std::iter::once((gpu.read_gbps, reads)).chain(products);
+    let known = rates.filter(|(rate, _)| *rate > 0.0);
     known.map(|(_, text)| text).collect()
 }
 

@@ -36,9 +36,9 @@ pub(crate) struct ProcessArgs {
         default_value_t = 10_000
     )]
     placement_interval_ms: u64,
-    /// End when the parent process ends
-    #[arg(long, hide = true)]
-    pub(crate) with_parent: bool,
+    /// End when the parent process ends, which is this one
+    #[arg(long, value_name = "PID", hide = true)]
+    pub(crate) with_parent: Option<u32>,
 }
 
 impl ProcessArgs {
@@ -47,8 +47,8 @@ impl ProcessArgs {
     /// # Errors
     /// An error if the plan cannot be read, or the rank is not in it or has another role.
     pub(crate) fn find(&self, role: PlanRole) -> anyhow::Result<(InferencePlanSpec, PlanRank)> {
-        if self.with_parent {
-            signals::end_with_parent()?;
+        if let Some(parent) = self.with_parent {
+            signals::end_with_parent(parent)?;
         }
         let plan = read_plan(&self.plan)?;
         let Some(rank) = plan.rank(&self.rank).cloned() else {
@@ -195,7 +195,7 @@ mod tests {
             },
             grace: 1,
             placement_interval_ms: 10_000,
-            with_parent: false,
+            with_parent: None,
         };
         place.find(PlanRole::Decode)
     }

@@ -61,6 +61,9 @@ const STACK_BYTES: usize = 32 << 20;
 const HEALTH_PERIOD: Duration = Duration::from_millis(50);
 /// Time for which requests wait for a group before callers are told: a member that is back within it is no news.
 const BLIP: Duration = Duration::from_secs(2);
+/// Time for which a worker that is to end waits for a lost member of its group, before it leaves its requests to other workers: a member
+/// that hangs is back after some 20 s, and 30 s are all the grace that `hearth up` gives.
+const LOST_MEMBER_PATIENCE: Duration = Duration::from_secs(30);
 /// Time that an engine may be unhealthy before the worker ends.
 const FAULT_PATIENCE: Duration = Duration::from_secs(10);
 /// Least time that callers have, once all is computed, to read the rest of it.
@@ -206,7 +209,7 @@ async fn serve(
     ready().await;
 
     let grace = args.grace();
-    let engine = worker.engine.clone();
+    let ended = Arc::clone(&worker);
     let membership = worker.membership.clone();
     let ending = health.clone();
     let (has_drained, drained) = oneshot::channel();
@@ -216,9 +219,8 @@ async fn serve(
         send_report(&WorkerReport::Draining);
         ending.end().await;
         membership.iter().for_each(Membership::drain);
-        if let Ok(report) = tokio::task::spawn_blocking(move || engine.drain(grace)).await {
-            tracing::info!(ended = report.ended, cut_off = report.cut_off, "drained");
-        }
+        // A panic of it is in the log.
+        let _ = tokio::task::spawn_blocking(move || ended.drain(grace)).await;
         // Its streams would keep the listener open.
         membership.iter().for_each(Membership::leave);
         let _ = has_drained.send(until);
@@ -548,6 +550,21 @@ impl Worker {
         let waited = self.engine.group_apart_for()?;
         let missing = || self.membership.as_ref().and_then(Membership::missing);
         (waited >= BLIP).then(|| missing().unwrap_or_else(|| self.name.clone()))
+    }
+
+    /// Lets requests in flight end, within `grace` and [`LOST_MEMBER_PATIENCE`]; the rest fail, so that they go on at other workers.
+    /// Blocks.
+    fn drain(&self, grace: Duration) {
+        let report = self.engine.drain(grace, LOST_MEMBER_PATIENCE);
+        let (ended, cut_off) = (report.ended, report.cut_off);
+        if let Some(member) = self.waits_for().filter(|_| cut_off > 0) {
+            tracing::warn!(
+                member,
+                requests = cut_off,
+                "the group waits for a lost member, and this worker is to end: its requests are left to other workers"
+            );
+        }
+        tracing::info!(ended, cut_off, "drained");
     }
 
     /// Rejects a request made for other weights.

@@ -80,7 +80,7 @@ fn ranks(args: &SuperviseArgs, plan: &InferencePlanSpec) -> anyhow::Result<Vec<R
         if ranks.iter().any(|other| other.name == *name) {
             bail!("--rank {name} is given twice\n  name each worker once");
         }
-        let grace = args.grace.to_string();
+        let (grace, parent) = (args.grace.to_string(), std::process::id().to_string());
         let own = [
             role.as_str(),
             "--plan",
@@ -90,6 +90,7 @@ fn ranks(args: &SuperviseArgs, plan: &InferencePlanSpec) -> anyhow::Result<Vec<R
             "--grace",
             &grace,
             "--with-parent",
+            &parent,
         ];
         let mut arguments: Vec<String> = own.map(str::to_owned).to_vec();
         arguments.extend(args.tls.arguments());

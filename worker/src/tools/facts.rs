@@ -115,7 +115,7 @@ pub(crate) fn read(directory: &Path, serving: bool) -> anyhow::Result<ModelFacts
 fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelFacts> {
     let modules = Model::<CpuBackend>::modules(config)?;
     let mut bytes = ModuleBytes::default();
-    let mut layer_bytes: BTreeMap<u32, u64> = BTreeMap::new();
+    let mut layers: Vec<ModuleBytes> = vec![ModuleBytes::default(); config.layers];
     let (mut largest_dense_module_bytes, mut largest_expert_bytes) = (0, 0);
     let mut parameters = Parameters::default();
     let mut stored: BTreeMap<&'static str, u64> = BTreeMap::new();
@@ -129,8 +129,8 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
             ModuleId::Expert(..) => largest_expert_bytes = size.max(largest_expert_bytes),
             ModuleId::Embedding | ModuleId::Router(_) | ModuleId::Head => {}
         }
-        if let Some(layer) = layer(module.id) {
-            *layer_bytes.entry(layer).or_default() += size;
+        if let Some(bytes) = layer(module.id).and_then(|layer| layers.get_mut(layer as usize)) {
+            *class(bytes, module.id) += size;
         }
         parameters.count(module);
     }
@@ -147,7 +147,7 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
         parameters.all -= std::mem::take(&mut parameters.embedding);
     }
     let (heads, kv) = kv_shape(&config.attention);
-    Ok(ModelFacts {
+    let facts = ModelFacts {
         architecture: config.model_type.clone(),
         dtype: dtype_name(&stored),
         parameter_count: parameters.all,
@@ -163,10 +163,12 @@ fn facts(config: &ModelConfig, checkpoint: &Checkpoint) -> anyhow::Result<ModelF
         heads,
         kv,
         bytes,
-        largest_layer_bytes: layer_bytes.values().copied().max().unwrap_or_default(),
+        largest_layer_bytes: layers.iter().map(ModuleBytes::total).max().unwrap_or(0),
         largest_dense_module_bytes,
         largest_expert_bytes,
-    })
+        layer_kinds: None,
+    };
+    Ok(facts.with_layers(&layers))
 }
 
 #[derive(Default)]

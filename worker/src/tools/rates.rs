@@ -43,15 +43,15 @@ fn weight_bytes(bytes: usize) -> Bytes {
     }
 }
 
-/// Matrix `[rows, columns]` of FP8 with scales of 1.
-fn fp8_matrix(rows: usize, columns: usize) -> Result<HostMatrix, KernelError> {
+/// Matrix `[rows, columns]` of a stored format; the scales of FP8 are 1.
+fn matrix_of(dtype: DType, rows: usize, columns: usize) -> Result<HostMatrix, KernelError> {
     let blocks_per_row = columns.div_ceil(SCALE_BLOCK);
-    let scales = BlockScales {
+    let scales = (dtype == DType::F8E4m3).then(|| BlockScales {
         values: vec![1.0; rows.div_ceil(SCALE_BLOCK) * blocks_per_row].into(),
         blocks_per_row,
-    };
-    let data = vec![1_u8; rows * columns];
-    HostMatrix::new(data.into(), DType::F8E4m3, rows, columns, Some(scales))
+    });
+    let data = vec![1_u8; rows * dtype.row_bytes(columns)];
+    HostMatrix::new(data.into(), dtype, rows, columns, scales)
 }
 
 /// A device under measurement, and how its time is told.
@@ -171,15 +171,21 @@ impl<B: Backend + LoadOps> Timed<'_, B> {
         let many = backend.zeros(PRODUCT_ROWS.min(rows.max(1)), columns)?;
         let (product_rows, _) = backend.shape(&many);
         let product_seconds = self.seconds(|| backend.linear(&many, &weight, None).map(drop))?;
-        let fp8 = backend.weight(&fp8_matrix(rows, columns)?)?;
-        let fp8_seconds = self.seconds(|| backend.linear(&many, &fp8, None).map(drop))?;
         let flops = 2.0 * product_rows as f64 * rows as f64 * columns as f64;
+        let gflops = |seconds: f64| three_digits(flops / alone(seconds) / 1e9);
+        let gflops_of = |dtype| {
+            let weight = backend.weight(&matrix_of(dtype, rows, columns)?)?;
+            let seconds = self.seconds(|| backend.linear(&many, &weight, None).map(drop))?;
+            Ok::<_, KernelError>(gflops(seconds))
+        };
         Ok(GpuProfile {
             copy_gbps: three_digits(copy_gbps),
             copy_beside_reads_gbps: three_digits(copy_beside_reads_gbps),
             read_gbps: three_digits(size / alone(read_seconds) / 1e9),
-            bf16_gflops: three_digits(flops / alone(product_seconds) / 1e9),
-            fp8_gflops: three_digits(flops / alone(fp8_seconds) / 1e9),
+            bf16_gflops: gflops(product_seconds),
+            fp8_gflops: gflops_of(DType::F8E4m3)?,
+            f16_gflops: gflops_of(DType::F16)?,
+            f32_weights_gflops: gflops_of(DType::F32)?,
             operation_us: three_digits(operation_seconds * 1e6),
             exchange_us: three_digits(self.exchange_seconds(&few)? * 1e6),
             ..GpuProfile::default()

@@ -193,6 +193,8 @@ mod tests {
             profile.read_gbps,
             profile.bf16_gflops,
             profile.fp8_gflops,
+            profile.f16_gflops,
+            profile.f32_weights_gflops,
             profile.operation_us,
             profile.exchange_us,
         ] {

@@ -7,7 +7,8 @@
 use std::collections::BTreeMap;
 
 use hearth_crds::{
-    InferenceDeployment, InferencePlanSpec, PlanExpertParallel, PlanKvGather, PlanPeers,
+    InferenceDeployment, InferencePlanSpec, PlanExpertParallel, PlanKvGather, PlanPeers, PlanRing,
+    PlanRole, PlanStrategy, PlanWindow, USUAL_FLIGHT_TOKENS,
 };
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
@@ -279,11 +280,7 @@ fn peers_reach_each_other_and_nothing_else_more() {
         kv: PlanKvGather::Direct,
     });
     let Cluster { policies, mut ends } = cluster_of(&planned);
-    let End::Pod(namespace, mut labels) = ends["decode"].clone() else {
-        panic!("no Pod");
-    };
-    labels.insert("hearth.dev/role".to_owned(), "stage".to_owned());
-    ends.insert("stage", End::Pod(namespace, labels));
+    ends.insert("stage", stage_of(&ends["decode"]));
     for (from, to, port) in [
         ("prefill", "stage", 9400),
         ("stage", "prefill", 9400),
@@ -300,6 +297,85 @@ fn peers_reach_each_other_and_nothing_else_more() {
         let is_of_peers = *from == "prefill" && *to == "decode";
         let passes = passes(&policies, &ends[from], &ends[to], *port);
         assert!(is_of_peers || passes == *expected, "{from} → {to}:{port}");
+    }
+}
+
+/// A stage's Pod of the same deployment as a decode worker's.
+fn stage_of(decode: &End) -> End {
+    let End::Pod(namespace, mut labels) = decode.clone() else {
+        panic!("no Pod");
+    };
+    labels.insert("hearth.dev/role".to_owned(), "stage".to_owned());
+    End::Pod(namespace, labels)
+}
+
+/// A plan of a ring alone: its head is a decode worker, and no rank reads prompts with peers.
+fn ring_plan() -> InferencePlanSpec {
+    let mut planned = plan();
+    planned.strategy = PlanStrategy::PipedRing;
+    planned.ranks.remove(1);
+    let layers_of = planned.model.layers / 3;
+    let mut third = planned.ranks[2].clone();
+    third.node = "c".to_owned();
+    planned.ranks.push(third);
+    for (place, rank) in (0..).zip(&mut planned.ranks[1..]) {
+        if place > 0 {
+            rank.role = PlanRole::Stage;
+            rank.index = place - 1;
+            rank.name = format!("stage-{}", rank.index);
+        }
+        rank.ring = Some(PlanRing {
+            head: "decode-0".to_owned(),
+            place,
+            windows: vec![PlanWindow {
+                first_layer: place * layers_of,
+                layers: layers_of,
+            }],
+            flight_tokens: USUAL_FLIGHT_TOKENS,
+        });
+    }
+    planned
+}
+
+/// Members of a ring call each other, and nobody else calls them: prefill workers, whom nothing plans with stages, and Pods of others.
+#[test]
+fn members_of_a_ring_reach_each_other_and_nobody_else_reaches_them() {
+    let planned = ring_plan();
+    let Cluster { policies, mut ends } = cluster_of(&planned);
+    let (settings, demo) = (settings(), deployment());
+    let pods = rank_pods(&context_of(&settings, &demo), &planned);
+    let labels = pods.into_iter().map(|pod| pod.pod.metadata.labels);
+    let members = ["head", "stage", "last stage"];
+    for (name, labels) in members.into_iter().zip(labels.skip(1)) {
+        let end = End::Pod("default".to_owned(), labels.expect("labels"));
+        ends.insert(name, end);
+    }
+    ends.insert("other stage", stage_of(&ends["other decode"]));
+    for (from, to, port, expected) in [
+        ("head", "stage", 9400, true),
+        ("stage", "last stage", 9400, true),
+        ("last stage", "stage", 9400, true),
+        ("last stage", "head", 9400, true),
+        ("gateway", "head", 9400, true),
+        ("prefill", "stage", 9400, false),
+        ("prefill", "head", 9400, false),
+        ("client", "stage", 9400, false),
+        ("internet", "stage", 9400, false),
+        ("inspect", "stage", 9400, false),
+        ("pretender elsewhere", "stage", 9400, false),
+        ("other decode", "stage", 9400, false),
+        ("other stage", "stage", 9400, false),
+        ("stage", "other stage", 9400, false),
+        ("stage", "internet", 443, false),
+        ("stage", "dns", 53, false),
+        ("head", "stage", 9401, false),
+    ] {
+        let passes = passes(&policies, &ends[from], &ends[to], port);
+        assert_eq!(passes, expected, "{from} → {to}:{port}");
+    }
+    for (from, to, port, expected) in FLOWS {
+        let passes = passes(&policies, &ends[from], &ends[to], *port);
+        assert_eq!(passes, *expected, "{from} → {to}:{port}");
     }
 }
 

@@ -97,7 +97,8 @@ impl Members<'_> {
             devices: devices.collect(),
             layers: layers.collect(),
             head: Head {
-                stored_bytes: ends.bytes.total(),
+                stored_bytes: ends.bytes.head,
+                embedding_bytes: ends.bytes.embedding,
                 token_ms: self.ends_ms(streams),
             },
             links: self.links(),

@@ -79,7 +79,7 @@ impl RingPlanning<'_> {
         let gateway_bytes = self.demand.gateway_scratch_bytes();
         let cpus = || members.all.iter().filter(|member| member.gpu.is_none());
         let fits = self.fits_with(members, |problem| {
-            problem.head.stored_bytes = 0;
+            (problem.head.stored_bytes, problem.head.embedding_bytes) = (0, 0);
             let head = &mut problem.devices[0];
             if cpus().any(|member| member.name == head.name) {
                 head.buffer_bytes = head.buffer_bytes.saturating_sub(gateway_bytes);
@@ -89,13 +89,18 @@ impl RingPlanning<'_> {
         let processes_bytes =
             self.demand.worker_scratch_bytes() + self.host_bytes(members.gpus_on(most.n), 0);
         let gateways_bytes = self.host_bytes(0, self.input.spec.gateway.replicas.max(1));
-        let ends_bytes = members.layers.ends.bytes.total();
+        let ends = &members.layers.ends.bytes;
+        // Where weights may be mapped, the embedding takes no memory.
+        let (ends_bytes, name) = match most.rates.disk_gbps < disks::SLOW_GBPS {
+            true => (ends.total(), "embedding and output head"),
+            false => (ends.head, "output head"),
+        };
         let layer_bytes = members.layers.layer(0).bytes.total() + kv_layer_bytes(self);
         let all_bytes = processes_bytes + gateways_bytes + ends_bytes + layer_bytes;
         let is_cause = fits && all_bytes > most.memory_bytes();
         is_cause.then(|| {
             format!(
-                "no node has room for the head, which takes {}: {} for gateways, {} for processes, {} for embedding and output head, and {} for a layer with its KV; most is free on {}, {}",
+                "no node has room for the head, which takes {}: {} for gateways, {} for processes, {} for {name}, and {} for a layer with its KV; most is free on {}, {}",
                 format_bytes(all_bytes),
                 format_bytes(gateways_bytes),
                 format_bytes(processes_bytes),

@@ -94,8 +94,22 @@ fn members((chosen, kept): (&Chosen<'_>, &[Kept]), ranks: &[PlanRank], why: &mut
                 _ => format!("{}-{}", window.layers.start, window.layers.end - 1),
             })
             .collect();
-        let weights = format_bytes(kept.weight_bytes);
-        let memory = match kept.weight_bytes - kept.budget_bytes {
+        let embedding_bytes = chosen.members.layers.ends.bytes.embedding;
+        // Of mapped weights, the embedding is in memory by rows.
+        let rows_of_bytes = match place {
+            0 if kept.budget_bytes < kept.weight_bytes => embedding_bytes,
+            _ => 0,
+        };
+        let counted_bytes = kept.weight_bytes - rows_of_bytes;
+        let weights = format_bytes(counted_bytes);
+        let rows = match rows_of_bytes {
+            0 => String::new(),
+            bytes => format!(
+                "; the embedding's {} stay on disk, of which tokens read rows",
+                format_bytes(bytes)
+            ),
+        };
+        let memory = match counted_bytes.saturating_sub(kept.budget_bytes) {
             0 if rank.is_on_gpu() => format!(
                 "all {weights} of their weights on it, {} of its memory in all{}",
                 format_bytes(rank.gpu_memory_bytes),
@@ -122,7 +136,7 @@ fn members((chosen, kept): (&Chosen<'_>, &[Kept]), ranks: &[PlanRank], why: &mut
             _ => "",
         };
         why.push(format!(
-            "{}: layer{} {}{ends}, {memory}",
+            "{}: layer{} {}{ends}, {memory}{rows}",
             chosen.member(place).name,
             if chosen.layers(place) == 1 { "" } else { "s" },
             windows.join(", ")

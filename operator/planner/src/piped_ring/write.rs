@@ -92,18 +92,23 @@ impl RingPlanning<'_> {
             .map(|place| {
                 let device = chosen.choice.order[place];
                 let share = &chosen.choice.shares[device];
-                let head_bytes = match place {
-                    0 => problem.head.stored_bytes,
-                    _ => 0,
+                let (head_bytes, embedding_bytes) = match place {
+                    0 => (problem.head.stored_bytes, problem.head.embedding_bytes),
+                    _ => (0, 0),
                 };
                 let kv_bytes = chosen.layers(place) * kv_layer;
-                let weight_bytes = share.stored_bytes + head_bytes;
-                let budget_bytes = match share.overflow_bytes {
-                    0 => weight_bytes,
-                    overflow => (weight_bytes - overflow.min(weight_bytes))
+                // The embedding takes no memory where weights are mapped.
+                let mapped_bytes = share.stored_bytes + head_bytes;
+                let weight_bytes = mapped_bytes + embedding_bytes;
+                let rates = &problem.devices[device];
+                let fits = rates.buffer_bytes + weight_bytes + kv_bytes <= rates.memory_bytes;
+                let budget_bytes = match fits {
+                    true => weight_bytes,
+                    false => mapped_bytes
+                        .saturating_sub(share.overflow_bytes)
                         .max(2 * facts.largest_layer_bytes + head_bytes)
                         .min(problem.room_bytes(device).saturating_sub(kv_bytes) + head_bytes)
-                        .min(weight_bytes),
+                        .min(mapped_bytes),
                 };
                 Kept {
                     weight_bytes,
@@ -130,12 +135,11 @@ impl RingPlanning<'_> {
         let block_bytes = (demand.kv_bytes(BLOCK_TOKENS) / layers).max(1);
         let spare_blocks = kept.iter().enumerate().map(|(place, kept)| {
             let device = chosen.choice.order[place];
-            let taken = problem.fixed_bytes(device)
-                + chosen.choice.shares[device].stored_bytes
-                + kept.kv_bytes;
+            let device = &problem.devices[device];
+            let taken = device.buffer_bytes + kept.weight_bytes + kept.kv_bytes;
             let spare = match kept.budget_bytes < kept.weight_bytes {
                 true => 0,
-                false => problem.devices[device].memory_bytes.saturating_sub(taken),
+                false => device.memory_bytes.saturating_sub(taken),
             };
             spare / (chosen.layers(place).max(1) * block_bytes)
         });

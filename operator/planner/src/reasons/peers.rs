@@ -78,9 +78,10 @@ fn without_one(members: &[&PlanRank], peers: &PlanPeers) -> String {
         .map(|rank| &*rank.name)
         .collect();
     let name = &members[0].name;
-    let sizes = match peers.experts {
-        PlanExpertParallel::SmallEp => "as many of those that are left as are a power of two",
-        PlanExpertParallel::Ep => "those that are left",
+    let sizes = match (peers.experts, peers.ranks) {
+        (PlanExpertParallel::SmallEp, 8..) => "4 or 2 of those that are left",
+        (PlanExpertParallel::SmallEp, _) => "2 of those that are left",
+        (PlanExpertParallel::Ep, _) => "those that are left",
     };
     match stand_ins.as_slice() {
         [] => format!("without all of them {name} reads prompts alone"),
@@ -88,7 +89,7 @@ fn without_one(members: &[&PlanRank], peers: &PlanPeers) -> String {
             format!("without one of them {sizes} read on, or {name} alone")
         }
         some => format!(
-            "without one of them {sizes} of {name}, {} read on, whose nodes have all experts in memory, or {name} alone",
+            "without one of them {sizes} read on, of {name}, {}, whose nodes have all experts in memory, or {name} alone",
             some.join(", ")
         ),
     }

@@ -35,6 +35,7 @@ fn problem(memory_bytes: u64) -> Problem {
         layers: vec![layer; 4],
         head: Head {
             stored_bytes: 0,
+            embedding_bytes: 0,
             token_ms: 3.0,
         },
         links: vec![vec![link; 2]; 2],
@@ -216,6 +217,12 @@ fn beyond_all_experts_what_each_token_needs_is_read_too() {
     );
     // Nothing stays.
     assert_eq!(tpot_ms(MB), 15.0 + 4.0 * 6.0);
+}
+
+#[test]
+fn a_window_reads_what_each_token_needs_once_for_each_of_its_layers() {
+    // As above, nothing stays: each layer waits for its 6 MB, whether or not the device computed the one before.
+    assert_eq!(tpot_ms(&with_experts(MB), 2), 8.0 + 2.0 + 3.0 + 4.0 * 6.0);
 }
 
 #[test]

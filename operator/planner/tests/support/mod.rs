@@ -197,6 +197,7 @@ pub fn demo_model() -> ModelFacts {
         largest_layer_bytes: MIB,
         largest_dense_module_bytes: 0,
         largest_expert_bytes: 0,
+        layer_kinds: None,
     }
 }
 
@@ -233,6 +234,7 @@ pub fn qwen3_30b() -> ModelFacts {
         largest_layer_bytes: 600 * MIB,
         largest_dense_module_bytes: 0,
         largest_expert_bytes: 0,
+        layer_kinds: None,
     }
 }
 
@@ -271,6 +273,7 @@ pub fn deepseek_v3() -> ModelFacts {
         largest_layer_bytes: (187 + 44 + 4 + 256 * 44) * MB,
         largest_dense_module_bytes: 0,
         largest_expert_bytes: 0,
+        layer_kinds: None,
     }
 }
 
@@ -307,6 +310,7 @@ pub fn dense_1_7b() -> ModelFacts {
         largest_layer_bytes: 100 * MIB,
         largest_dense_module_bytes: 0,
         largest_expert_bytes: 0,
+        layer_kinds: None,
     }
 }
 

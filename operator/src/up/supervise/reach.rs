@@ -65,12 +65,8 @@ fn unreached(body: &Value) -> Option<String> {
 
 /// Heads of rings that wait for a member, in brackets.
 fn waiting(body: &Value) -> String {
-    let workers = body["workers"].as_array().into_iter().flatten();
-    let told: Vec<String> = workers
-        .filter_map(|worker| {
-            let (name, member) = (worker["name"].as_str()?, worker["waits_for"].as_str()?);
-            Some(format!("{name} waits for {member}"))
-        })
+    let told: Vec<String> = http::waits_for(body)
+        .map(|(name, member)| format!("{name} waits for {member}"))
         .collect();
     match told.is_empty() {
         true => String::new(),

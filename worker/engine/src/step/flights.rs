@@ -76,6 +76,8 @@ impl<F: Forward> StepLoop<F> {
             is_finished_if_wanted: self.whole_prompts,
             exports: ExportQueue::default(),
             shared: &self.shared,
+            started_at,
+            streamed_before_ns: self.shared.stats().streamed.pass_ns,
         };
         let forward = &mut self.forward;
         let started = catch_unwind(AssertUnwindSafe(|| forward.start(&work, &mut watch)));

@@ -7,6 +7,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
+    time::Duration,
 };
 
 use hearth_kernels::{BlockId, KvDType, KvLayout, SampleFault, SampleSpec};
@@ -14,7 +15,7 @@ use hearth_model::Batch;
 
 use crate::{
     SamplingParams,
-    forward::{Forward, KvBytes, Output, PendingKv, Started, Watch, WeightStats},
+    forward::{Forward, KvBytes, Output, PendingKv, Rejoined, Started, Watch, WeightStats},
     sampler::{History, choose, sample},
     work::StepWork,
 };
@@ -63,6 +64,8 @@ pub(super) struct Controls {
     pub(super) is_queued: Arc<AtomicBool>,
     /// Number of steps that were started on top of another one.
     pub(super) ahead: Arc<AtomicUsize>,
+    /// Whether another rank of its group is lost.
+    pub(super) is_apart: Arc<AtomicBool>,
 }
 
 impl Controls {
@@ -280,6 +283,19 @@ impl Forward for Fake {
         };
         self.in_flight.push_back(Queued::Done(output));
         Ok(Started::Running)
+    }
+
+    fn group_lost(&self) -> Option<String> {
+        let is_apart = self.controls.is_apart.load(Ordering::Relaxed);
+        is_apart.then(|| "another rank is lost".to_owned())
+    }
+
+    fn rejoin(&mut self, _patience: Duration) -> Result<Rejoined, String> {
+        std::thread::sleep(Duration::from_millis(5));
+        Ok(match self.group_lost() {
+            Some(_) => Rejoined::Missing,
+            None => Rejoined::Formed,
+        })
     }
 
     fn wait(&mut self) -> Result<Output, String> {

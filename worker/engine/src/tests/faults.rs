@@ -249,7 +249,7 @@ fn a_drain_lets_requests_end_and_then_cuts_them_off() {
             ..ask(&[2, 2], 5)
         },
     );
-    let report = engine.drain(Duration::from_secs(3));
+    let report = engine.drain(Duration::from_secs(3), Duration::MAX);
     assert_eq!((report.ended, report.cut_off), (1, 1));
     assert_eq!(slow.finish().end, Ok(FinishReason::Length));
     assert_eq!(stuck.finish().end, Err(EngineError::Draining));
@@ -259,7 +259,26 @@ fn a_drain_lets_requests_end_and_then_cuts_them_off() {
         .unwrap();
     assert_eq!(error, EngineError::Draining);
     assert!(engine.stats().draining);
-    assert_eq!(engine.drain(Duration::ZERO), crate::DrainReport::default());
+    let again = engine.drain(Duration::ZERO, Duration::MAX);
+    assert_eq!(again, crate::DrainReport::default());
+}
+
+#[test]
+fn a_drain_waits_for_a_lost_rank_and_not_for_ever() {
+    for (is_back, patience) in [(false, Duration::from_millis(200)), (true, PATIENCE)] {
+        let (engine, controls) = engine_with(options(64));
+        controls.is_apart.store(true, Ordering::Relaxed);
+        let stream = start(&engine, ask(&[1], 5));
+        while engine.group_apart_for().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        controls.is_apart.store(!is_back, Ordering::Relaxed);
+        let report = engine.drain(Duration::MAX, patience);
+        let counts = (usize::from(is_back), usize::from(!is_back));
+        assert_eq!((report.ended, report.cut_off), counts);
+        let wanted = is_back.then_some(FinishReason::Length);
+        assert_eq!(stream.finish().end, wanted.ok_or(EngineError::Draining));
+    }
 }
 
 #[test]

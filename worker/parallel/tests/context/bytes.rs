@@ -78,7 +78,7 @@ fn ep_sends_a_row_for_each_choice_there_and_back() {
     }
 }
 
-/// Two ranks, and tokens that choose 8 of 64 experts: the case of the paper's table. Of random weights, routers choose all experts
+/// Two ranks, and tokens that choose 8 of 64 experts, as in section 3.2 of the paper and its figure 6. Of random weights, routers choose all experts
 /// about as often.
 #[test]
 fn two_ranks_of_tokens_with_eight_choices_send_what_the_formulas_say() {

@@ -282,6 +282,7 @@ fn dense([layers, hidden, inner, heads]: [u32; 4], element_bytes: u64) -> ModelF
         largest_layer_bytes: (attention + ffn) * element_bytes,
         largest_dense_module_bytes: ffn * element_bytes,
         largest_expert_bytes: 0,
+        layer_kinds: None,
     }
 }
 
@@ -311,6 +312,7 @@ fn experts() -> ModelFacts {
         largest_layer_bytes: 600 * MIB,
         largest_dense_module_bytes: 20 * MIB,
         largest_expert_bytes: 27 * GIB / 48 / 128,
+        layer_kinds: None,
         ..dense([48, 2048, 6144, 32], 1)
     }
 }

@@ -77,6 +77,7 @@ pub(in crate::halda) fn drawn(draws: &mut Draws, devices: usize, layers: usize) 
     let mut problem = Problem {
         head: Head {
             stored_bytes: total / 40,
+            embedding_bytes: 0,
             token_ms: draws.rate(0.5, 10.0),
         },
         links,

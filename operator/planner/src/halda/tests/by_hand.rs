@@ -49,6 +49,7 @@ pub(super) fn problem(devices: Vec<Device>, layers: Vec<Layer>) -> Problem {
         layers,
         head: Head {
             stored_bytes: 256 << 20,
+            embedding_bytes: 0,
             token_ms: 3.0,
         },
         window_bytes: 0,

@@ -188,6 +188,18 @@ impl ModelFacts {
         self
     }
 
+    /// Whether they are of the same model: facts of versions before 0.1.0 do not tell what each layer has.
+    pub fn are_of_the_model_of(&self, other: &Self) -> bool {
+        let without = |facts: &Self| Self {
+            layer_kinds: None,
+            ..facts.clone()
+        };
+        match self.layer_kinds.is_some() && other.layer_kinds.is_some() {
+            true => self == other,
+            false => without(self) == without(other),
+        }
+    }
+
     /// Bytes of a layer.
     pub fn layer_bytes(&self, layer: u32) -> ModuleBytes {
         let kinds = self.layer_kinds.as_ref();

@@ -270,11 +270,13 @@ async fn a_peer_that_dies_at_any_moment_costs_no_answer() {
     const KILLS: usize = 8;
     let one = Peers::start_with(1, "SmallEp", slow());
     let mut want = Vec::new();
-    for number in 0..=KILLS {
+    for number in 0..=KILLS + 1 {
         want.push(one.ask_at_length(number, || {}).await);
     }
     drop(one);
     let mut peers = Peers::start_with(2, "SmallEp", slow());
+    // The first one reads the weights, too.
+    assert_eq!(peers.ask_at_length(KILLS + 1, || {}).await, want[KILLS + 1]);
     let (asked, first_after) = (Instant::now(), Cell::new(Duration::ZERO));
     let begun = || first_after.set(asked.elapsed());
     assert_eq!(peers.ask_at_length(0, begun).await, want[0]);

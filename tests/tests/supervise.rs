@@ -429,7 +429,7 @@ fn a_worker_whose_parent_has_ended_before_it_came_so_far_ends_too() {
     let (output, why) = (
         orphan.output(),
         format!(
-            "error: process {}, which started this one, has ended",
+            "error: process {} is not the parent of this one: it has ended",
             gone.id()
         ),
     );

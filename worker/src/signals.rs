@@ -81,7 +81,7 @@ pub(crate) fn end_with_parent(parent: u32) -> anyhow::Result<()> {
     let now = getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned());
     ensure!(
         now == Some(parent),
-        "process {parent}, which started this one, has ended, and so this one ends too"
+        "process {parent} is not the parent of this one: it has ended, or another one stands between them; this one ends too"
     );
     Ok(())
 }

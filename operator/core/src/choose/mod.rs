@@ -291,7 +291,7 @@ fn move_on(observed: &Observed, choice: &mut PlanChoice, wanted: Option<&Model>)
     // More nodes may be known to have the model by now.
     let is_same = is_of_source(&target, &observed.deployment);
     let model = wanted
-        .filter(|model| is_same && model.facts == known.facts)
+        .filter(|model| is_same && model.facts.are_of_the_model_of(&known.facts))
         .cloned()
         .unwrap_or(known);
     let image = renew::image_of(observed, &target);

@@ -501,7 +501,9 @@ fn verdict(
         None => most_common(&found),
     };
     if let Some(facts) = facts {
-        let same = found.into_iter().filter(|(_, other)| *other == facts);
+        let same = found
+            .into_iter()
+            .filter(|(_, other)| other.are_of_the_model_of(&facts));
         let told = told
             .and_then(|model| model.nodes.clone())
             .unwrap_or_default();

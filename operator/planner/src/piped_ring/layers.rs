@@ -180,6 +180,9 @@ mod tests {
             serde_json::from_str::<ModelFacts>(&before).unwrap(),
             facts()
         );
+        // Those of versions before are of the same model, and other kinds are of another one.
+        assert!(other.are_of_the_model_of(&facts()) && facts().are_of_the_model_of(&other));
+        assert!(!other.are_of_the_model_of(&told(&layers)));
     }
 
     #[test]

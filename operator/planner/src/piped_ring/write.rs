@@ -135,11 +135,12 @@ impl RingPlanning<'_> {
         let block_bytes = (demand.kv_bytes(BLOCK_TOKENS) / layers).max(1);
         let spare_blocks = kept.iter().enumerate().map(|(place, kept)| {
             let device = chosen.choice.order[place];
+            let overflow_bytes = chosen.choice.shares[device].overflow_bytes;
             let device = &problem.devices[device];
-            let taken = device.buffer_bytes + kept.weight_bytes + kept.kv_bytes;
-            let spare = match kept.budget_bytes < kept.weight_bytes {
-                true => 0,
-                false => device.memory_bytes.saturating_sub(taken),
+            let taken = device.buffer_bytes + kept.budget_bytes + kept.kv_bytes;
+            let spare = match overflow_bytes {
+                0 => device.memory_bytes.saturating_sub(taken),
+                _ => 0,
             };
             spare / (chosen.layers(place).max(1) * block_bytes)
         });

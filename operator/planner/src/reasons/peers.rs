@@ -78,13 +78,15 @@ fn without_one(members: &[&PlanRank], peers: &PlanPeers) -> String {
         .map(|rank| &*rank.name)
         .collect();
     let name = &members[0].name;
-    let sizes = match (peers.experts, peers.ranks) {
-        (PlanExpertParallel::SmallEp, 8..) => "4 or 2 of those that are left",
+    let left = (stand_ins.len() + 1).min(members.len() - 1);
+    let sizes = match (peers.experts, left) {
+        (PlanExpertParallel::SmallEp, 4..) => "4 or 2 of those that are left",
         (PlanExpertParallel::SmallEp, _) => "2 of those that are left",
         (PlanExpertParallel::Ep, _) => "those that are left",
     };
     match stand_ins.as_slice() {
         [] => format!("without all of them {name} reads prompts alone"),
+        _ if left < 2 => format!("without one of them {name} reads prompts alone"),
         all if all.len() + 1 == members.len() => {
             format!("without one of them {sizes} read on, or {name} alone")
         }

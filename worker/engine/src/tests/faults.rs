@@ -272,8 +272,15 @@ fn a_drain_waits_for_a_lost_rank_and_not_for_ever() {
         while engine.group_apart_for().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }
-        controls.is_apart.store(!is_back, Ordering::Relaxed);
-        let report = engine.drain(Duration::MAX, patience);
+        let report = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !engine.stats().draining {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                controls.is_apart.store(!is_back, Ordering::Relaxed);
+            });
+            engine.drain(Duration::MAX, patience)
+        });
         let counts = (usize::from(is_back), usize::from(!is_back));
         assert_eq!((report.ended, report.cut_off), counts);
         let wanted = is_back.then_some(FinishReason::Length);

@@ -289,7 +289,6 @@ fn a_device_streams_prompts_beside_answers_whose_experts_are_on_cpus() {
         grown("hearth_worker_generated_tokens_total"),
         grown("hearth_worker_steps_total"),
     );
-    println!("{tokens} tokens in {steps} steps");
     assert!(tokens > 1.2 * steps, "{tokens} tokens in {steps} steps");
     for rank in ["prefill-0", "decode-0"] {
         up.signal(rank, Signal::KILL);

@@ -12,6 +12,7 @@ import argparse
 import array
 import contextlib
 import copy
+import itertools
 import json
 import math
 import pathlib
@@ -290,13 +291,15 @@ def splits(bench):
 
 
 BYSTANDER_BYTES = 48 << 20
+# Prompts that leave room in the KV cache, and such as fill most of it.
+PRESSURE_PROMPT_TOKENS = 64, 512
 
 
 def pressure(bench):
     """What a ring takes from the other processes of its nodes: memory that the kernel cannot reclaim (prima.cpp, section 4.3), and
     pages of files that nobody has read since."""
-    say("weights", "node", "memory taken", "pages of others still in memory")
-    say(*["---"] * 4)
+    say("weights", "tokens of each prompt", "node", "memory taken", "pages of others still in memory")
+    say(*["---"] * 5)
     with bench.bed(SHORT) as bed:
         bed.beside_bytes = BYSTANDER_BYTES
         plan = bench.plan(bed.profiles(bench.worker))
@@ -305,18 +308,19 @@ def pressure(bench):
         for rank in members(mapped):  # for the kernel to keep what it likes
             rank["residency"]["policy"] = "Resident"
             rank["residency"].pop("readAheadBytes", None)
-        for name, plan in {"the plan's": plan, "mapped alone": mapped}.items():
+        cases = itertools.product({"the plan's": plan, "mapped alone": mapped}.items(), PRESSURE_PROMPT_TOKENS)
+        for (name, plan), prompt_tokens in cases:
             bed.forget()
             with contextlib.ExitStack() as stack:
                 bystanders = [stack.enter_context(Bystander(node, bench.model.parent, BYSTANDER_BYTES)) for node in bed.nodes]
                 before = {node.name: node.unreclaimable_bytes() for node in bed.nodes}
                 endpoint = bed.start(bench.worker, copy.deepcopy(plan), bench.folder)
                 for seed in range(bench.args.answers):
-                    complete(endpoint, prompt_of(endpoint, 64, seed), bench.args.tokens, seed)
+                    complete(endpoint, prompt_of(endpoint, prompt_tokens, seed), bench.args.tokens, seed)
                 for node, bystander in zip(bed.nodes, bystanders):
                     taken = node.unreclaimable_bytes() - before[node.name]
                     share = taken / (node.memory_mib << 20)
-                    say(name, node.name, f"{taken / 2**20:.0f} MiB, {share:.1%}", f"{bystander.resident():.0%}")
+                    say(name, prompt_tokens, node.name, f"{taken / 2**20:.0f} MiB, {share:.1%}", f"{bystander.resident():.0%}")
                 bed.stop()
 
 

@@ -46,15 +46,24 @@ crawls() {
     sleep 20
     shape delay 1ms
 }
-tell() { # NAME: what members have said since it was told last
+tell() { # NAME: what members have said since it was told last, but for their signs of life
     for log in /decode-0.log /stage-0.log /stage-1.log; do
-        sed "s/^/$1 /" $log
+        sed "/\"event\":\"alive\"/d; s/^/$1 /" $log
         : > $log
     done
 }
 jump() { # SECONDS
     date -s "@$(($(date +%s) + $1))" > /dev/null
 }
+watches() { # tells how long the machine stood still, which is nobody's fault
+    last=$(cut -d . -f 1 /proc/uptime)
+    while sleep 0.5; do
+        now=$(cut -d . -f 1 /proc/uptime)
+        [ $((now - last)) -lt 3 ] || echo "STOOD STILL $((now - last)) s until $now"
+        last=$now
+    done
+}
+watches &
 member decode decode-0
 head=$!
 member stage stage-0

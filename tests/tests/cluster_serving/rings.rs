@@ -137,14 +137,19 @@ fn a_members_node_is_drained(cluster: &Cluster, node_bytes: f64) -> &'static str
 }
 
 /// A member's node is suddenly gone: the status says so before Kubernetes notices, and a ring of those that are left is planned, here
-/// with the node that was drained and is back. Nothing is in flight: if that node has the head, it has the gateway, whose clients would
-/// have to ask again.
+/// with the node that was drained and is back. Streams go on with it, unless the node had the head, and with it the gateway, whose
+/// clients would have to ask again.
 fn a_members_node_is_lost(cluster: &Cluster, back: &str) {
     cluster.kubectl(&["uncordon", back]);
     let lost = NODES[1..].iter().find(|node| **node != back);
     let lost = *lost.expect("a node");
     // With a head goes the gateway on its node, which would name a member.
     let head_is_lost = pods(cluster, "demo", "decode")[0]["spec"]["nodeName"] == lost;
+    let streams =
+        (!head_is_lost).then(|| Streams::start(&cluster.reach("default", "demo", 80).v1()));
+    if let Some(streams) = &streams {
+        streams.wait_for(streams::STREAMS);
+    }
     let gone = Instant::now();
     cluster.node_named(lost).kill();
     match head_is_lost {
@@ -160,9 +165,10 @@ fn a_members_node_is_lost(cluster: &Cluster, back: &str) {
     wait_until_whole(cluster, &plan);
     println!("{wait} is whole after {:.1?}", gone.elapsed());
     a_new_connection_answers(cluster);
-    let streams = Streams::start(&cluster.reach("default", "demo", 80).v1());
+    let streams =
+        streams.unwrap_or_else(|| Streams::start(&cluster.reach("default", "demo", 80).v1()));
     streams.wait_for(streams::STREAMS);
-    println!("{} answers after a node was lost", streams.finish());
+    println!("{} answers around a lost node", streams.finish());
 }
 
 /// Waits until the status says that the member on a node that is gone is lost: to its head, before Kubernetes notices, which takes
@@ -176,6 +182,12 @@ fn a_member_is_lost_to_its_head(cluster: &Cluster, node: &str) {
     });
     let (reason, message) = said(&found, "Ready");
     println!("without {node}, after {:.1?}: {message}", begin.elapsed());
+    let its = cluster.get("node", "", node).expect("a node");
+    if condition(&its, "Ready") != Some("True") {
+        println!("Kubernetes noticed as soon: {reason}");
+        assert!(["LostToGroup", "NodeLost"].contains(&&*reason), "{message}");
+        return;
+    }
     assert_eq!(reason, "LostToGroup", "{message}");
     let members = found["status"]["groups"][0]["members"].as_array();
     let member = members.and_then(|members| members.iter().find(|member| member["node"] == node));

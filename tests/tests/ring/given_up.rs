@@ -12,6 +12,8 @@ use crate::harness::{AGAIN, Alone, PATIENCE, Ring, answers, answers_that_begin};
 const OTHERS: std::ops::Range<usize> = 0..8;
 /// Parts of the prompt's time in the middle of each of which a client leaves.
 const PROMPT_PARTS: u32 = 4;
+/// Tokens that those who leave ask for: their answers never end by themselves.
+const LEAVER_TOKENS: u32 = 256;
 /// Rows of a flight: a chunk of a prompt is of many.
 const FLIGHT_TOKENS: u32 = 16;
 
@@ -36,8 +38,8 @@ async fn ask_long(gateway: &Rank, number: usize) -> (Answer, Duration) {
     (answer, first.get())
 }
 
-/// Asks, and leaves so long after a worker has begun with the prompt, or with the first piece of the answer: returns whether that was in
-/// the middle of the prompt. Whom a busy machine wakes too late gets the whole answer.
+/// Asks for a long answer, and leaves so long after a worker has begun with the prompt, or with the first piece of the answer: returns
+/// whether that was in the middle of the prompt.
 async fn leaves(gateway: &Rank, number: usize, after: Duration) -> bool {
     let metrics = || Metrics::of(&gateway.metrics_base());
     let begun = || metrics().count("hearth_prompt_tokens_total");
@@ -48,7 +50,9 @@ async fn leaves(gateway: &Rank, number: usize, after: Duration) -> bool {
     let (begun_before, cancelled_before) = (begun(), cancelled());
     let has_text = Cell::new(false);
     let v1 = format!("{}/v1", gateway.base());
-    let body = long(number);
+    let mut body = long(number);
+    body["max_tokens"] = json!(LEAVER_TOKENS);
+    body["ignore_eos"] = json!(true);
     let asked = chat_stream(&v1, &body, |_, _| has_text.set(true));
     let leave = async {
         wait_for("the prompt is begun", || begun() > begun_before).await;
@@ -58,10 +62,7 @@ async fn leaves(gateway: &Rank, number: usize, after: Duration) -> bool {
         }
     };
     tokio::select! {
-        answer = asked => {
-            answer.unwrap_or_else(|error| panic!("{number}: {error:#}"));
-            return false;
-        }
+        answer = asked => panic!("{number} has ended: {answer:?}"),
         () = leave => {}
     }
     wait_for("it is cancelled", || cancelled() > cancelled_before).await;

@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 
 from testbed import Bed, BedError, Bystander, Disk, Node, complete, drawn_prompt, prompt_of
 
@@ -290,6 +291,25 @@ def splits(bench):
         table(ratios(bench, bed, plans), "Halda")
 
 
+class Highest(contextlib.AbstractContextManager):
+    """The most memory of each node that the kernel could not reclaim meanwhile, looked at 20 times a second."""
+
+    def __init__(self, nodes):
+        self.bytes = {node.name: 0 for node in nodes}
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self._look, args=(nodes,))
+        self.thread.start()
+
+    def _look(self, nodes):
+        while not self.is_over.wait(0.05):
+            for node in nodes:
+                self.bytes[node.name] = max(self.bytes[node.name], node.unreclaimable_bytes())
+
+    def __exit__(self, *_):
+        self.is_over.set()
+        self.thread.join()
+
+
 BYSTANDER_BYTES = 48 << 20
 # Prompts that leave room in the KV cache, and such as fill most of it.
 PRESSURE_PROMPT_TOKENS = 64, 512
@@ -298,8 +318,8 @@ PRESSURE_PROMPT_TOKENS = 64, 512
 def pressure(bench):
     """What a ring takes from the other processes of its nodes: memory that the kernel cannot reclaim (prima.cpp, section 4.3), and
     pages of files that nobody has read since."""
-    say("weights", "tokens of each prompt", "node", "memory taken", "pages of others still in memory")
-    say(*["---"] * 5)
+    say("weights", "tokens of each prompt", "node", "memory taken", "at most", "pages of others still in memory")
+    say(*["---"] * 6)
     with bench.bed(SHORT) as bed:
         bed.beside_bytes = BYSTANDER_BYTES
         plan = bench.plan(bed.profiles(bench.worker))
@@ -315,12 +335,13 @@ def pressure(bench):
                 bystanders = [stack.enter_context(Bystander(node, bench.model.parent, BYSTANDER_BYTES)) for node in bed.nodes]
                 before = {node.name: node.unreclaimable_bytes() for node in bed.nodes}
                 endpoint = bed.start(bench.worker, copy.deepcopy(plan), bench.folder)
-                for seed in range(bench.args.answers):
-                    complete(endpoint, prompt_of(endpoint, prompt_tokens, seed), bench.args.tokens, seed)
+                with Highest(bed.nodes) as highest:
+                    for seed in range(bench.args.answers):
+                        complete(endpoint, prompt_of(endpoint, prompt_tokens, seed), bench.args.tokens, seed)
                 for node, bystander in zip(bed.nodes, bystanders):
-                    taken = node.unreclaimable_bytes() - before[node.name]
-                    share = taken / (node.memory_mib << 20)
-                    say(name, prompt_tokens, node.name, f"{taken / 2**20:.0f} MiB, {share:.1%}", f"{bystander.resident():.0%}")
+                    taken = [bytes - before[node.name] for bytes in (node.unreclaimable_bytes(), highest.bytes[node.name])]
+                    taken = [f"{bytes / 2**20:.0f} MiB, {bytes / (node.memory_mib << 20):.1%}" for bytes in taken]
+                    say(name, prompt_tokens, node.name, *taken, f"{bystander.resident():.0%}")
                 bed.stop()
 
 

@@ -50,6 +50,8 @@ pub(crate) struct LoadOptions<'a> {
     pub(crate) prepared: ExpertShare,
     /// NUMA nodes for weights that stay in the machine's memory; `None` leaves their placement to the system.
     pub(crate) placing: Option<Placing<'a>>,
+    /// Bytes of the machine's memory that the process is to need beside weights: its KV cache and working memory.
+    pub(crate) beside_bytes: u64,
 }
 
 /// Policy for keeping weights in memory.
@@ -142,6 +144,7 @@ impl LoadOptions<'_> {
             share: ExpertShare::ALL,
             prepared: ExpertShare::ALL,
             placing: None,
+            beside_bytes: 0,
         })
     }
 }
@@ -268,6 +271,7 @@ pub(crate) fn open(
         config,
         checkpoint,
         is_alone: options.part.is_some(),
+        beside_bytes: options.beside_bytes,
         trace: options.device.trace().cloned(),
     };
     let resident = ResidentOptions {

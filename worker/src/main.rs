@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+mod allocator;
 mod cli;
 mod convert;
 mod device;
@@ -20,6 +21,7 @@ mod virtual_device;
 
 fn main() -> ExitCode {
     signals::end_when_told();
+    allocator::return_large_buffers();
     let cli = cli::Cli::parse();
     let environment = environment::Environment::read(|name| std::env::var_os(name));
     logging::init(&environment);

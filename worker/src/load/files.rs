@@ -49,6 +49,8 @@ pub(super) struct Files<'a> {
     pub(super) checkpoint: Checkpoint,
     /// Whether no other process of the node reads these modules, as a member of a ring does.
     pub(super) is_alone: bool,
+    /// Bytes of the machine's memory that the process is to need beside weights.
+    pub(super) beside_bytes: u64,
     /// Receives which experts come and go, and what the CPUs do beside the device.
     pub(super) trace: Option<Arc<Trace>>,
 }
@@ -160,13 +162,14 @@ impl Files<'_> {
         Ok(Arc::new(policy))
     }
 
-    /// Whether memory is too short for some modules.
+    /// Whether memory is too short for some modules beside what else the process is to need.
     fn is_short_for(&self, modules: &[ModuleSpec]) -> bool {
         let available_bytes = hearth_profiler::available_memory_bytes(Path::new("/"));
         let sizes = modules
             .iter()
             .map(|spec| spec.stored_bytes(&self.checkpoint));
-        available_bytes.is_some_and(|available_bytes| sizes.sum::<u64>() > available_bytes)
+        let needed_bytes = sizes.sum::<u64>().saturating_add(self.beside_bytes);
+        available_bytes.is_some_and(|available_bytes| needed_bytes > available_bytes)
     }
 
     /// Threads that prepare weights for their first copies: half of the CPUs. `None` where memory does not hold all of the

@@ -68,6 +68,7 @@ pub(super) fn load_options<'a>(
             },
         },
         placing,
+        beside_bytes: rank.host_kv_bytes().saturating_add(rank.scratch_bytes),
     })
 }
 

@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytemuck::{Pod, Zeroable};
 
@@ -43,11 +44,19 @@ impl AlignedBuf {
 /// fresh pages.
 #[derive(Default)]
 pub(crate) struct FreeList {
-    buffers: Mutex<Vec<AlignedBuf>>,
+    buffers: Mutex<Vec<Kept>>,
+}
+
+/// A buffer that nobody uses.
+struct Kept {
+    buffer: AlignedBuf,
+    since: Instant,
 }
 
 /// Maximum number of buffers in the free list; beyond it, the smallest is released.
 const KEPT_BUFFERS: usize = 48;
+/// Time after which a buffer that nobody uses is released: the memory that a long prompt needs is others' while its answer is decoded.
+const KEPT_FOR: Duration = Duration::from_secs(2);
 
 impl FreeList {
     /// Takes a buffer of at least `n` elements with unspecified contents. Prefers the smallest that fits, and
@@ -58,12 +67,12 @@ impl FreeList {
         let fitting = buffers
             .iter()
             .enumerate()
-            .filter(|(_, b)| (n..=limit).contains(&b.f32s().len()))
-            .min_by_key(|(_, b)| b.f32s().len())
+            .filter(|(_, kept)| (n..=limit).contains(&kept.len()))
+            .min_by_key(|(_, kept)| kept.len())
             .map(|(i, _)| i);
         let buffer = match fitting {
             Some(i) => {
-                let mut buffer = buffers.swap_remove(i);
+                let mut buffer = buffers.swap_remove(i).buffer;
                 if cfg!(debug_assertions) {
                     // Makes reads of unwritten elements visible.
                     buffer.f32s_mut(n).fill(f32::NAN);
@@ -78,15 +87,23 @@ impl FreeList {
         }
     }
 
-    fn give_back(&self, buffer: AlignedBuf) {
+    fn give_back(&self, buffer: AlignedBuf, since: Instant) {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        buffers.push(buffer);
+        buffers.retain(|kept| since.saturating_duration_since(kept.since) <= KEPT_FOR);
+        buffers.push(Kept { buffer, since });
         if buffers.len() > KEPT_BUFFERS {
-            let smallest = (0..buffers.len()).min_by_key(|&i| buffers[i].f32s().len());
+            let smallest = (0..buffers.len()).min_by_key(|&i| buffers[i].len());
             if let Some(i) = smallest {
                 buffers.swap_remove(i);
             }
         }
+    }
+}
+
+impl Kept {
+    /// Elements of the buffer.
+    fn len(&self) -> usize {
+        self.buffer.f32s().len()
     }
 }
 
@@ -108,7 +125,8 @@ impl PooledBuf {
 
 impl Drop for PooledBuf {
     fn drop(&mut self) {
-        self.home.give_back(std::mem::take(&mut self.buffer));
+        let buffer = std::mem::take(&mut self.buffer);
+        self.home.give_back(buffer, Instant::now());
     }
 }
 
@@ -321,5 +339,30 @@ impl<'a, T> SharedMatrix<'a, T> {
                 rows.len() * self.cols,
             )
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(free: &FreeList) -> Vec<usize> {
+        let buffers = free.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        buffers.iter().map(Kept::len).collect()
+    }
+
+    #[test]
+    fn buffers_that_nobody_uses_are_released() {
+        let free = Arc::new(FreeList::default());
+        let begin = Instant::now();
+        let after = |part: f64| begin + KEPT_FOR.mul_f64(part);
+        free.give_back(AlignedBuf::with_capacity(1 << 20), begin);
+        free.give_back(AlignedBuf::with_capacity(16), after(0.9));
+        assert_eq!(kept(&free), [1 << 20, 16]);
+        // A prompt's buffer has its time; the others are in use.
+        free.give_back(AlignedBuf::with_capacity(32), after(1.1));
+        assert_eq!(kept(&free), [16, 32]);
+        drop(free.take(32));
+        assert_eq!(kept(&free), [16, 32], "the one in use is taken again");
     }
 }

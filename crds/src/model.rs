@@ -165,7 +165,7 @@ pub struct HttpSource {
     #[cfg_attr(feature = "kube", schemars(length(max = 2048)))]
     #[cfg_attr(
         feature = "kube",
-        x_kube(validation = Rule::new("self.matches('^https?://[^/ ]+/[^ ]+$')").message("write a URL such as https://nas.lan/models/qwen3.tar"))
+        x_kube(validation = Rule::new(rules::ARCHIVE_URL).message(rules::ARCHIVE_URL_SAYS))
     )]
     pub url: String,
     /// The archive's SHA-256.
@@ -195,7 +195,10 @@ pub struct HttpFile {
     #[cfg_attr(feature = "kube", schemars(length(max = 2048)))]
     #[cfg_attr(
         feature = "kube",
-        x_kube(validation = Rule::new(rules::FILE_URL).message(rules::FILE_URL_SAYS))
+        x_kube(
+            validation = Rule::new(rules::FILE_URL).message(rules::FILE_URL_SAYS),
+            validation = Rule::new(rules::FILE_URL_HAS_NO_SPACE).message(rules::FILE_URL_SAYS)
+        )
     )]
     pub url: String,
     /// The file's SHA-256.

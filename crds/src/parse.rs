@@ -275,7 +275,10 @@ fn check_object(
         }
     };
     if let Some(target) = target {
-        errors.extend(unsupported(&deployment.spec, target));
+        let mut more = unsupported(&deployment.spec, target);
+        // A field that breaks a rule has its remedy.
+        more.retain(|fault| errors.iter().all(|error| error.field != fault.field));
+        errors.extend(more);
     }
     if errors.is_empty() {
         let spec = deployment.spec.translated();

@@ -64,9 +64,14 @@ pub(crate) const ARCHIVE_XOR_FILES_SAYS: &str =
 pub(crate) const SHA256: &str = "self.matches('^[0-9a-f]{64}$')";
 pub(crate) const SHA256_SAYS: &str =
     "write the 64 lower-case hexadecimal digits that sha256sum prints";
-/// Rule for the URL of one of many files, which the API server counts for each that there may be: a longer one costs too much.
-pub(crate) const FILE_URL: &str = "self.startsWith('http://') || self.startsWith('https://')";
-pub(crate) const FILE_URL_SAYS: &str = "write a URL such as https://nas.lan/qwen3/config.json";
+/// Rules for the URL of one of many files. The API server counts each one's cost for every file that there may be, so that there
+/// are two; what they do not see, [`crate::unsupported`] does.
+pub(crate) const FILE_URL: &str = "(self.startsWith('http://') || self.startsWith('https://')) && isURL(self) && url(self).getHostname() != ''";
+pub(crate) const FILE_URL_HAS_NO_SPACE: &str = "!self.contains(' ')";
+pub(crate) const FILE_URL_SAYS: &str = "write a URL such as https://nas.lan/qwen3/config.json or http://nas.lan:8080/qwen3/config.json, without spaces and control characters";
+/// Rule for the URL of an archive.
+pub(crate) const ARCHIVE_URL: &str = "self.matches('^https?://[^/ ]+/[^ ]+$') && isURL(self)";
+pub(crate) const ARCHIVE_URL_SAYS: &str = "write a URL such as https://nas.lan/models/qwen3.tar or http://nas.lan:8080/models/qwen3.tar, without spaces and control characters";
 /// Rule for the path of a model's file; what it does not forbid may still be no file that is needed.
 pub(crate) const FILE_PATH: &str =
     "self.matches('^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$')";

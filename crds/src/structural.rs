@@ -103,8 +103,14 @@ impl Walk {
                 "write a string; put it in quotes if it looks like a number or like yes, no, on, off",
             ),
             ("boolean", _) => "write true or false",
-            ("integer", _) => "write a whole number without quotes",
-            _ => "write a number without quotes",
+            ("integer", Value::String(text)) if text.parse::<i64>().is_ok() => {
+                "write a whole number without quotes"
+            }
+            ("integer", _) => "write a whole number",
+            (_, Value::String(text)) if text.parse::<f64>().is_ok() => {
+                "write a number without quotes"
+            }
+            _ => "write a number",
         };
         let remedy = match self.offer.values(schema, path) {
             Some(words) if value.is_object() => {

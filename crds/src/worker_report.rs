@@ -31,7 +31,11 @@ pub enum WorkerReport {
     /// The engine has recovered.
     Healthy,
     /// New requests are no longer accepted.
-    Draining,
+    Draining {
+        /// Number of choices that have not ended, from the gateway.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        choices: Option<u64>,
+    },
     /// The time for finishing requests in flight is over.
     CutOff {
         /// Number of answers that had not ended.
@@ -111,10 +115,20 @@ mod tests {
             device: "cpu".to_owned(),
         };
         let cut_off = WorkerReport::CutOff { answers: 2 };
-        for report in [WorkerReport::Alive, WorkerReport::Unhealthy, ready, cut_off] {
+        let draining = WorkerReport::Draining { choices: Some(1) };
+        for report in [
+            WorkerReport::Alive,
+            WorkerReport::Unhealthy,
+            ready,
+            cut_off,
+            draining,
+        ] {
             let line = serde_json::to_string(&report).expect("a line");
             assert_eq!(WorkerReport::read(&line), Some(report), "{line}");
         }
+        // Of a worker, and of a gateway of an earlier version.
+        let draining = WorkerReport::read(r#"{"event":"draining"}"#);
+        assert_eq!(draining, Some(WorkerReport::Draining { choices: None }));
         for line in ["", "ready", "{}", r#"{"event":"other"}"#] {
             assert_eq!(WorkerReport::read(line), None, "{line}");
         }

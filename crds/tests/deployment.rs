@@ -245,11 +245,15 @@ fn shapes_are_checked_before_rules() {
     );
     refused(
         "  decode: {maxBatch: many}",
-        "spec.decode.maxBatch is \"many\"\n  write a whole number without quotes",
+        "spec.decode.maxBatch is \"many\"\n  write a whole number",
     );
     refused(
         "  decode: {maxBatch: 2.5}",
-        "spec.decode.maxBatch is 2.5\n  write a whole number without quotes",
+        "spec.decode.maxBatch is 2.5\n  write a whole number",
+    );
+    refused(
+        "  decode: {maxBatch: '4'}",
+        "spec.decode.maxBatch is \"4\"\n  write a whole number without quotes",
     );
     refused(
         "  strategy: Fast",

@@ -146,6 +146,46 @@ fn the_old_object_keeps_its_path(cluster: &Cluster) {
     changed(&source("/srv/old")).expect_err("there is no way back");
 }
 
+/// Checks that the API server itself refuses URLs that no client can ask, and says which one and what to write.
+#[test]
+fn a_url_that_cannot_be_asked_is_refused_when_it_is_applied() {
+    let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
+        return;
+    };
+    let Some(helm) = cluster.find_tool("helm") else {
+        skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
+        return;
+    };
+    cluster.apply(&rendered(&helm, r#"["/"]"#));
+    takes_effect(&cluster, "the definitions are there", "/models/m", true);
+    let with = |http: Value| {
+        let mut object = deployment("probe", "/models/m");
+        object["spec"]["model"]["source"] = json!({"http": http});
+        verdict(&cluster, &object)
+    };
+    let sha256 = "a".repeat(64);
+    let file = |url: &str| json!({"url": url, "sha256": sha256});
+    let good = "https://ann:pw@[fd00::7]:8443/m/config.json?sig=1";
+    assert_eq!(with(json!({"files": [file(good)]})), Ok(()));
+    for url in [
+        "ftp://nas/m/config.json",
+        "https:///config.json",
+        "https://nas:x/m/config.json",
+        "https://[nas/m/config.json",
+        "https://nas/a b/config.json",
+        "https://nas/a\nb/config.json",
+        "https://nas/%zz/config.json",
+    ] {
+        let refusal = with(json!({"files": [file(good), file(url)]})).expect_err(url);
+        for words in ["spec.model.source.http.files[1].url", "write a URL such as"] {
+            assert!(refusal.contains(words), "{url}: {refusal}");
+        }
+    }
+    let archive = json!({"url": "https://nas:x/m.tar", "sha256": sha256});
+    let refusal = with(archive).expect_err("an archive's");
+    assert!(refusal.contains("spec.model.source.http.url") && refusal.contains("write a URL"));
+}
+
 /// Checks that the API server itself refuses what a template may not request.
 #[test]
 fn templates_take_nothing_that_plans_and_pod_security_do_not_count() {

@@ -92,18 +92,18 @@ ask calm first
 shape delay 10ms 8ms 25% loss 5% reorder 25% 50%
 ask disturbed first
 $tc -s qdisc show dev near | grep -o 'dropped [0-9]*'
-shape rate 100mbit
+shape rate 25mbit
 # What the rows of a long prompt usually take.
 ask usual fourth
 tell USUAL
-during slow second shape rate 1mbit
+during slow second shape rate 250kbit
 # What has been slow is told anew once it has not been for 5 s.
 sleep 6
 named=$(cat /*.log | grep -c ': slow: the way from ' || true)
 tell SLOW
 if [ $named = 0 ]; then
     # Where others keep the machine busy, messages usually take so long that this is not ten times as long.
-    during slower fifth shape rate 400kbit
+    during slower fifth shape rate 150kbit
     sleep 6
     tell SLOWER
 fi
@@ -124,6 +124,10 @@ ask second second
 ask third third
 "#;
 
+/// Rows of a flight: few, so that a way has rows to carry all the time, also where a busy machine computes slowly. A way that rests
+/// for 5 s at a time is not what a prompt waits for, and is not named.
+const FLIGHT_TOKENS: u32 = 16;
+
 #[test]
 fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
     if let Some(why) = Vm::unavailable() {
@@ -134,6 +138,9 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
     let endpoints = ["10.0.0.1:9000", "10.0.0.2:9001", "10.0.0.2:9002"].map(str::to_owned);
     let mut plan = ranks.ring_plan(&endpoints);
     plan["model"]["path"] = json!("/model");
+    for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
+        rank["ring"]["flightTokens"] = json!(FLIGHT_TOKENS);
+    }
     let mut gateway = ranks.plan_of("gateway", "gateway-0", "127.0.0.1:8000");
     gateway["model"]["path"] = json!("/model");
     let routes = json!({"workers": [
@@ -188,7 +195,7 @@ fn a_ring_answers_alike_over_bad_links_and_through_jumps_of_the_clock() {
     assert_slow_and_lost(&output, &endpoints);
 }
 
-/// A way that becomes a hundred times slower is named, and loses nobody. Over one that carries 40 kbit/s of everybody's messages, signs of
+/// A way that drops to a hundredth is named, and loses nobody. Over one that carries 40 kbit/s of everybody's messages, signs of
 /// life may be late.
 fn assert_slow_and_lost(output: &str, endpoints: &[String]) {
     let told = |section: &str, what: &str| {
@@ -196,7 +203,7 @@ fn assert_slow_and_lost(output: &str, endpoints: &[String]) {
         of_section.filter(|line| line.contains(what)).count()
     };
     let (slow, lost) = (": slow: the way from ", "is lost");
-    let of_slow = told("SLOW ", slow) + told("SLOWER ", slow) + told("SLOWER ", lost);
+    let of_slow = told("SLOW ", slow) + told("SLOWER ", slow);
     assert!(of_slow > 0, "no slow way was named");
     let of_crawled = told("CRAWLED ", slow) + told("CRAWLED ", lost);
     assert!(of_crawled > 0, "nothing was said of a way that crawled");

@@ -507,8 +507,9 @@ async fn a_second_ctrl_c_stops_at_once() {
     up.signal("decode-0", Signal::STOP);
     let pids = ["gateway-0", "prefill-0", "decode-0"].map(|rank| up.pid(rank));
     up.signal_up(Signal::INT);
-    up.wait_for_output("draining");
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    up.wait_for_output("draining: streams in flight");
+    // Once it has said nothing for three seconds.
+    up.wait_for_output("draining waits for decode-0, which hangs: ");
     assert!(
         std::path::Path::new(&format!("/proc/{}", pids[0])).exists(),
         "the first Ctrl-C did not wait for the stream"
@@ -525,4 +526,10 @@ async fn a_second_ctrl_c_stops_at_once() {
         );
     }
     assert!(stream.await.expect("task").is_err());
+    assert!(
+        up.output()
+            .ends_with("stopped at once: what was in flight was cut off\n"),
+        "{}",
+        up.output()
+    );
 }

@@ -1,13 +1,20 @@
 //! `hearth up` as users see it: its output, the other commands, and how it ends.
 
+use std::fs::Permissions;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use hearth_tests::{
-    Up, UpOptions, chat_body, chat_stream, hearth, root, run, skipped, write_certificates,
+    Up, UpOptions, chat_body, chat_stream, deployment, hearth, root, run, skipped, worker,
+    write_certificates,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
+
+/// Longest end of what has nothing in flight, whatever hangs, on a busy machine; the grace period is 30 s.
+const SOON: Duration = Duration::from_secs(10);
 
 #[test]
 fn one_command_answers_a_question_and_ends_cleanly() {
@@ -322,6 +329,118 @@ async fn a_drain_says_how_many_answers_it_cut_off() {
         output.contains("stopped; 1 answer was cut off: it had not ended after 0 s (--grace)"),
         "{output}"
     );
+}
+
+/// It has nothing to lose.
+#[test]
+fn a_worker_that_hangs_with_nothing_in_flight_is_not_waited_for() {
+    let mut up = Up::demo();
+    let pid = up.pid("decode-0");
+    up.signal("decode-0", Signal::STOP);
+    let told = Instant::now();
+    up.signal_up(Signal::INT);
+    assert_eq!(up.wait(), 0);
+    let took = told.elapsed();
+    assert!(took < SOON, "{took:?}");
+    assert!(up.output().ends_with("✔ stopped\n"), "{}", up.output());
+    assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
+}
+
+#[test]
+fn a_worker_that_says_nothing_while_it_starts_is_named_and_not_waited_for_at_the_end() {
+    let directory = tempfile::tempdir().expect("directory");
+    let script = directory.path().join("worker");
+    let real = worker().get_program().to_string_lossy().into_owned();
+    let text = format!(
+        "#!/bin/sh\nif [ \"$1\" = decode ]; then trap '' TERM; exec sleep 600; fi\nexec '{real}' \"$@\"\n"
+    );
+    std::fs::write(&script, text).expect("the script");
+    std::fs::set_permissions(&script, Permissions::from_mode(0o755)).expect("a program");
+    let mut up = Up::spawn(&UpOptions {
+        environment: vec![("HEARTH_WORKER".to_owned(), script.display().to_string())],
+        ..UpOptions::default()
+    });
+    up.wait_for_output("decode-0 starts and has said nothing for 10 s: it may hang");
+    let told = Instant::now();
+    up.signal_up(Signal::INT);
+    assert_eq!(up.wait(), 0);
+    let took = told.elapsed();
+    assert!(took < SOON, "{took:?}");
+    let output = up.output();
+    assert!(output.ends_with("✔ stopped\n"), "{output}");
+    // What has not changed is not said again.
+    let waiting = output.matches("ready; waiting for").count();
+    assert!(waiting <= 2, "{output}");
+}
+
+#[test]
+fn what_is_wrong_on_every_machine_is_refused_before_this_one_is_measured() {
+    type Edit = fn(&mut Value);
+    let as_it_is: Edit = |_| {};
+    let cases: [(&str, Edit, &[&str], &[&str]); 6] = [
+        (
+            "plan",
+            |spec| {
+                spec["strategy"] = json!("PipedRing");
+                spec["prefill"] = json!({"mode": "DistributedStreamLoading"});
+                spec["decode"] = json!({"replicas": 2, "dualBatch": "On"});
+            },
+            &[],
+            &[
+                "spec.prefill.mode is \"DistributedStreamLoading\"",
+                "spec.decode.replicas is 2",
+                "spec.decode.dualBatch is \"On\"",
+            ],
+        ),
+        (
+            "plan",
+            |spec| {
+                spec["prefill"] = json!({"gpusPerWorker": 0});
+                spec["decode"] = json!({"dualBatch": "On"});
+            },
+            &[],
+            &["spec.decode.dualBatch is \"On\""],
+        ),
+        (
+            "plan",
+            |spec| spec["model"]["contextLength"] = json!(900_000),
+            &[],
+            &["spec.model.contextLength is 900000", "at most"],
+        ),
+        (
+            "plan",
+            |spec| spec["decode"] = json!({"kvCache": {"memory": "1Mi"}}),
+            &[],
+            &["spec.decode.kvCache.memory is 1Mi", "raise it to"],
+        ),
+        (
+            "plan",
+            as_it_is,
+            &["--node", "attic:memory=0"],
+            &["memory is \"0\""],
+        ),
+        (
+            "up",
+            as_it_is,
+            &["--profiles", "nodes.yaml"],
+            &["'--profiles <FILE>'", "'hearth plan --profiles FILE'"],
+        ),
+    ];
+    let directory = tempfile::tempdir().expect("directory");
+    for (command, edit, arguments, expected) in cases {
+        let file = deployment(directory.path(), edit);
+        let (code, _, stderr) = run(hearth()
+            .args([command, "-f"])
+            .arg(&file)
+            .args(arguments)
+            .arg("--state-dir")
+            .arg(directory.path()));
+        assert_ne!(code, 0, "{stderr}");
+        for words in expected {
+            assert!(stderr.contains(words), "no {words:?} in {stderr}");
+        }
+        assert!(!stderr.contains("this machine:"), "{stderr}");
+    }
 }
 
 #[tokio::test]

@@ -107,6 +107,11 @@ impl Environment {
     pub(crate) fn read(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let text = |name: &str| variable(name).and_then(|value| value.into_string().ok());
         let filled = |name: &str| text(name).filter(|value| !value.is_empty());
+        // Of a file whose last line ends, as an operator reads it from a Secret.
+        let secret = |name: &str| {
+            let value = filled(name)?;
+            Some(value.trim_end_matches(['\r', '\n']).to_owned()).filter(|value| !value.is_empty())
+        };
         // Other programs read them in either case.
         let proxy = |name: &str| filled(name).or_else(|| filled(&name.to_ascii_lowercase()));
         Self {
@@ -116,9 +121,9 @@ impl Environment {
             log_filter: text("RUST_LOG"),
             has_colour: variable("NO_COLOR").is_none()
                 && variable("TERM").is_none_or(|terminal| terminal != "dumb"),
-            model_token: filled("HEARTH_MODEL_TOKEN"),
-            model_username: filled("HEARTH_MODEL_USERNAME"),
-            model_password: filled("HEARTH_MODEL_PASSWORD"),
+            model_token: secret("HEARTH_MODEL_TOKEN"),
+            model_username: secret("HEARTH_MODEL_USERNAME"),
+            model_password: secret("HEARTH_MODEL_PASSWORD"),
             hub_endpoint: filled("HF_ENDPOINT"),
             ca_bundle: variable("HEARTH_CA_BUNDLE")
                 .filter(|path| !path.is_empty())
@@ -164,7 +169,7 @@ mod tests {
         let empty = environment(&[("HOME", ""), ("HEARTH_MODEL_TOKEN", "")]);
         assert_eq!(empty.in_cache("kernels"), None);
         assert_eq!(empty.model_token, None);
-        let filled = environment(&[("HOME", "/home/ann"), ("HEARTH_MODEL_TOKEN", "t")]);
+        let filled = environment(&[("HOME", "/home/ann"), ("HEARTH_MODEL_TOKEN", "t\r\n")]);
         let cache = PathBuf::from("/home/ann/.cache/hearth/kernels");
         assert_eq!(filled.in_cache("kernels"), Some(cache));
         assert_eq!(filled.model_token.as_deref(), Some("t"));

@@ -28,10 +28,10 @@ pub(crate) struct Asked {
 }
 
 impl Asked {
-    /// Reads the spec.
+    /// Reads a spec that contradicts nothing in itself, see [`check_devices`].
     ///
     /// # Errors
-    /// [`PlanError::Unsupported`] for modes that contradict each other or the model.
+    /// [`PlanError::Unsupported`] for modes that contradict the model.
     pub(crate) fn of(
         spec: &InferenceDeploymentSpec,
         facts: &ModelFacts,
@@ -45,16 +45,7 @@ impl Asked {
             has_experts: facts.experts > 0,
             knows_experts: facts.expert_layers > 0,
         };
-        let mut errors = errors_of_peers(&spec.prefill);
-        if spec.prefill.mode == PrefillMode::Chunked && spec.prefill.chunked_below_tokens.is_some()
-        {
-            let remedy = "spec.prefill.mode is Chunked, so that decode workers read every prompt: remove chunkedBelowTokens, or write mode: Auto";
-            errors.push((
-                "spec.prefill.chunkedBelowTokens",
-                "has no effect",
-                remedy.to_owned(),
-            ));
-        }
+        let mut errors = Vec::new();
         if !asked.has_experts {
             let none = format!("{} has no routed experts", facts.architecture);
             if let Some(mode) = asked.streams {
@@ -73,19 +64,8 @@ impl Asked {
             };
             let remedy = "the facts of this model are those of an earlier version's worker, which cannot do it: renew the workers' image and have the model inspected again, or write Auto";
             errors.push((field, is, remedy.to_owned()));
-        } else if asked.halves && asked.gpus_per_worker == Some(0) {
-            let remedy = "one half batch is in attention on a GPU, and spec.prefill.gpusPerWorker is 0, so that no worker uses one: remove gpusPerWorker, or write dualBatch: Auto";
-            errors.push(("spec.decode.dualBatch", "is \"On\"", remedy.to_owned()));
         }
-        if errors.is_empty() {
-            return Ok(asked);
-        }
-        let errors = errors.into_iter();
-        Err(PlanError::Unsupported(
-            errors
-                .map(|(field, is, remedy)| FieldError::new(field, is, remedy))
-                .collect(),
-        ))
+        refused(errors).map(|()| asked)
     }
 
     /// Candidates, best first: a GPU that holds the model, as prefill is compute-bound; then one that holds all but the
@@ -173,6 +153,38 @@ impl Asked {
             dual_batch: self.halves,
         }
     }
+}
+
+/// Checks what a spec says about devices, for whatever model and nodes.
+///
+/// # Errors
+/// [`PlanError::Unsupported`] for modes that contradict each other.
+pub(crate) fn check_devices(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
+    let prefill = &spec.prefill;
+    let mut errors = errors_of_peers(prefill);
+    if prefill.mode == PrefillMode::Chunked && prefill.chunked_below_tokens.is_some() {
+        let remedy = "spec.prefill.mode is Chunked, so that decode workers read every prompt: remove chunkedBelowTokens, or write mode: Auto";
+        errors.push((
+            "spec.prefill.chunkedBelowTokens",
+            "has no effect",
+            remedy.to_owned(),
+        ));
+    }
+    if spec.decode.dual_batch == DualBatch::On && prefill.gpus_per_worker == Some(0) {
+        let remedy = "one half batch is in attention on a GPU, and spec.prefill.gpusPerWorker is 0, so that no worker uses one: remove gpusPerWorker, or write dualBatch: Auto";
+        errors.push(("spec.decode.dualBatch", "is \"On\"", remedy.to_owned()));
+    }
+    refused(errors)
+}
+
+/// The error for fields, each with what it is and what to write; none where there are none.
+fn refused(errors: Vec<(&'static str, &'static str, String)>) -> Result<(), PlanError> {
+    if errors.is_empty() {
+        return Ok(());
+    }
+    let errors = errors.into_iter();
+    let errors = errors.map(|(field, is, remedy)| FieldError::new(field, is, remedy));
+    Err(PlanError::Unsupported(errors.collect()))
 }
 
 /// What is said of a mode that streams.

@@ -41,6 +41,8 @@ pub enum Advice {
     MoreMemoryOf(String, u64),
     /// Nothing in the spec helps: the disks of these nodes must be measured, so that a ring may read from them.
     MeasureDisks(String),
+    /// Nothing in the spec helps: write this argument of the command, which says what a node has.
+    Argument(String),
     /// Nothing in the spec helps, and no amount of memory of one node.
     SmallerModel,
     /// Nothing in the spec helps: Pods must request this much less CPU of the node, in thousandths of a CPU.
@@ -114,6 +116,7 @@ impl fmt::Display for Advice {
                 disks::SLOW_GBPS,
                 disks::REMEDY
             ),
+            Self::Argument(argument) => write!(f, "write {argument}"),
             Self::SmallerModel => f.write_str("add a node, or use a smaller model"),
             Self::FreeMemory(bytes) => {
                 write!(f, "free {}, or use a smaller model", format_bytes(*bytes))

@@ -52,7 +52,8 @@ pub use error::{Advice, AskedBy, PlanError};
 pub use gpus::GpuOffer;
 pub use input::PlanInput;
 pub use link::LINK_EFFICIENCY;
-pub use plan::plan;
+pub use numerics::mixed_pools;
+pub use plan::{check_model, check_spec, plan};
 pub use predict::{
     COMPUTE_EFFICIENCY, GPU_COMPUTE_EFFICIENCY, GPU_EXACT_COMPUTE_EFFICIENCY,
     GPU_LAYER_OVERHEAD_MS, GPU_READ_EFFICIENCY, LAYER_OVERHEAD_MS, PAGE_CACHE_EFFICIENCY,

@@ -62,8 +62,8 @@ pub(crate) fn of_rank(node: &NodeProfileStatus, rank: &PlanRank) -> Numerics {
     }
 }
 
-/// Returns one line for each pool whose ranks compute different bits.
-pub(crate) fn mixed_pools(nodes: &[&NodeProfileStatus], ranks: &[PlanRank]) -> Vec<String> {
+/// Returns one line for each pool whose ranks compute different bits. Ranks on nodes without a profile in `nodes` count as equal.
+pub fn mixed_pools(nodes: &[&NodeProfileStatus], ranks: &[PlanRank]) -> Vec<String> {
     [PlanRole::Prefill, PlanRole::Decode]
         .into_iter()
         .filter_map(|role| mixed_pool(nodes, ranks, role))

@@ -93,7 +93,8 @@ async fn usual() -> anyhow::Result<Config> {
     let mut config = match found {
         Ok(config) => config,
         Err(error) => Config::incluster().map_err(|in_cluster| {
-            anyhow!("kubeconfig: {}; Pod: {}", root(&error), root(&in_cluster))
+            // It names the file.
+            anyhow!("{error}; Pod: {}", root(&in_cluster))
         })?,
     };
     config.apply_debug_overrides();

@@ -93,6 +93,12 @@ async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
         let members = http::waits_for(&body).map(|(_, member)| member);
         waits_for = members.map(str::to_owned).collect();
     }
+    // A gateway hears of them some seconds later.
+    let hung = hung_members(&running, plan);
+    serving &= hung.is_empty();
+    waits_for.extend(hung);
+    waits_for.sort();
+    waits_for.dedup();
     let url = running.metrics.as_deref();
     let client = url.map(|url| http::client(url, None, Some(PATIENCE)));
     if let (Some(url), Some(Ok(client))) = (url, client)
@@ -108,6 +114,21 @@ async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
         predicted_ttft_ms: plan.map(|plan| plan.predicted.ttft_ms),
         predicted_tpot_ms: plan.map(|plan| plan.predicted.tpot_ms),
     }
+}
+
+/// Names of processes that hang and that no answer goes on without: members of rings, and the only decode workers.
+fn hung_members(running: &Running, plan: Option<&InferencePlanSpec>) -> Vec<String> {
+    let all_hang = processes_of(running, "decode").all(|process| process.hung);
+    let is_in_ring = |rank: &str| {
+        let rank = plan.and_then(|plan| plan.rank(rank));
+        rank.is_some_and(|rank| rank.ring.is_some())
+    };
+    let hung = running.processes.iter().filter(|process| process.hung);
+    let needed = hung.filter(|process| match &*process.role {
+        "decode" => all_hang,
+        _ => is_in_ring(&process.rank),
+    });
+    needed.map(|process| process.rank.clone()).collect()
 }
 
 fn measured(metrics: &str) -> Measured {

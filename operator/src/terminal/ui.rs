@@ -5,7 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -17,8 +17,10 @@ const STEP_WIDTH: usize = 52;
 
 /// Time after which a running step is first mentioned if there is no terminal.
 const FIRST_LINE: Duration = Duration::from_millis(700);
-/// Longest pause between two such lines.
+/// Longest pause until a change is mentioned.
 const MAX_LINE_PAUSE: Duration = Duration::from_secs(15);
+/// Pause after which the same line is printed again.
+const SAME_LINE_PAUSE: Duration = Duration::from_secs(60);
 
 /// Steps of a command, printed as they happen.
 pub(crate) struct Steps {
@@ -67,7 +69,7 @@ impl Steps {
         say(format_args!("  {text}"));
     }
 
-    /// Starts a long step whose text may change: a spinner on a terminal, otherwise an occasional line.
+    /// Starts a long step whose text may change: a spinner on a terminal, otherwise an occasional line, where it has changed.
     pub(crate) fn busy(&self, text: &str) -> Busy {
         if !self.terminal {
             let lines = Lines::start(text, FIRST_LINE, |text| {
@@ -146,7 +148,7 @@ impl Drop for Busy {
     }
 }
 
-/// A thread that prints a text from time to time, with growing pauses.
+/// A thread that prints a text from time to time, with growing pauses, where it has changed.
 struct Lines {
     text: Arc<Mutex<String>>,
     /// Closed to end the thread.
@@ -161,10 +163,16 @@ impl Lines {
         let shown = Arc::clone(&text);
         let thread = std::thread::Builder::new().spawn(move || {
             let mut pause = first;
+            let mut printed: Option<(String, Instant)> = None;
             while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(pause) {
                 let now = shown.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                print(&now);
                 pause = (pause * 2).min(MAX_LINE_PAUSE);
+                let is_old =
+                    |(text, at): &(String, Instant)| *text == now && at.elapsed() < SAME_LINE_PAUSE;
+                if !printed.as_ref().is_some_and(is_old) {
+                    print(&now);
+                    printed = Some((now, Instant::now()));
+                }
             }
         });
         Self {
@@ -282,8 +290,11 @@ mod tests {
             let _ = said.send(text.to_owned());
         });
         assert_eq!(heard.recv().unwrap(), "one");
+        // Many pauses later.
+        let again = heard.recv_timeout(Duration::from_millis(500));
+        assert!(again.is_err(), "it has not changed");
         "two".clone_into(&mut lines.text());
-        while heard.recv().unwrap() != "two" {}
+        assert_eq!(heard.recv().unwrap(), "two");
         drop(lines);
         // The thread has ended, and with it its end of the channel.
         while heard.recv().is_ok() {}

@@ -1,11 +1,13 @@
 //! Nodes that parts of this machine stand for, so that plans over several nodes can be tried, tested and measured on one.
 
+use std::path::Path;
 use std::str::FromStr;
 
 use anyhow::bail;
 use hearth_crds::{
     GpuProfile, LinkProfile, MemoryQuantity, NodeProfileStatus, NumaNodeProfile, format_bytes,
 };
+use hearth_planner::{Advice, PlanError, format_cpu_list};
 
 const FORM: &str = "write a name, its memory, its CPUs where it has not all, and how many GPUs it has, as in attic:memory=2Gi,cpus=0-3,gpus=1";
 /// GB/s and round trip in microseconds between two processes of this machine.
@@ -51,6 +53,11 @@ impl FromStr for BoxArg {
         let quantity: MemoryQuantity = memory
             .parse()
             .map_err(|error| format!("memory is {memory:?}: {error}"))?;
+        if quantity.bytes() == 0 {
+            return Err(format!(
+                "memory is {memory:?}: a node has some, as in {name}:memory=2Gi"
+            ));
+        }
         let gpus = gpus.unwrap_or_else(|| "0".to_owned());
         Ok(Self {
             name: name.to_owned(),
@@ -60,6 +67,21 @@ impl FromStr for BoxArg {
                 .parse()
                 .map_err(|_| format!("gpus is {gpus:?}: write a number, as in gpus=1"))?,
         })
+    }
+}
+
+impl BoxArg {
+    /// The argument for the same node with so much memory.
+    fn with_memory(&self, bytes: u64) -> String {
+        let memory = MemoryQuantity::from_bytes(bytes);
+        let mut argument = format!("--node {}:memory={memory}", self.name);
+        if let Some(cpus) = &self.cpus {
+            argument += &format!(",cpus={}", format_cpu_list(cpus));
+        }
+        if self.gpus > 0 {
+            argument += &format!(",gpus={}", self.gpus);
+        }
+        argument
     }
 }
 
@@ -92,6 +114,8 @@ fn cpu_list(text: &str) -> Result<Vec<u32>, String> {
         }
         cpus.extend(first..=last);
     }
+    cpus.sort_unstable();
+    cpus.dedup();
     Ok(cpus)
 }
 
@@ -100,6 +124,14 @@ fn cpu_list(text: &str) -> Result<Vec<u32>, String> {
 /// # Errors
 /// Those of [`split`] that are certain.
 pub(crate) fn check(boxes: &[BoxArg], virtual_device: Option<&str>) -> anyhow::Result<()> {
+    check_on(boxes, virtual_device, may_have_gpus())
+}
+
+fn check_on(
+    boxes: &[BoxArg],
+    virtual_device: Option<&str>,
+    may_have_gpus: bool,
+) -> anyhow::Result<()> {
     if boxes.is_empty() {
         return Ok(());
     }
@@ -119,8 +151,22 @@ pub(crate) fn check(boxes: &[BoxArg], virtual_device: Option<&str>) -> anyhow::R
             });
             check_gpus(boxes, count.unwrap_or(1), true)
         }
-        None => Ok(()),
+        None if may_have_gpus => Ok(()),
+        None => check_gpus(boxes, 0, false),
     }
+}
+
+/// Whether this machine may have GPUs: one on its PCI bus, whose driver may not be loaded yet, or a device of a driver.
+fn may_have_gpus() -> bool {
+    const NVIDIA: &str = "0x10de";
+    let driven = ["/dev/nvidiactl", "/dev/nvgpu", "/dev/dxg"];
+    let devices = std::fs::read_dir("/sys/bus/pci/devices");
+    let mut devices = devices.into_iter().flatten().flatten();
+    driven.iter().any(|path| Path::new(path).exists())
+        || devices.any(|device| {
+            let vendor = std::fs::read_to_string(device.path().join("vendor"));
+            vendor.is_ok_and(|vendor| vendor.trim() == NVIDIA)
+        })
 }
 
 /// Profiles of the nodes that this machine stands for: itself alone if none is asked for. The machine's GPUs are shared out in
@@ -207,6 +253,37 @@ fn check_gpus(boxes: &[BoxArg], has: usize, are_virtual: bool) -> anyhow::Result
     Ok(())
 }
 
+/// The error with what to write as `--node` where more memory of a node is what helps.
+pub(crate) fn as_arguments(
+    mut error: PlanError,
+    boxes: &[BoxArg],
+    nodes: &[NodeProfileStatus],
+) -> PlanError {
+    let (node, advice) = match &mut error {
+        PlanError::NoRoomInRing { advice, .. } => (String::new(), advice),
+        PlanError::InsufficientMemory { node, advice, .. } => (node.clone(), advice),
+        _ => return error,
+    };
+    for advice in advice {
+        let (name, more_bytes) = match &*advice {
+            Advice::FreeMemoryOf(name, bytes) => (name, *bytes),
+            Advice::FreeMemory(bytes) => (&node, *bytes),
+            _ => continue,
+        };
+        let it = boxes.iter().find(|it| it.name == *name);
+        let memory = nodes.iter().find(|node| node.node == *name);
+        let (Some(it), Some(memory)) = (it, memory.map(|node| &node.memory)) else {
+            continue;
+        };
+        let bytes = memory.available_bytes.saturating_add(more_bytes);
+        let bytes = bytes.div_ceil(1 << 20) << 20;
+        if bytes <= memory.total_bytes {
+            *advice = Advice::Argument(it.with_memory(bytes));
+        }
+    }
+    error
+}
+
 fn part(machine: &NodeProfileStatus, it: &BoxArg, boxes: &[BoxArg]) -> NodeProfileStatus {
     let mut node = machine.clone();
     node.node.clone_from(&it.name);
@@ -220,6 +297,10 @@ fn part(machine: &NodeProfileStatus, it: &BoxArg, boxes: &[BoxArg]) -> NodeProfi
         node.numa_nodes.retain(|numa| !numa.cpus.is_empty());
     }
     node.memory.available_bytes = it.memory_bytes;
+    // What it may be given, too.
+    let others = boxes.iter().filter(|other| other.name != it.name);
+    let others = others.map(|other| other.memory_bytes).sum();
+    node.memory.total_bytes = machine.memory.available_bytes.saturating_sub(others);
     node.memory.least_available_bytes = None;
     let count = node.numa_nodes.len().max(1) as u64;
     for numa in &mut node.numa_nodes {
@@ -327,6 +408,7 @@ mod tests {
             (&["attic"][..], "attic:memory=2Gi"),
             (&["Attic:memory=1Gi"], "\"Attic\""),
             (&["attic:memory=lots"], "memory is \"lots\""),
+            (&["attic:memory=0"], "memory is \"0\""),
             (&["attic:cpus=0"], "attic:memory=2Gi"),
             (&["attic:memory=1Gi,cpus=3-1"], "cpus is \"3-1\""),
             (&["attic:memory=1Gi,cpus=9"], "no such CPU"),
@@ -346,23 +428,61 @@ mod tests {
             assert!(error.contains(words), "{error}");
         }
     }
+
+    /// As much as the others leave of what the machine has.
+    #[test]
+    fn more_memory_is_said_as_the_argument_to_write() {
+        let texts = ["attic:memory=1Gi,cpus=2,0-1", "office:memory=2Gi,gpus=1"];
+        let boxes = texts.map(|text| text.parse::<BoxArg>().expect("a node"));
+        let nodes: Vec<_> = boxes
+            .iter()
+            .map(|it| part(&machine(), it, &boxes))
+            .collect();
+        let words = |advice| {
+            let error = PlanError::NoRoomInRing {
+                weights_bytes: 1,
+                kv_bytes: 1,
+                kv_of: "one context".to_owned(),
+                accounts: "there is room for nothing".to_owned(),
+                advice: vec![advice],
+            };
+            let error = as_arguments(error, &boxes, &nodes).to_string();
+            error.lines().last().unwrap_or_default().trim().to_owned()
+        };
+        let more = |name: &str, mib: u64| words(Advice::FreeMemoryOf(name.to_owned(), mib << 20));
+        assert_eq!(
+            more("attic", 231),
+            "write --node attic:memory=1255Mi,cpus=0-2"
+        );
+        assert_eq!(
+            more("office", 1024),
+            "write --node office:memory=3Gi,gpus=1"
+        );
+        let too_much = more("office", 6 << 10);
+        assert!(
+            too_much.starts_with("free 6144 MiB on office"),
+            "{too_much}"
+        );
+    }
+
     #[test]
     fn what_is_certain_is_refused_before_the_machine_is_measured() {
         let device = Some("virtual:memory=1Gi,count=2");
         for (texts, device, words) in [
             (&["a:memory=1Mi", "a:memory=1Mi"][..], None, "given twice"),
+            (&["a:memory=1Mi,gpus=1"], None, "this machine has 0"),
             (&["a:memory=1Mi,cpus=4095"], None, "no such CPU"),
             (&["a:memory=99999Gi"], None, "this machine has"),
             (&["a:memory=1Mi,gpus=3"], device, "this machine has 2"),
             (&["a:memory=1Mi"], device, "--virtual-device has no effect"),
         ] {
             let boxes: Result<Vec<BoxArg>, _> = texts.iter().map(|text| text.parse()).collect();
-            let error = check(&boxes.expect("nodes"), device).expect_err(words);
+            let error = check_on(&boxes.expect("nodes"), device, false).expect_err(words);
             assert!(error.to_string().contains(words), "{error}");
         }
         let boxes = ["a:memory=1Mi,cpus=0,gpus=2".parse().expect("a node")];
-        check(&boxes, device).expect("what there is");
-        check(&boxes, None).expect("GPUs that are not known yet");
-        check(&[], device).expect("the machine itself");
+        check_on(&boxes, device, false).expect("what there is");
+        check_on(&boxes, None, true).expect("GPUs that are not known yet");
+        check_on(&[], device, false).expect("the machine itself");
     }
 }

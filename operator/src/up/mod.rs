@@ -20,7 +20,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Args;
+use clap::builder::UnknownArgumentValueParser;
+use clap::{Arg, Args};
 
 use crate::environment::Environment;
 use crate::up::state::StateArgs;
@@ -29,9 +30,21 @@ const EXAMPLES: &str = "Examples:\n  \
     hearth up -f manifests/examples/demo.yaml\n  \
     hearth up -f manifests/examples/demo.yaml --port 9000 --ask 'What is Hearth?' --once";
 
+/// `--profiles`, which is an argument of `hearth plan` alone.
+fn profiles_elsewhere() -> Arg {
+    let said = UnknownArgumentValueParser::suggest(
+        "'hearth up' runs on this machine; 'hearth plan --profiles FILE' plans for other nodes, and '--node' lets parts of this one stand for some",
+    );
+    Arg::new("profiles")
+        .long("profiles")
+        .value_name("FILE")
+        .hide(true)
+        .value_parser(said)
+}
+
 /// Arguments of `hearth up`.
 #[derive(Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, arg = profiles_elsewhere())]
 pub(crate) struct UpArgs {
     /// The InferenceDeployment; - reads standard input
     #[arg(short = 'f', long = "file", value_name = "FILE")]

@@ -15,7 +15,8 @@ use hearth_crds::{
 use hearth_planner::{CpuOffer, GpuOffer, PlanInput};
 use serde::Deserialize;
 
-use super::{MachineArgs, UpArgs, boxes, files, profiles};
+use super::boxes::{self, BoxArg};
+use super::{MachineArgs, UpArgs, files, profiles};
 use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::terminal::{table, ui};
@@ -92,6 +93,8 @@ struct Found {
     inspected: Inspected,
     /// One for each node that the machine stands for.
     profiles: Vec<NodeProfileStatus>,
+    /// These nodes as the command says them; empty if it says none.
+    boxes: Vec<BoxArg>,
 }
 
 /// The worker's answer to `facts --serving`.
@@ -137,6 +140,7 @@ pub(crate) fn plan_for_nodes(
         );
     }
     let deployment = deployment(file, Target::Cluster)?;
+    hearth_planner::check_spec(&deployment.spec)?;
     say_valid(&deployment, steps);
     if !deployment.spec.placement.node_selector.is_empty() {
         steps.warn(
@@ -149,6 +153,7 @@ pub(crate) fn plan_for_nodes(
         inspected: inspect(&deployment, &directory, environment, steps)?,
         directory,
         profiles,
+        boxes: Vec::new(),
     };
     let gpus = found.profiles.iter();
     let gpus = gpus.map(|node| (node.node.clone(), node.gpus.len() as u32));
@@ -190,14 +195,19 @@ fn find(
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<Found> {
-    say_valid(deployment, steps);
+    hearth_planner::check_spec(&deployment.spec)?;
     boxes::check(&machine.nodes, machine.virtual_device.as_deref())?;
+    say_valid(deployment, steps);
     let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
+    let inspected = inspect(deployment, &directory, environment, steps)?;
+    // Measuring takes seconds on a busy machine.
+    hearth_planner::check_model(&deployment.spec, &inspected.facts)?;
     let profile = measure(&directory, state, machine, environment, steps)?;
     Ok(Found {
-        inspected: inspect(deployment, &directory, environment, steps)?,
+        inspected,
         directory,
         profiles: boxes::split(profile, &machine.nodes)?,
+        boxes: machine.nodes.clone(),
     })
 }
 
@@ -255,7 +265,8 @@ fn planned(
         profiles: &found.profiles,
         gpus,
         cpus: CpuOffer::Machine,
-    })?;
+    });
+    let plan = plan.map_err(|error| boxes::as_arguments(error, &found.boxes, &found.profiles))?;
     Ok(Planned {
         name,
         plan,

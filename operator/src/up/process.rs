@@ -19,7 +19,7 @@ use tokio::time::Instant;
 /// Silence after which a hung process is considered lost and is killed.
 const SILENCE: Duration = Duration::from_secs(20);
 /// Silence of a process that does not serve yet after which that is said; it may still go on.
-const LATE: Duration = Duration::from_secs(10);
+pub(crate) const LATE: Duration = Duration::from_secs(10);
 /// Exit code of a worker that rejects its arguments.
 const USAGE: i32 = 2;
 
@@ -77,6 +77,8 @@ pub(crate) enum ProcessEventKind {
         /// Whether its device no longer answers.
         is_lost: bool,
     },
+    /// It ends, as it was told to; the gateway with the number of choices that have not ended.
+    Draining(Option<u64>),
     /// Number of answers that were unfinished when the grace period ended.
     CutOff(u64),
     /// It ended after being asked to.
@@ -263,7 +265,8 @@ fn pass_on(
         Some(WorkerReport::Streamed(streamed)) => tell(ProcessEventKind::Streamed(streamed)),
         Some(WorkerReport::Unhealthy) => tell(ProcessEventKind::Unhealthy(true)),
         Some(WorkerReport::Healthy) => tell(ProcessEventKind::Unhealthy(false)),
-        Some(WorkerReport::Draining) | None => {}
+        Some(WorkerReport::Draining { choices }) => tell(ProcessEventKind::Draining(choices)),
+        None => {}
     }
     false
 }
@@ -271,8 +274,9 @@ fn pass_on(
 /// Reads the remaining output of a process that has ended.
 async fn last_words(mut lines: Lines<BufReader<ChildStdout>>, tell: &impl Fn(ProcessEventKind)) {
     while let Ok(Some(line)) = lines.next_line().await {
-        if let Some(WorkerReport::CutOff { answers }) = WorkerReport::read(&line) {
-            tell(ProcessEventKind::CutOff(answers));
+        let report = WorkerReport::read(&line);
+        if let Some(WorkerReport::CutOff { .. } | WorkerReport::Draining { .. }) = report {
+            pass_on(report, tell, &mut None);
         }
     }
 }

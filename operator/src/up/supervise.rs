@@ -2,16 +2,17 @@
 
 mod reach;
 mod replan;
+mod stop;
 mod tell;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::bail;
-use hearth_crds::{END_MARGIN, MAX_FAILED_STARTS, PlanRank, PlanRole};
+use hearth_crds::{MAX_FAILED_STARTS, PlanRank, PlanRole};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
@@ -66,6 +67,10 @@ struct Deployment {
     reasons: BTreeMap<String, String>,
     /// A device that a worker has found lost, until there is a plan without it.
     lost: Option<LostDevice>,
+    /// Processes that have said that they end, since all were told to.
+    draining: BTreeSet<String>,
+    /// Number of choices that had not ended when the gateway said so.
+    open_choices: Option<u64>,
     /// Number of answers that the gateway did not finish in time.
     cut_off: u64,
     spinner: Busy,
@@ -86,6 +91,8 @@ impl Deployment {
             failed_starts: BTreeMap::new(),
             reasons: BTreeMap::new(),
             lost: None,
+            draining: BTreeSet::new(),
+            open_choices: None,
             cut_off: 0,
             spinner,
         };
@@ -219,7 +226,7 @@ impl Deployment {
             ProcessEventKind::Loading(_)
             | ProcessEventKind::Late
             | ProcessEventKind::Streamed(_) => {
-                self.tell_progress(&rank, &kind, had_died);
+                self.tell_progress(&rank, &kind);
                 return Ok(());
             }
             ProcessEventKind::Ready => {
@@ -262,6 +269,10 @@ impl Deployment {
                 } else {
                     self.died(&rank, &how, why, pause, was_ready)?;
                 }
+            }
+            ProcessEventKind::Draining(choices) => {
+                self.open_choices = choices.or(self.open_choices);
+                self.draining.insert(rank);
             }
             ProcessEventKind::CutOff(answers) => self.cut_off += answers,
             ProcessEventKind::Stopped => {
@@ -390,88 +401,10 @@ impl Deployment {
         .line()
     }
 
-    /// Stops the gateway first, so that its streams can still reach their workers; then the workers.
-    async fn stop(mut self, grace: Duration, signals: &mut ShutdownSignals) {
-        self.spinner.finish();
-        if self.running.ready {
-            self.prepared.steps.done(&format!(
-                "draining: streams in flight get {} s to finish; Ctrl-C again stops now",
-                grace.as_secs()
-            ));
-        }
-        let mut is_whole = true;
-        let roles = [
-            PlanRole::Gateway,
-            PlanRole::Decode,
-            PlanRole::Stage,
-            PlanRole::Prefill,
-        ];
-        for role in roles {
-            let ranks: Vec<String> = self
-                .prepared
-                .plan
-                .ranks_of(role)
-                .map(|rank| rank.name.clone())
-                .collect();
-            self.want(&ranks, Wanted::Stopped);
-            let limit = grace + END_MARGIN;
-            let ended = tokio::select! {
-                ended = tokio::time::timeout(limit, self.ended(&ranks)) => ended.is_ok(),
-                () = signals.wait() => false,
-            };
-            if !ended {
-                is_whole = false;
-                let all: Vec<String> = self.wanted.keys().cloned().collect();
-                self.want(&all, Wanted::Killed);
-                break;
-            }
-        }
-        while self.tasks.join_next().await.is_some() {}
-        self.prepared.directory.clear_running();
-        let _ = self.prepared.lock.unlock();
-        let seconds = grace.as_secs();
-        self.prepared.steps.done(&match (is_whole, self.cut_off) {
-            (false, _) => "stopped at once: what was in flight was cut off".to_owned(),
-            (true, 0) => "stopped".to_owned(),
-            (true, 1) => format!(
-                "stopped; 1 answer was cut off: it had not ended after {seconds} s (--grace)"
-            ),
-            (true, count) => format!(
-                "stopped; {count} answers were cut off: they had not ended after {seconds} s (--grace)"
-            ),
-        });
-    }
-
     fn want(&self, ranks: &[String], wanted: Wanted) {
         for rank in ranks {
             if let Some(sender) = self.wanted.get(rank) {
                 sender.send_replace(wanted);
-            }
-        }
-    }
-
-    async fn ended(&mut self, ranks: &[String]) {
-        let runs = |running: &Running| {
-            running
-                .processes
-                .iter()
-                .any(|process| ranks.contains(&process.rank) && process.pid.is_some())
-        };
-        while runs(&self.running) {
-            let Some(event) = self.events.recv().await else {
-                return;
-            };
-            if let ProcessEventKind::CutOff(answers) = event.kind {
-                self.cut_off += answers;
-            }
-            if let ProcessEventKind::Stopped = event.kind
-                && let Some(process) = self
-                    .running
-                    .processes
-                    .iter_mut()
-                    .find(|process| process.rank == event.rank)
-            {
-                process.pid = None;
             }
         }
     }

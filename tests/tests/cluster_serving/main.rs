@@ -17,6 +17,7 @@ mod rings;
 mod scaling;
 #[path = "../../../worker/fetch/tests/support/mod.rs"]
 mod server;
+mod sharing;
 mod soak;
 mod sources;
 mod streams;

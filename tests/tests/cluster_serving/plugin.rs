@@ -76,6 +76,16 @@ pub(super) fn loads_and_unloads(cluster: &Cluster) {
     assert!(stderr.contains("there are: demo"), "{stderr}");
 }
 
+/// What a node has, who holds what of it, and what is free.
+pub(super) fn ledger_of(cluster: &Cluster, node: &str) -> Value {
+    let directory = tempfile::tempdir().expect("directory");
+    let plugin = Plugin {
+        cluster,
+        directory: directory.path(),
+    };
+    plugin.json(&format!("nodes {node}"))[0].take()
+}
+
 struct Plugin<'a> {
     cluster: &'a Cluster,
     directory: &'a Path,

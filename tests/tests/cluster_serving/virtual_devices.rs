@@ -1,17 +1,17 @@
 //! Virtual devices of nodes: plans that stream experts and have CPUs compute others, a device that is lost while its node is
 //! Ready, and devices that kubelets hand out as GPUs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use hearth_tests::cluster::{Cluster, condition, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use super::OPTIONS;
 use super::release::{self, PATIENCE, deployment, infd, names, patch, pods, said};
 use super::release::{settled, wait_until_settled};
 use super::streams::{self, Streams};
+use super::{OPTIONS, sharing};
 
 /// Memory of each node's device, and the file in a worker's Pod that has it lost.
 const DEVICE: &str = "virtual:memory=96Mi,fault=/tmp/fault";
@@ -34,7 +34,12 @@ fn virtual_devices_stream_experts_through_kills_a_rollout_and_a_loss() {
     lose_no_token_when_a_worker_is_killed(&cluster);
     lose_no_token_in_a_rollout(&cluster);
     that_are_lost_are_left(&cluster);
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    are_handed_out_as_gpus(&cluster);
     that_are_handed_out_have_both_workers_in_one_container(&cluster);
+    that_are_handed_out_go_to_more_workers_and_nobody_moves(&cluster);
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    sharing::a_gpu_goes_by_priority_and_idleness(&cluster);
 }
 
 fn are_measured(cluster: &Cluster) {
@@ -200,11 +205,9 @@ fn that_are_lost_are_left(cluster: &Cluster) {
     streams.finish();
 }
 
-/// The kubelet gives a device to one container, which has both workers; each of them is killed and starts again alone.
-fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
-    cluster.kubectl(&["delete", "infd", "demo"]);
+fn are_handed_out_as_gpus(cluster: &Cluster) {
     let directory = "agent.devicePluginDirectory=/var/lib/kubelet/device-plugins";
-    release::upgrade(cluster, directory);
+    release::upgrade(cluster, &format!("{directory},nodes.minResidence=5s"));
     let is_offered = |name: &str| {
         let node = cluster.get("node", "", name).expect("the node");
         let profile = cluster.get("nodeprofile", "", name).expect("a profile");
@@ -217,6 +220,10 @@ fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
             .all(is_offered)
             .then_some(())
     });
+}
+
+/// The kubelet gives a device to one container, which has both workers; each of them is killed and starts again alone.
+fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
     let one_node = json!({"nodeSelector": {"kubernetes.io/hostname": "node-2"}});
     let plan = demo_with_a_ring_and_halves(cluster, &one_node);
     let [prefill, decode] = ["Prefill", "Decode"].map(|role| rank(&plan, role));
@@ -264,6 +271,41 @@ fn that_are_handed_out_have_both_workers_in_one_container(cluster: &Cluster) {
     assert_eq!(rank(&plan, "Prefill")["inPodOf"], "decode-0", "{plan:#}");
     let next = pods(cluster, "demo", "decode").remove(0);
     assert_ne!(next["metadata"]["uid"], pod["metadata"]["uid"], "{next:#}");
+}
+
+/// A second worker gets the other node's device beside the first one; a third has none, and waits.
+fn that_are_handed_out_go_to_more_workers_and_nobody_moves(cluster: &Cluster) {
+    cluster.kubectl(&["delete", "infd", "demo"]);
+    wait_until("its Pods are gone", PATIENCE, || {
+        pods(cluster, "demo", "").is_empty().then_some(())
+    });
+    let model = json!({"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512});
+    let spec = json!({"model": model, "prefill": {"mode": "Chunked"}, "decode": {"maxBatch": 4}});
+    cluster.apply(&deployment("demo", spec).to_string());
+    let uids = || -> BTreeSet<String> {
+        let pods = pods(cluster, "demo", "").into_iter();
+        pods.map(|pod| pod["metadata"]["uid"].to_string()).collect()
+    };
+    let plan = plan_of(cluster, &wait_until_settled(cluster, "demo"));
+    assert_eq!(rank(&plan, "Decode")["device"], "VIRTUAL-0", "{plan:#}");
+    let first = uids();
+    patch(cluster, "demo", &json!({"decode": {"replicas": 2}}));
+    let plan = plan_of(cluster, &wait_until_settled(cluster, "demo"));
+    let both = uids();
+    assert!(both.is_superset(&first), "{first:?} {both:?} {plan:#}");
+    let ranks = plan["ranks"].as_array().expect("ranks").iter();
+    let decode: Vec<_> = ranks.filter(|rank| rank["role"] == "Decode").collect();
+    assert_eq!(decode.len(), 2, "{plan:#}");
+    assert!(decode.iter().all(|rank| rank["device"] == "VIRTUAL-0"));
+    assert_ne!(decode[0]["node"], decode[1]["node"], "{plan:#}");
+    patch(cluster, "demo", &json!({"decode": {"replicas": 3}}));
+    wait_until("a third has no device", PATIENCE, || {
+        (said(&infd(cluster, "demo"), "Planned").0 == "TooFewGpus").then_some(())
+    });
+    assert_eq!(uids(), both);
+    patch(cluster, "demo", &json!({"decode": {"replicas": 1}}));
+    wait_until_settled(cluster, "demo");
+    assert_eq!(uids(), first);
 }
 
 /// A trace from within the container has what both of its workers compute.

@@ -165,7 +165,7 @@ fn wait_until_at_zero(cluster: &Cluster) {
 }
 
 /// Asks several questions at once; returns the time to the first token of all.
-fn all_are_answered(v1: &str) -> Duration {
+pub(super) fn all_are_answered(v1: &str) -> Duration {
     let known = streams::known();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

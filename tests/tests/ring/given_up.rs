@@ -62,8 +62,9 @@ async fn leaves(gateway: &Rank, number: usize, after: Duration) -> bool {
         }
     };
     tokio::select! {
-        answer = asked => panic!("{number} has ended: {answer:?}"),
+        biased;
         () = leave => {}
+        answer = asked => panic!("{number} has ended: {answer:?}"),
     }
     wait_for("it is cancelled", || cancelled() > cancelled_before).await;
     !has_text.get()

@@ -342,6 +342,16 @@ fn hearth_chat_and_hearth_status_say_which_member_answers_wait_for() {
     chat.args(["--message", "What is Hearth?"]);
     chat.stdin(Stdio::null()).stdout(Stdio::piped());
     let mut chat = chat.stderr(Stdio::piped()).spawn().expect("hearth chat");
+    // As soon as its process is shown as hung, the endpoint is not shown as ready.
+    let mut status = json!(null);
+    wait_until("it hangs", || {
+        status = up.status();
+        let mut processes = status["processes"].as_array().into_iter().flatten();
+        processes.any(|it| it["rank"] == "stage-0" && it["hung"] == true)
+    });
+    assert_eq!(status["serving"], false, "{status:#}");
+    let waits_for = status["waitsFor"].as_array().expect("names");
+    assert!(waits_for.contains(&json!("stage-0")), "{status:#}");
     let said = BufReader::new(chat.stderr.take().expect("what it says")).lines();
     let mut said = said.map_while(Result::ok);
     // It ends with an error if nobody comes back.

@@ -95,6 +95,8 @@ pub(crate) struct Guard {
     policy: AddressPolicy,
     /// Whether the requester chose the server, and must not learn through us what is behind it.
     is_chosen: bool,
+    /// Whether non-public servers are not asked at all, where addresses are limited.
+    is_of_public: bool,
     has_met_inside: Arc<AtomicBool>,
     has_met_any: Arc<AtomicBool>,
     /// SHA-256 of the URLs and resolved addresses of one attempt.
@@ -108,6 +110,7 @@ impl Guard {
         Self {
             policy: policy.clone(),
             is_chosen: true,
+            is_of_public: false,
             has_met_inside: Arc::default(),
             has_met_any: Arc::default(),
             asked: Arc::default(),
@@ -119,6 +122,15 @@ impl Guard {
     pub(crate) fn of_administrator(policy: &AddressPolicy) -> Self {
         Self {
             is_chosen: false,
+            ..Self::new(policy)
+        }
+    }
+
+    /// The same for what may be told of public servers alone: where addresses are limited, no other is asked, so that not even the
+    /// time of an answer reveals one.
+    pub(crate) fn of_public(policy: &AddressPolicy) -> Self {
+        Self {
+            is_of_public: true,
             ..Self::new(policy)
         }
     }
@@ -174,6 +186,9 @@ impl Guard {
         if !self.policy.is_limited() {
             return true;
         }
+        if self.is_of_public {
+            return false;
+        }
         let host = host_of(url);
         let addresses: Vec<IpAddr> = match host.parse() {
             Ok(address) => vec![address],
@@ -217,6 +232,9 @@ impl Guard {
         self.policy.check(address)?;
         self.has_met_any.store(true, Ordering::Relaxed);
         if self.policy.is_limited() && !is_public(plain(address)) {
+            if self.is_of_public {
+                return Err(Refused("not public"));
+            }
             self.has_met_inside.store(true, Ordering::Relaxed);
         }
         Ok(())

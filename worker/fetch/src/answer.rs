@@ -120,6 +120,9 @@ fn hub_refusal(hub: &HubPlace, url: String, status: StatusCode, headers: &Header
 /// Returns the failure for a request that got no answer, directly or through a proxy.
 pub(crate) fn unanswered(place: &Place, proxy: Option<&str>, error: &reqwest::Error) -> Failure {
     let url = place.shown.clone();
+    if error.is_builder() && place.credentials.is_some() {
+        return Failure::Final(FetchError::Token { url });
+    }
     if let Some(refused) = cause_of::<Refused>(error) {
         return Failure::Final(forbidden(place, *refused));
     }

@@ -37,7 +37,7 @@ pub enum FetchError {
     },
     /// The name is not that of a repository.
     #[error(
-        "repo is {repo:?}\n  write the repository as owner/name, such as Qwen/Qwen3-30B-A3B, without https:// and without a revision"
+        "repo is {repo:?}\n  write the repository as owner/name, such as Qwen/Qwen3-30B-A3B, without https://; a revision is apart, as in hearth models pull Qwen/Qwen3-30B-A3B@main"
     )]
     Repository {
         /// The value as given.
@@ -58,6 +58,14 @@ pub enum FetchError {
         endpoint: String,
         /// Reason that it was rejected.
         reason: String,
+    },
+    /// A token that no request can carry.
+    #[error(
+        "the token for {url} cannot be sent: a header holds no line breaks and control characters\n  write it anew: in the Secret in a cluster, in HEARTH_MODEL_TOKEN on one machine"
+    )]
+    Token {
+        /// URL without secrets.
+        url: String,
     },
     /// The hub has no such repository, revision or file.
     #[error(
@@ -225,7 +233,8 @@ pub enum FetchError {
     },
     /// The connection broke repeatedly, or could not be made.
     #[error(
-        "{url} cannot be fetched: {reason} ({attempts} attempts made no progress)\n  check the network and the server; the next attempt resumes with the {bytes} bytes that are here"
+        "{url} cannot be fetched: {reason} ({attempts} attempts made no progress)\n  check the network and the server{}",
+        resumed(*bytes)
     )]
     Lost {
         /// URL without secrets.
@@ -387,6 +396,7 @@ impl FetchError {
             | Self::Repository { .. }
             | Self::Revision { .. }
             | Self::Endpoint { .. }
+            | Self::Token { .. }
             | Self::Forbidden { .. } => FaultOrigin::Request,
             Self::KeptBack { .. } => FaultOrigin::Unknown,
             Self::NotFound { .. }
@@ -444,6 +454,14 @@ impl FetchError {
     /// Returns a function for `map_err` that reports I/O errors at `path` as [`Self::file`] does.
     pub(crate) fn in_cache(path: &Path) -> impl Fn(io::Error) -> Self + '_ {
         move |reason| Self::file(path, reason)
+    }
+}
+
+/// What becomes of the bytes that are here.
+fn resumed(bytes: u64) -> String {
+    match bytes {
+        0 => String::new(),
+        _ => format!("; the next attempt resumes with the {bytes} bytes that are here"),
     }
 }
 

@@ -10,13 +10,15 @@ use crate::cache::About;
 use crate::collect::{self, Collected};
 use crate::digest::Digest;
 use crate::download;
+use crate::lengths;
 use crate::listing::{HubFile, INDEX, LIST_REMEDY, Listing, MAX_INDEX_BYTES};
 use crate::lock::Lock;
 use crate::part::{Part, Whose};
+use crate::place::Remote;
 use crate::progress::Reporter;
 use crate::room::Room;
 use crate::source::ListedFile;
-use crate::{Cache, FetchError, Source, blocking, verified_now};
+use crate::{Cache, FetchError, Phase, Source, blocking, verified_now};
 
 /// The fetch of one list.
 pub(crate) struct Fetch<'a> {
@@ -44,7 +46,7 @@ impl Fetch<'_> {
         let index = match listing.index()? {
             Some(index) => {
                 // Only the index tells what is needed besides.
-                before_bytes = self.bring(self.listed(&index)?, 0).await?;
+                before_bytes = self.bring(self.listed(&index)?, 0, None).await?;
                 if before_bytes > MAX_INDEX_BYTES {
                     return Err(FetchError::NotAModel {
                         repo: self.source.shown(),
@@ -60,9 +62,14 @@ impl Fetch<'_> {
         };
         let files = listing.needed(index.as_deref(), self.room.options.max_entries)?;
         let listed = files.iter().map(|file| self.listed(file));
-        let listed: Vec<&ListedFile> = listed.collect::<Result<_, _>>()?;
-        for file in listed.into_iter().filter(|file| file.path != INDEX) {
-            before_bytes += self.bring(file, before_bytes).await?;
+        let mut listed: Vec<&ListedFile> = listed.collect::<Result<_, _>>()?;
+        listed.retain(|file| file.path != INDEX);
+        let lengths = self.lengths(&listed).await;
+        for (at, file) in listed.into_iter().enumerate() {
+            let to_come = lengths.as_ref().and_then(|lengths| lengths.get(at..));
+            let whole_bytes =
+                to_come.map(|rest| rest.iter().copied().fold(before_bytes, u64::saturating_add));
+            before_bytes += self.bring(file, before_bytes, whole_bytes).await?;
         }
         let collected = Collected {
             cache: self.cache.clone(),
@@ -80,12 +87,37 @@ impl Fetch<'_> {
         collected.put().await
     }
 
+    /// What the servers say of the files' lengths in bytes, if they say it of all.
+    async fn lengths(&self, files: &[&ListedFile]) -> Option<Vec<u64>> {
+        self.reporter.tell(Phase::Connecting, 0, None);
+        let asked = files
+            .iter()
+            .map(|file| (self.remote(file), self.target(file)));
+        let asked: Vec<(Remote, PathBuf)> = asked.collect();
+        lengths::ask(&asked, self.room, self.reporter).await
+    }
+
+    /// Where a file is once it is complete.
+    fn target(&self, file: &ListedFile) -> PathBuf {
+        self.cache.unpacking(&self.source.key()).join(&file.path)
+    }
+
+    fn remote(&self, file: &ListedFile) -> Remote {
+        let digest = Digest::Sha256(file.sha256.clone());
+        self.source.file(&file.url, digest)
+    }
+
     /// Brings one file into the directory, unless it is there, and returns its length in bytes. `before_bytes` is the length of those
-    /// before it.
-    async fn bring(&self, file: &ListedFile, before_bytes: u64) -> Result<u64, FetchError> {
+    /// before it, and `whole_bytes` that of all, as far as it is known.
+    async fn bring(
+        &self,
+        file: &ListedFile,
+        before_bytes: u64,
+        whole_bytes: Option<u64>,
+    ) -> Result<u64, FetchError> {
         let key = self.source.key();
-        let target = self.cache.unpacking(&key).join(&file.path);
-        self.reporter.go_on_after(before_bytes, None);
+        let target = self.target(file);
+        self.reporter.go_on_after(before_bytes, whole_bytes);
         let digest = Digest::Sha256(file.sha256.clone());
         let (path, expected) = (target.clone(), digest.clone());
         let reporter = Arc::clone(self.reporter);
@@ -96,7 +128,7 @@ impl Fetch<'_> {
         // What an earlier file's server gave says nothing about this one's.
         let policy = &self.room.options.address_policy;
         self.reporter.hide(policy.is_limited());
-        let remote = self.source.file(&file.url, digest.clone());
+        let remote = self.remote(file);
         let whose = Whose {
             digest,
             is_one_of_several: true,

@@ -48,6 +48,7 @@ mod error;
 mod files;
 mod giver;
 mod hold;
+mod lengths;
 mod line;
 mod listing;
 mod lock;

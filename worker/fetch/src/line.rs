@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use reqwest::header::{ACCEPT_ENCODING, IF_RANGE, LOCATION, RANGE};
-use reqwest::{Response, Url};
+use reqwest::header::{ACCEPT_ENCODING, CONTENT_LENGTH, IF_RANGE, LOCATION, RANGE};
+use reqwest::{Method, Response, Url};
 use tokio::time::sleep;
 
 use crate::address_policy::Guard;
@@ -48,17 +48,39 @@ pub(crate) struct Here<'a> {
 }
 
 impl Line<'_> {
-    /// Asks for what is not here yet, and waits for the head of the answer; follows redirects. Credentials go to the place's own
-    /// server, until that names another one: whatever is named from then on gets none.
+    /// Asks for what is not here yet, and waits for the head of the answer; follows redirects.
     pub(crate) async fn request(
         &self,
+        here: Here<'_>,
+        idle_since: Instant,
+    ) -> Result<Response, Failure> {
+        self.follow(Method::GET, here, idle_since).await
+    }
+
+    /// The length in bytes that the server announces, by a request for the head alone; `None` if it tells none.
+    pub(crate) async fn announced_bytes(&self) -> Option<u64> {
+        self.check_url().ok()?;
+        let answer = self.follow(Method::HEAD, Here::default(), Instant::now());
+        let response = answer.await.ok()?.error_for_status().ok()?;
+        // That of the body, which is 0 here, some servers take for the file's.
+        let length = response.headers().get(CONTENT_LENGTH)?;
+        let bytes = length.to_str().ok()?.trim().parse().ok();
+        bytes.filter(|bytes| *bytes > 0)
+    }
+
+    /// Makes the request, and waits for the head of the answer; follows redirects. Credentials go to the place's own server, until
+    /// that names another one: whatever is named from then on gets none.
+    async fn follow(
+        &self,
+        method: Method,
         here: Here<'_>,
         idle_since: Instant,
     ) -> Result<Response, Failure> {
         let mut url = self.place.url.clone();
         let mut credentials = self.place.credentials.as_ref();
         for _ in 0..=MAX_REDIRECTS {
-            let response = self.ask(&url, credentials, here, idle_since).await?;
+            let asked = self.ask(&method, &url, credentials, here, idle_since);
+            let response = asked.await?;
             let Some(next) = self.redirect(&url, &response)? else {
                 return Ok(response);
             };
@@ -94,13 +116,16 @@ impl Line<'_> {
     /// One request, and the head of its answer.
     async fn ask(
         &self,
+        method: &Method,
         url: &Url,
         credentials: Option<&Credentials>,
         here: Here<'_>,
         idle_since: Instant,
     ) -> Result<Response, Failure> {
         let (client, proxy) = self.clients.of(url, self.options, self.guard).await;
-        let mut request = client.get(url.clone()).header(ACCEPT_ENCODING, "identity");
+        let mut request = client
+            .request(method.clone(), url.clone())
+            .header(ACCEPT_ENCODING, "identity");
         request = match credentials {
             Some(Credentials::Basic { username, password }) => {
                 request.basic_auth(username, Some(password))

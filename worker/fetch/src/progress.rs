@@ -115,7 +115,14 @@ impl Reporter {
         let now = Instant::now();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (bytes, total_bytes) = match state.among {
-            Some((before_bytes, whole_bytes)) => (before_bytes + bytes, whole_bytes),
+            // A sum of what servers announced may be too small.
+            Some((before_bytes, whole_bytes)) => {
+                let bytes = before_bytes + bytes;
+                (
+                    bytes,
+                    whole_bytes.filter(|whole_bytes| *whole_bytes >= bytes),
+                )
+            }
             None => (bytes, total_bytes),
         };
         let is_new = state.last.is_none_or(|(_, before)| before != phase);

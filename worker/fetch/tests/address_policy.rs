@@ -471,6 +471,7 @@ async fn a_list_reveals_no_more_than_an_archive() {
     assert!(fetched.unwrap().join("model.safetensors").is_file());
     let most = seen.lock().unwrap().iter().map(|it| it.bytes).max();
     assert!(most > Some(100_000), "{most:?}");
+    assert_eq!(large.seen().len(), 1, "its length is not asked for");
 
     // A page of an internal server is no weights.
     large.pace(Duration::ZERO);

@@ -141,6 +141,12 @@ impl Gateway {
         &self.app.pool
     }
 
+    /// Tells how many choices of answers have not ended, also while [`Gateway::serve`] runs.
+    pub fn open_choices(&self) -> impl Fn() -> u64 + use<> {
+        let metrics = Arc::clone(&self.app.metrics);
+        move || metrics.demand.choices() as u64
+    }
+
     /// Serves `/metrics` on a separate listener for as long as it is polled; runs beside [`Gateway::serve`].
     pub fn serve_metrics(&self, listener: TcpListener) -> impl Future<Output = ()> + use<> {
         let router = api::metrics_router(self.app.clone());

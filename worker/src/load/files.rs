@@ -168,8 +168,9 @@ impl Files<'_> {
         let sizes = modules
             .iter()
             .map(|spec| spec.stored_bytes(&self.checkpoint));
-        let needed_bytes = sizes.sum::<u64>().saturating_add(self.beside_bytes);
-        available_bytes.is_some_and(|available_bytes| needed_bytes > available_bytes)
+        available_bytes.is_some_and(|available_bytes| {
+            is_short(sizes.sum(), self.beside_bytes, available_bytes)
+        })
     }
 
     /// Threads that prepare weights for their first copies: half of the CPUs. `None` where memory does not hold all of the
@@ -358,4 +359,22 @@ fn listener(trace: Arc<Trace>) -> StreamListener {
         StreamEvent::Loaded(id) => trace.loaded(&id.to_string()),
         StreamEvent::Released(id) => trace.released(&id.to_string()),
     })
+}
+
+/// Whether memory is too short for weights and what else the process is to need, in bytes.
+fn is_short(weight_bytes: u64, beside_bytes: u64, available_bytes: u64) -> bool {
+    weight_bytes.saturating_add(beside_bytes) > available_bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_short;
+
+    #[test]
+    fn what_is_needed_beside_weights_may_make_memory_short() {
+        assert!(!is_short(900, 0, 1000));
+        assert!(!is_short(900, 100, 1000));
+        assert!(is_short(900, 101, 1000), "with the KV cache");
+        assert!(is_short(u64::MAX, 1, 1000));
+    }
 }

@@ -83,9 +83,11 @@ pub(crate) fn run(args: &GatewayArgs, environment: &Environment) -> anyhow::Resu
             device: "gateway".to_owned(),
         });
         tracing::info!(rank = rank.name, endpoint, "serving");
+        let open = gateway.open_choices();
         let shutdown = async {
             signals::termination().await;
-            send_report(&WorkerReport::Draining);
+            let choices = Some(open());
+            send_report(&WorkerReport::Draining { choices });
         };
         let pool = gateway.pool().clone();
         let follow_routes = async {

@@ -172,6 +172,8 @@ async fn serve(
     let tls = args.process.tls.read()?;
     let listener = Listener::bind(endpoint)?;
     send_report(&WorkerReport::Loading { percent: 0 });
+    // However long a percent takes.
+    let alive = tokio::spawn(stay_alive());
     let watch = LoadWatch::start(Duration::from_secs(args.load_patience));
     let clients = Clients::new(ClientOptions {
         tls: tls.clone(),
@@ -184,6 +186,7 @@ async fn serve(
         open(placed, binding, device, (&watch, calling))
     })?;
     drop(watch);
+    alive.abort();
     let options = ServerOptions {
         tls,
         ..ServerOptions::default()
@@ -216,7 +219,7 @@ async fn serve(
     let shutdown = async move {
         signals::termination().await;
         let until = Instant::now() + grace;
-        send_report(&WorkerReport::Draining);
+        send_report(&WorkerReport::Draining { choices: None });
         ending.end().await;
         membership.iter().for_each(Membership::drain);
         // A panic of it is in the log.

@@ -8,7 +8,7 @@ use hearth_engine::Engine;
 
 use crate::logging::print_line;
 
-/// Time between two reports that a serving process is alive.
+/// Time between two reports that a process is alive, while it loads, too.
 const ALIVE_PERIOD: Duration = Duration::from_secs(1);
 
 /// Reports repeatedly that the process is alive.

@@ -303,7 +303,9 @@ impl Reported {
                 self.takes_requests = true;
             }
             Some(WorkerReport::Healthy) => self.takes_requests = true,
-            Some(WorkerReport::Unhealthy | WorkerReport::Draining) => self.takes_requests = false,
+            Some(WorkerReport::Unhealthy | WorkerReport::Draining { .. }) => {
+                self.takes_requests = false;
+            }
             _ => {}
         }
     }
@@ -429,7 +431,8 @@ mod tests {
             "its engine has failed"
         );
         assert!(after(&WorkerReport::Healthy));
-        assert!(!after(&WorkerReport::Draining) && !after(&WorkerReport::Alive));
+        let draining = WorkerReport::Draining { choices: None };
+        assert!(!after(&draining) && !after(&WorkerReport::Alive));
         reported.hear(Some(&ready));
         reported.is_silent = true;
         assert!(!reported.is_ready());

@@ -13,7 +13,8 @@ use hearth_fetch::Throttle;
 #[derive(Args)]
 pub(crate) struct StoreArgs {
     /// Most bytes of models and parts of them, such as 200Gi: the least recently used are removed to make room [default: none]
-    #[arg(long, value_name = "SIZE", env = "HEARTH_MODEL_QUOTA", value_parser = amount)]
+    #[arg(long, value_name = "SIZE", env = "HEARTH_MODEL_QUOTA",
+        value_parser = |text: &str| amount("HEARTH_MODEL_QUOTA", text))]
     model_quota: Option<Amount>,
     /// Time after its last use for which a model is not removed to make room, such as 10m
     #[arg(
@@ -24,7 +25,8 @@ pub(crate) struct StoreArgs {
     )]
     keep_recent: DurationText,
     /// Most bytes a second of all downloads together, such as 20Mi [default: none]
-    #[arg(long, value_name = "SIZE", env = "HEARTH_DOWNLOAD_RATE", value_parser = amount)]
+    #[arg(long, value_name = "SIZE", env = "HEARTH_DOWNLOAD_RATE",
+        value_parser = |text: &str| amount("HEARTH_DOWNLOAD_RATE", text))]
     download_rate: Option<Amount>,
 }
 
@@ -49,14 +51,19 @@ impl StoreArgs {
     }
 }
 
-fn amount(text: &str) -> Result<Amount, String> {
+/// Reads an amount of bytes. Errors name the variable that may have given it, since `hearth` has no such options.
+fn amount(variable: &str, text: &str) -> Result<Amount, String> {
     if text.is_empty() {
         return Ok(Amount(None));
     }
-    let bytes: MemoryQuantity = text.parse().map_err(|error| format!("{error}"))?;
+    let told = |why: String| format!("{why}; {variable} gives it too");
+    let bytes: MemoryQuantity = text.parse().map_err(|error| told(format!("{error}")))?;
     match NonZeroU64::new(bytes.bytes()) {
         Some(bytes) => Ok(Amount(Some(bytes))),
-        None => Err("it must be more than 0; leave it out for no limit".to_owned()),
+        None => {
+            let why = "it must be more than 0; leave it out for no limit";
+            Err(told(why.to_owned()))
+        }
     }
 }
 
@@ -66,12 +73,16 @@ mod tests {
 
     #[test]
     fn an_amount_has_a_unit_and_is_not_zero() {
-        let bytes = |text: &str| amount(text).map(|amount| amount.0.map(NonZeroU64::get));
+        let bytes = |text: &str| {
+            let amount = amount("HEARTH_MODEL_QUOTA", text);
+            amount.map(|amount| amount.0.map(NonZeroU64::get))
+        };
         assert_eq!(bytes(""), Ok(None));
         assert_eq!(bytes("20Mi"), Ok(Some(20 << 20)));
         assert_eq!(bytes("1.5G"), Ok(Some(1_500_000_000)));
         for text in ["0", "-1", "many", "20 Mi"] {
-            assert!(bytes(text).is_err(), "{text}");
+            let refusal = bytes(text).unwrap_err();
+            assert!(refusal.contains("HEARTH_MODEL_QUOTA"), "{refusal}");
         }
     }
 }

@@ -53,3 +53,9 @@ pub(crate) fn refuse(choice: &mut PlanChoice, observed: &Observed, refusal: &Ref
     choice.refusal = Some(refusal.cause());
     choice.wants_nodes = lacks_nodes(&refusal.error) && !observed.nodes.is_empty();
 }
+
+/// Keeps the target, because other numbers of workers have no place beside those that stay. Another node could help.
+pub(crate) fn refuse_number(choice: &mut PlanChoice, cause: Cause) {
+    choice.refusal = Some(cause);
+    choice.wants_nodes = true;
+}

@@ -2,6 +2,7 @@
 
 mod choice;
 mod existing;
+mod gpu_room;
 pub(crate) mod lost_gpus;
 mod new_plan;
 pub(crate) mod refusals;
@@ -17,7 +18,7 @@ use std::time::Duration;
 use hearth_crds::{InferenceDeployment, InferencePlan, InferencePlanStatus, PlanRank, ServedSpec};
 
 pub(crate) use self::choice::PlanChoice;
-use self::choice::refuse;
+use self::choice::{refuse, refuse_number};
 pub(crate) use self::existing::{in_force, lost_words, unneeded, way_back, worker_nodes_of};
 use self::existing::{is_of_source, is_same_work, nodes_of};
 use self::new_plan::{is_made_for, lacks_nodes, made};
@@ -42,7 +43,10 @@ pub(crate) fn choose(observed: &Observed, search: Option<&mut Search<'_>>) -> Pl
         return choose_for(observed, None);
     };
     let mut choice = choose_among_nodes(observed, search);
-    ask_others(observed, search.known(), &mut choice);
+    match rest::taken_gpus(observed, &choice) {
+        Some(taken) => wait_for_gpus(observed, taken, &mut choice),
+        None => ask_others(observed, search.known(), &mut choice),
+    }
     choice
 }
 
@@ -65,6 +69,9 @@ pub(crate) fn with_room(
     let mut choice = choose_among_nodes(observed, search);
     if is_awaited(&choice) {
         choice = choose_among_nodes(&without_awaited(observed), search);
+    }
+    if let Some((_, trouble)) = rest::taken_gpus(observed, &choice) {
+        return Err(trouble.message);
     }
     let awaited = || {
         let nodes: Vec<&str> = observed.awaited_nodes.iter().map(String::as_str).collect();
@@ -140,6 +147,40 @@ fn choose_among_nodes(observed: &Observed, search: &mut Search<'_>) -> PlanChoic
     }
 }
 
+/// Keeps the plan that would be replaced by one with fewer workers on GPUs where others, who have its place, are about to end theirs.
+fn wait_for_gpus(
+    observed: &Observed,
+    (plan, mut trouble): (Arc<InferencePlan>, Cause),
+    choice: &mut PlanChoice,
+) {
+    let fits = |then: &Observed| {
+        let deployment = deployment_of_plan(&then.deployment, &plan);
+        let is_free = trouble_of_nodes(then, &plan, &deployment).is_none();
+        is_free.then(|| worker_nodes_of(&plan).map(str::to_owned).collect())
+    };
+    let Some(others) = in_the_way(observed, &fits) else {
+        return;
+    };
+    let words = others.words(observed);
+    let Who::Asked(asks) = others.who else {
+        return;
+    };
+    // One that stays busy may do so for ever.
+    if others.nodes.is_empty() {
+        return;
+    }
+    trouble.message += &format!("; {words}");
+    *choice = PlanChoice {
+        trouble: Some(trouble),
+        look_again: Some(LOOK_FOR_ROOM),
+        asks,
+        awaits: others.nodes,
+        others_have_room: true,
+        waits_for_place: true,
+        ..rest::keep(observed)
+    };
+}
+
 /// Where no node has room, finds out which others could make some by ending their workers, and says so.
 fn ask_others(observed: &Observed, wanted: Option<&Model>, choice: &mut PlanChoice) {
     let obstacle = choice.refusal.as_ref().or(choice.trouble.as_ref());
@@ -183,11 +224,16 @@ fn choose_for(observed: &Observed, wanted: Option<&Model>) -> PlanChoice {
         && newest.is_none_or(|plan| !is_made_for(plan, deployment, &model.facts))
     {
         let image = renew::image_of_next(observed);
-        match made(observed, deployment, model, image, &Refusals::new()) {
-            Ok(plan) => {
-                let plan = scaled(observed, newest, plan, &model.facts);
-                take(&mut choice, newest, plan);
-            }
+        let made = |deployment: &InferenceDeployment| {
+            made(observed, deployment, model, image, &Refusals::new())
+        };
+        let scaled = |plan: InferencePlan| {
+            let made = |deployment: &InferenceDeployment| made(deployment).ok();
+            scaled(observed, newest, plan, &model.facts, &made)
+        };
+        match made(deployment).map(scaled) {
+            Ok(Ok(plan)) => take(&mut choice, newest, plan),
+            Ok(Err(cause)) => refuse_number(&mut choice, cause),
             Err(error) => refuse(&mut choice, observed, &error),
         }
     }

@@ -1,16 +1,19 @@
 //! Deployments that are suspended, or without workers for want of requests: nothing is planned meanwhile, and their plan may have
 //! lost its place when they resume.
 
-use hearth_crds::{InferencePlan, PlanRank};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use hearth_crds::{InferencePlan, PlanRank};
 
 use super::choice::PlanChoice;
 use super::existing::{in_force, is_of_source};
 use super::new_plan::is_made_for;
-use crate::build::rank_holding;
+use super::trouble_of_nodes;
+use crate::build::{deployment_of_plan, rank_holding};
 use crate::candidates::{is_lost, room_on};
-use crate::cause::node_of;
-use crate::conditions;
+use crate::cause::{Cause, node_of};
+use crate::conditions::{self, NODES_TAKEN};
 use crate::model::model_of_plan;
 use crate::observed::{Holding, Observed, PodView};
 use crate::plan_record::has_failed;
@@ -38,6 +41,26 @@ pub(crate) fn is_up_to_date(observed: &Observed, plan: &InferencePlan) -> bool {
     let deployment = &observed.deployment;
     is_of_source(plan, deployment)
         && model_of_plan(plan).is_some_and(|model| is_made_for(plan, deployment, &model.facts))
+}
+
+/// The plan in force, and what keeps it from its place, if `choice` replaces it only because others have that, and by a plan with fewer
+/// workers on GPUs: as plans stay, these would not come back to them.
+pub(crate) fn taken_gpus(
+    observed: &Observed,
+    choice: &PlanChoice,
+) -> Option<(Arc<InferencePlan>, Cause)> {
+    let next = choice.target.as_ref().filter(|_| choice.is_new)?;
+    let plan = in_force(observed)?;
+    let on_gpus = |plan: &InferencePlan| {
+        let ranks = plan.spec.ranks.iter();
+        ranks.filter(|rank| rank.is_on_gpu()).count()
+    };
+    if on_gpus(next) >= on_gpus(&plan) || !is_up_to_date(observed, &plan) {
+        return None;
+    }
+    let deployment = deployment_of_plan(&observed.deployment, &plan);
+    let trouble = trouble_of_nodes(observed, &plan, &deployment)?;
+    (trouble.reason == NODES_TAKEN).then_some((plan, trouble))
 }
 
 /// Whether the nodes of a plan that is being resumed, or that comes back after another was given up, no longer have room for it: while

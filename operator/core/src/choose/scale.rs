@@ -1,20 +1,24 @@
 //! Changes the number of workers of a pool, and leaves all others where they are.
 //!
 //! The planner places everything anew each time. For a change in number alone, which an autoscaler makes under load,
-//! that would replace workers that are fine where they are.
+//! that would replace workers that are fine where they are, or have all of them compute on other devices.
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use hearth_crds::{
-    InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts, PlanRank, PlanRole,
-    PlanRouting, ResidencyPolicy,
+    InferenceDeployment, InferenceDeploymentSpec, InferencePlan, InferencePlanSpec, ModelFacts,
+    NodeProfileStatus, PlanRank, PlanRole, PlanRouting, ResidencyPolicy,
 };
+use hearth_planner::mixed_pools;
 
+use super::gpu_room;
 use super::new_plan::inputs;
 use super::rest::has_lost_its_place;
 use crate::build::deployment_of_plan;
 use crate::candidates::Candidates;
+use crate::cause::Cause;
 use crate::model::model_of_plan;
 use crate::observed::Observed;
 use crate::plan_record::{has_failed, has_served, spec_of_plan};
@@ -22,22 +26,27 @@ use crate::plan_record::{has_failed, has_served, spec_of_plan};
 /// Pools whose number of workers is in the spec.
 const POOLS: [PlanRole; 2] = [PlanRole::Prefill, PlanRole::Decode];
 
-/// Returns `plan`, or the newest plan with other numbers of workers if that suffices and its places are still its own.
+/// Returns `plan`, or the newest plan with other numbers of workers if that suffices and its places are still its own. `made` makes
+/// a plan for another spec.
+///
+/// # Errors
+/// Why other numbers alone are not planned: workers would leave their GPUs.
 pub(super) fn scaled(
     observed: &Observed,
     newest: Option<&Arc<InferencePlan>>,
     mut plan: InferencePlan,
     facts: &ModelFacts,
-) -> InferencePlan {
+    made: &dyn Fn(&InferenceDeployment) -> Option<InferencePlan>,
+) -> Result<InferencePlan, Cause> {
     let stays =
         |newest: &&Arc<InferencePlan>| !has_failed(newest) && !has_lost_its_place(observed, newest);
     let Some(newest) = newest.filter(stays) else {
-        return plan;
+        return Ok(plan);
     };
     let spec = &observed.deployment.spec;
     let before = deployment_of_plan(&observed.deployment, newest);
     if but_for_numbers(spec, facts) != but_for_numbers(&before.spec, facts) {
-        return plan;
+        return Ok(plan);
     }
     if asks_for_same(&before.spec, spec) || has_same_numbers(&newest.spec, &plan.spec) {
         // The number is written out, or the bounds keep the current one. Whatever the planner would do now, all stays.
@@ -47,10 +56,11 @@ pub(super) fn scaled(
             routing: kept_routing(&newest.spec.routing, &plan.spec.routing),
             ..newest.spec.clone()
         };
-        return plan;
+        return Ok(plan);
     }
     let free = Candidates::of(observed, &spec.placement);
-    if let Some(in_place) = in_place(&newest.spec, &plan.spec, &free) {
+    let in_place = other_numbers(&newest.spec, &plan.spec, &observed.deployment, &free, made)?;
+    if let Some(in_place) = in_place {
         plan.spec = in_place;
     } else if kinds(&newest.spec) == kinds(&plan.spec) {
         let routing = kept_routing(&newest.spec.routing, &plan.spec.routing);
@@ -60,7 +70,68 @@ pub(super) fn scaled(
         }
         plan.spec.routing = routing;
     }
-    plan
+    Ok(plan)
+}
+
+/// `old` with the numbers of workers that `new` has for `deployment`, where its workers stay where they are and compute on what they
+/// do; `None` where only a plan anew has a place for them. `made` makes a plan for another spec.
+///
+/// # Errors
+/// Why not even that is planned: workers would leave their GPUs.
+pub(super) fn other_numbers(
+    old: &InferencePlanSpec,
+    new: &InferencePlanSpec,
+    deployment: &InferenceDeployment,
+    free: &Candidates,
+    made: &dyn Fn(&InferenceDeployment) -> Option<InferencePlan>,
+) -> Result<Option<InferencePlanSpec>, Cause> {
+    let on_cpus = || in_place_on_cpus(old, new, deployment, free, made);
+    let found = in_place(old, new, free).or_else(on_cpus);
+    match leaves_gpus(old, new) {
+        Some(cause) if found.is_none() => Err(cause),
+        _ => Ok(found),
+    }
+}
+
+/// [`in_place`] for `old` without workers on GPUs, where `new` has some that were not there or not free before: with what is planned
+/// for CPUs alone.
+fn in_place_on_cpus(
+    old: &InferencePlanSpec,
+    new: &InferencePlanSpec,
+    deployment: &InferenceDeployment,
+    free: &Candidates,
+    made: &dyn Fn(&InferenceDeployment) -> Option<InferencePlan>,
+) -> Option<InferencePlanSpec> {
+    let has_gpus = |plan: &InferencePlanSpec| plan.ranks.iter().any(PlanRank::is_on_gpu);
+    if has_gpus(old) || !has_gpus(new) {
+        return None;
+    }
+    let mut on_cpus = deployment.clone();
+    on_cpus.spec.prefill.gpus_per_worker = Some(0);
+    let found = in_place(old, &made(&on_cpus)?.spec, free)?;
+    Some(InferencePlanSpec {
+        inputs: new.inputs.clone(),
+        ..found
+    })
+}
+
+/// Why `new` is no plan for other numbers of workers alone: those of a pool of `old` compute on GPUs, and would all compute
+/// elsewhere, or stream what is on a GPU now. `None` if there are none.
+fn leaves_gpus(old: &InferencePlanSpec, new: &InferencePlanSpec) -> Option<Cause> {
+    let is_like = |rank: &PlanRank| {
+        let mut now = new.ranks_of(rank.role);
+        now.any(|it| gpu_room::device(it) == gpu_room::device(rank))
+    };
+    let mut ranks = POOLS.into_iter().flat_map(|role| old.ranks_of(role));
+    let rank = ranks.find(|rank| rank.is_on_gpu() && !is_like(rank))?;
+    let [prefill, decode] = POOLS.map(|role| new.ranks_of(role).count());
+    let message = format!(
+        "with {prefill} prefill and {decode} decode workers there is no place like that of {}, on a GPU, for all of its pool, and another \
+         number alone moves no worker: free a GPU, add a node with one, or write spec.prefill.gpusPerWorker: 0 to have all workers \
+         planned on CPUs",
+        rank.name
+    );
+    Some(Cause::trouble("TooFewGpus", message))
 }
 
 /// The routing of the plan before. What the planner would choose today may differ a little, and replaces the gateways, with the answers
@@ -155,11 +226,8 @@ pub(crate) fn in_place(
         && count(old, PlanRole::Stage) == count(new, PlanRole::Stage);
     let changed = POOLS.map(|role| (role, count(old, role), count(new, role)));
     let changed: Vec<_> = changed.into_iter().filter(|it| it.1 != it.2).collect();
-    // Only the planner knows which GPU another worker would get, and whether a pool should exist at all.
-    let is_planners = |(role, had, wanted): &(PlanRole, usize, usize)| {
-        let is_on_gpu = |plan: &InferencePlanSpec| plan.ranks_of(*role).any(PlanRank::is_on_gpu);
-        *had == 0 || *wanted == 0 || is_on_gpu(old) || is_on_gpu(new)
-    };
+    // Only the planner knows whether a pool should exist at all.
+    let is_planners = |(_, had, wanted): &(PlanRole, usize, usize)| *had == 0 || *wanted == 0;
     if !is_alike || changed.is_empty() || changed.iter().any(is_planners) {
         return None;
     }
@@ -168,7 +236,7 @@ pub(crate) fn in_place(
     for (role, had, wanted) in changed {
         ranks.retain(|rank| rank.role != role || (rank.index as usize) < wanted);
         for index in had..wanted {
-            ranks.push(one_more(&ranks, new, role, index)?);
+            ranks.push(one_more(&ranks, new, role, index, free)?);
         }
         why.push(format!(
             "{wanted} instead of {had} {} workers: the others stay where they are",
@@ -177,15 +245,17 @@ pub(crate) fn in_place(
     }
     // The others keep their order: the first worker of a node holds its weights.
     ranks.sort_by_key(|rank| rank.role == PlanRole::Stage);
-    let nodes: BTreeSet<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
-    if !nodes.into_iter().all(|node| holds(node, &ranks, free)) {
+    if !is_held(&ranks, free) {
         return None;
     }
+    let profiles: Vec<&NodeProfileStatus> = free.free.values().collect();
     let mut plan = InferencePlanSpec {
         generation: new.generation,
+        min_version: old.min_version.max(new.min_version),
         inputs: new.inputs.clone(),
         routing: kept_routing(&old.routing, &new.routing),
         objectives: new.objectives.clone(),
+        mixed_numerics: mixed_pools(&profiles, &ranks),
         ranks,
         ..old.clone()
     };
@@ -197,32 +267,45 @@ pub(crate) fn in_place(
     Some(plan)
 }
 
-/// A copy of a worker of `new`, on the node where `ranks` lacks the most workers compared to `new`.
+/// A copy of a worker of `new`, on the node where `ranks` lacks the most workers compared to `new`; of those on GPUs, on one where a
+/// GPU is left.
 fn one_more(
     ranks: &[PlanRank],
     new: &InferencePlanSpec,
     role: PlanRole,
     index: usize,
+    free: &Candidates,
 ) -> Option<PlanRank> {
-    let here = |ranks: &mut dyn Iterator<Item = &PlanRank>, node: &str| {
+    let here = |ranks: &[PlanRank], node: &str| {
+        let ranks = ranks.iter();
         ranks
             .filter(|rank| rank.role == role && rank.node == node)
             .count()
     };
-    let mut best: Option<(usize, &PlanRank)> = None;
-    for rank in new.ranks_of(role) {
-        let wanted = here(&mut new.ranks.iter(), &rank.node);
-        let lacking = wanted.saturating_sub(here(&mut ranks.iter(), &rank.node));
-        if lacking > best.map_or(0, |(most, _)| most) {
-            best = Some((lacking, rank));
-        }
-    }
-    let (_, rank) = best?;
+    let lacking =
+        |rank: &PlanRank| here(&new.ranks, &rank.node).saturating_sub(here(ranks, &rank.node));
+    let mut places: Vec<&PlanRank> = new.ranks_of(role).filter(|it| lacking(it) > 0).collect();
+    places.sort_by_key(|rank| Reverse(lacking(rank)));
+    let mut places = places.into_iter();
+    let rank = places.find_map(|rank| gpu_room::beside(rank, ranks, new, free))?;
     Some(PlanRank {
         name: format!("{}-{index}", role.as_str()),
         index: u32::try_from(index).ok()?,
-        ..rank.clone()
+        ..rank
     })
+}
+
+/// Whether all nodes hold their ranks, and each rank that is in the Pod of another still has it.
+fn is_held(ranks: &[PlanRank], free: &Candidates) -> bool {
+    let nodes: BTreeSet<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
+    let has_host = |rank: &PlanRank| {
+        let host = rank.in_pod_of.as_ref();
+        host.is_none_or(|host| ranks.iter().any(|it| it.name == *host))
+    };
+    ranks.iter().all(has_host)
+        && nodes
+            .into_iter()
+            .all(|node| holds(node, ranks, free) && gpu_room::holds(node, ranks, free))
 }
 
 /// Whether a node holds its ranks: one copy of the weights, each rank's own memory and CPU requests, and no CPU

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use hearth_crds::{GivenUpPlan, InferenceDeployment, InferenceDeploymentSpec, InferencePlan};
 use kube_core::ResourceExt;
 
-use super::choice::{PlanChoice, refuse};
+use super::choice::{PlanChoice, refuse, refuse_number};
 use super::existing::{in_force, is_same_work};
 use super::new_plan::made;
-use super::scale::{but_for_numbers, in_place, rollout_of};
+use super::scale::{but_for_numbers, other_numbers, rollout_of};
 use super::{refusals, renew};
 use crate::build::{deployment_of_plan, model_key};
 use crate::candidates::Candidates;
@@ -74,11 +74,14 @@ pub(super) fn choose(observed: &Observed, choice: &mut PlanChoice, given_up: Giv
     decode.scaling.clone_from(&now.decode.scaling);
     let image = renew::image_of(observed, &base);
     let told = refusals::refusals_for_next(&base);
-    match made(observed, &deployment, &model, image, &told) {
+    let made = |deployment: &InferenceDeployment| made(observed, deployment, &model, image, &told);
+    match made(&deployment) {
         Ok(mut plan) => {
             let free = Candidates::of(observed, &deployment.spec.placement);
-            if let Some(in_place) = in_place(&base.spec, &plan.spec, &free) {
-                plan.spec = in_place;
+            let made = |deployment: &InferenceDeployment| made(deployment).ok();
+            match other_numbers(&base.spec, &plan.spec, &deployment, &free, &made) {
+                Ok(in_place) => plan.spec = in_place.unwrap_or(plan.spec),
+                Err(cause) => return refuse_number(choice, cause),
             }
             if !is_same_work(&base, &plan) {
                 choice.target = Some(Arc::new(of(plan, Some(&given_up))));

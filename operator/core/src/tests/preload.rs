@@ -11,11 +11,14 @@ use crate::calls::{ANNOTATION_LOAD, ANNOTATION_UNLOAD, UNLOADED};
 use crate::conditions::{DECODE_READY, READY};
 use crate::preload::PLACE_LOST;
 
-const PRELOAD: &str = "decode: {scaling: {mode: Auto, minReplicas: 0, maxReplicas: 2}}\n\
+pub(super) const PRELOAD: &str = "decode: {scaling: {mode: Auto, minReplicas: 0, maxReplicas: 2}}\n\
                        autoscaling: {preload: true}\n";
 
 fn ready() -> FakeCluster {
-    let mut cluster = FakeCluster::new(PRELOAD);
+    served(FakeCluster::new(PRELOAD))
+}
+
+fn served(mut cluster: FakeCluster) -> FakeCluster {
     cluster.observed.demand = idle_for(1.0);
     cluster.settle();
     assert!(workers(&cluster) > 0);
@@ -24,7 +27,12 @@ fn ready() -> FakeCluster {
 
 /// One whose workers have ended for another just now.
 fn gave_way() -> FakeCluster {
-    let mut cluster = ready();
+    give_way(FakeCluster::new(PRELOAD))
+}
+
+/// The same in such a cluster.
+pub(super) fn give_way(cluster: FakeCluster) -> FakeCluster {
+    let mut cluster = served(cluster);
     cluster.pass(Duration::from_secs(100));
     cluster.observed.demand = idle_for(50.0);
     cluster.observed.askers = vec![asker(&cluster, 0)];

@@ -26,26 +26,36 @@ pub(super) fn of_spec(yaml: &str, nodes: &[&str]) -> FakeCluster {
 pub(super) fn of_spec_with(yaml: &str, nodes: &[&str], gpu_bytes: u64) -> FakeCluster {
     let mut cluster = FakeCluster::new(yaml);
     for name in nodes {
-        let gpu = GpuProfile {
-            uuid: format!("GPU-{name}"),
-            name: "RTX".to_owned(),
-            memory_bytes: gpu_bytes,
-            free_bytes: gpu_bytes,
-            compute_capability: Some(ComputeCapability { major: 8, minor: 9 }),
-            pcie_gbps: 31.5,
-            read_gbps: 300.0,
-            bf16_gflops: 100_000.0,
-            ..GpuProfile::default()
-        };
-        cluster.node(name, |node| {
-            node.gpus = 1;
-            let profile = node.profile.as_mut().expect("a profile");
-            profile.gpus = vec![gpu];
-            profile.reader_version = Some(READER_VERSION);
-        });
+        give_gpu(&mut cluster, name, gpu_bytes);
     }
     cluster.settle();
     cluster
+}
+
+/// Gives a node a GPU with so many bytes of memory.
+pub(super) fn give_gpu(cluster: &mut FakeCluster, node: &str, gpu_bytes: u64) {
+    let gpu = gpu(&format!("GPU-{node}"), gpu_bytes);
+    cluster.node(node, |node| {
+        node.gpus = 1;
+        let profile = node.profile.as_mut().expect("a profile");
+        profile.gpus = vec![gpu];
+        profile.reader_version = Some(READER_VERSION);
+    });
+}
+
+/// A GPU with so many bytes of memory.
+pub(super) fn gpu(uuid: &str, memory_bytes: u64) -> GpuProfile {
+    GpuProfile {
+        uuid: uuid.to_owned(),
+        name: "RTX".to_owned(),
+        memory_bytes,
+        free_bytes: memory_bytes,
+        compute_capability: Some(ComputeCapability { major: 8, minor: 9 }),
+        pcie_gbps: 31.5,
+        read_gbps: 300.0,
+        bf16_gflops: 100_000.0,
+        ..GpuProfile::default()
+    }
 }
 
 /// The plan's ranks on GPUs, with the Pod that each is in.

@@ -4,10 +4,13 @@ mod auto_ring;
 mod spare;
 mod together;
 
-use hearth_crds::{InferencePlanSpec, Pinning, PlanKvType, Strategy};
+use hearth_crds::{
+    InferenceDeploymentSpec, InferencePlanSpec, ModelFacts, NodeProfileStatus, Pinning, PlanKvType,
+    Strategy,
+};
 
 use crate::advice;
-use crate::candidates::Asked;
+use crate::candidates::{Asked, check_devices};
 use crate::checks::{check_strategy, checked_nodes, context_length, kv_types};
 use crate::draft::Draft;
 use crate::error::PlanError;
@@ -25,39 +28,64 @@ pub use spare::plan;
 /// Prompt tokens per step of a prefill rank: enough for matrix products to be compute-bound.
 const PREFILL_CHUNK_TOKENS: u32 = 512;
 
+/// Checks what can be told of a spec alone, before its model is fetched and any node is measured; [`plan`] does so, too.
+///
+/// # Errors
+/// [`PlanError::Unsupported`] for fields that contradict each other, or that this planner cannot plan.
+pub fn check_spec(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
+    check_strategy(spec)?;
+    piped_ring::check(spec)?;
+    check_devices(spec)
+}
+
+/// Checks what can be told of a spec and its model, before any node is measured; [`plan`] does so, too.
+///
+/// # Errors
+/// Those of [`check_spec`], and [`PlanError`] for what the model does not do.
+pub fn check_model(spec: &InferenceDeploymentSpec, facts: &ModelFacts) -> Result<(), PlanError> {
+    check_spec(spec)?;
+    Asked::of(spec, facts)?;
+    demand(spec, facts, &[]).map(|_| ())
+}
+
+/// What ranks on `nodes` need of memory, with the types of keys and values.
+///
+/// # Errors
+/// [`PlanError`] for a context or a KV cache that the model cannot have.
+fn demand<'a>(
+    spec: &InferenceDeploymentSpec,
+    facts: &'a ModelFacts,
+    nodes: &[&NodeProfileStatus],
+) -> Result<(Demand<'a>, PlanKvType, PlanKvType), PlanError> {
+    let (key_type, value_type) = kv_types(spec, facts)?;
+    let context_length = context_length(spec, facts)?;
+    let mut gpus = nodes.iter().flat_map(|node| &node.gpus);
+    let versions = nodes.iter().map(|node| node.reads_up_to());
+    let demand = Demand {
+        facts,
+        kv_bytes_per_token: facts.kv_bytes_per_token(key_type.bytes(), value_type.bytes()),
+        context_length,
+        max_batch: spec.decode.max_batch,
+        kv_memory_bytes: spec.decode.kv_cache.memory.map(|memory| memory.bytes()),
+        chunk_tokens: PREFILL_CHUNK_TOKENS.min(context_length),
+        exclusive: spec.placement.pinning == Pinning::Exclusive,
+        virtual_gpus: gpus.any(|gpu| gpu.virtual_device.is_some()),
+        reader_version: versions.min().unwrap_or(0),
+    };
+    advice::check_kv_budget(spec, &demand)?;
+    Ok((demand, key_type, value_type))
+}
+
 /// The plan that counts on all memory that is available now.
 ///
 /// # Errors
 /// [`PlanError`].
 fn plan_with(input: &PlanInput<'_>) -> Result<InferencePlanSpec, PlanError> {
     let spec = input.spec;
-    check_strategy(spec)?;
-    piped_ring::check(spec)?;
+    check_spec(spec)?;
     let asked = Asked::of(spec, input.facts)?;
     let nodes = checked_nodes(input)?;
-    let (key_type, value_type) = kv_types(spec, input.facts)?;
-    let context_length = context_length(spec, input.facts)?;
-    let demand = Demand {
-        facts: input.facts,
-        kv_bytes_per_token: input
-            .facts
-            .kv_bytes_per_token(key_type.bytes(), value_type.bytes()),
-        context_length,
-        max_batch: spec.decode.max_batch,
-        kv_memory_bytes: spec.decode.kv_cache.memory.map(|memory| memory.bytes()),
-        chunk_tokens: PREFILL_CHUNK_TOKENS.min(context_length),
-        exclusive: spec.placement.pinning == Pinning::Exclusive,
-        virtual_gpus: nodes
-            .iter()
-            .flat_map(|node| &node.gpus)
-            .any(|gpu| gpu.virtual_device.is_some()),
-        reader_version: nodes
-            .iter()
-            .map(|node| node.reads_up_to())
-            .min()
-            .unwrap_or(0),
-    };
-    advice::check_kv_budget(spec, &demand)?;
+    let (demand, key_type, value_type) = demand(spec, input.facts, &nodes)?;
     let estimator = Estimator::new(&nodes, &demand, spec, (input.gpus, input.cpus));
     Planning {
         input,

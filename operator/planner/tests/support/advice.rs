@@ -70,6 +70,7 @@ pub fn write(changed: &mut InferenceDeploymentSpec, advice: &Advice) {
         | Advice::FreeGpuMemory(_)
         | Advice::FreeMemoryOf(..)
         | Advice::MoreMemoryOf(..)
+        | Advice::Argument(_)
         | Advice::MeasureDisks(_)
         | Advice::SmallerModel
         | Advice::FreeMemory(_) => panic!("{advice} is nothing to write"),

@@ -17,8 +17,9 @@ const READY_EVERY: Duration = Duration::from_secs(60);
 /// Interval at which a failed model is polled; its agent retries it with growing delays.
 const FAILED_EVERY: Duration = Duration::from_secs(10);
 /// Time for which a node whose agent fell silent in mid-fetch still counts as fetching: the agent's successor goes on where it
-/// was, and another node would begin anew.
-const SILENCE: Duration = Duration::from_secs(60);
+/// was, and another node would begin anew. An operator that has just started, and knows of no fetch, waits as long for agents that
+/// have told it nothing: they often start at the same time.
+pub(super) const SILENCE: Duration = Duration::from_secs(60);
 
 /// All wanted models, with their progress.
 #[derive(Debug, Default)]
@@ -28,6 +29,8 @@ pub(super) struct Fetches {
     seen: BTreeMap<(String, String), Seen>,
     /// The commit that the first node told of a model of a hub, by model.
     commits: BTreeMap<String, String>,
+    /// Until when agents are waited for that have told nothing yet; `None` if they are not.
+    first_word_by: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -42,11 +45,12 @@ struct Wanted {
 
 #[derive(Debug)]
 struct Seen {
-    view: FetchView,
+    /// `None` while an agent that has told nothing yet is waited for.
+    view: Option<FetchView>,
     /// The commit that the node has, of a model of a hub; otherwise empty.
     commit: String,
     asked: Instant,
-    /// When its agent last answered.
+    /// When its agent last answered, or was first asked.
     heard: Instant,
 }
 
@@ -81,6 +85,11 @@ impl From<FetchView> for Answer {
 }
 
 impl Fetches {
+    /// Waits until then for agents that have told nothing yet.
+    pub(super) fn wait_for_first_words(&mut self, until: Instant) {
+        self.first_word_by = Some(until);
+    }
+
     /// See [`super::Agents::want`].
     pub(super) fn want(
         &mut self,
@@ -129,7 +138,7 @@ impl Fetches {
             .into_iter()
             .filter_map(|node| {
                 let seen = self.seen.get(&(key.to_owned(), node.clone()))?;
-                Some((node.clone(), seen.view.clone()))
+                Some((node.clone(), seen.view.clone()?))
             })
             .collect()
     }
@@ -142,12 +151,12 @@ impl Fetches {
         copies
             .filter_map(|(deployment, wish, node)| {
                 let seen = self.seen.get(&(wish.key.clone(), node.clone()))?;
-                let (bytes, size_bytes, has_failed) = match seen.view {
+                let (bytes, size_bytes, has_failed) = match seen.view.as_ref()? {
                     FetchView::Unknown(_) => return None,
                     FetchView::Fetching {
                         bytes, total_bytes, ..
-                    } => (bytes, total_bytes, false),
-                    FetchView::Ready { bytes, .. } => (bytes, bytes, false),
+                    } => (*bytes, *total_bytes, false),
+                    FetchView::Ready { bytes, .. } => (*bytes, *bytes, false),
                     FetchView::Failed(_) => (0, 0, true),
                 };
                 Some(Fetch {
@@ -191,9 +200,11 @@ impl Fetches {
                 let seen = self.seen.get(&(key.to_owned(), node.clone()));
                 let is_due = seen.is_none_or(|seen| {
                     let every = match seen.view {
-                        FetchView::Ready { .. } => READY_EVERY,
-                        FetchView::Failed(_) => FAILED_EVERY,
-                        FetchView::Fetching { .. } | FetchView::Unknown(_) => Duration::ZERO,
+                        Some(FetchView::Ready { .. }) => READY_EVERY,
+                        Some(FetchView::Failed(_)) => FAILED_EVERY,
+                        Some(FetchView::Fetching { .. } | FetchView::Unknown(_)) | None => {
+                            Duration::ZERO
+                        }
                     };
                     now.duration_since(seen.asked) >= every
                 });
@@ -227,11 +238,12 @@ impl Fetches {
         }
         let of_model = || self.seen.iter().filter(|((of, _), _)| of == key);
         let readers = |giver: &str| {
-            let reads = |seen: &Seen| matches!(&seen.view, FetchView::Fetching { from_node: Some(from), .. } if from == giver);
+            let reads = |seen: &Seen| matches!(&seen.view, Some(FetchView::Fetching { from_node: Some(from), .. }) if from == giver);
             of_model().filter(|(_, seen)| reads(seen)).count()
         };
-        let has_it =
-            |seen: &Seen| matches!(seen.view, FetchView::Ready { .. }) && seen.commit == *commit;
+        let has_it = |seen: &Seen| {
+            matches!(seen.view, Some(FetchView::Ready { .. })) && seen.commit == *commit
+        };
         let mut givers: Vec<&String> = of_model()
             .filter(|((_, giver), seen)| giver != node && has_it(seen))
             .map(|((_, giver), _)| giver)
@@ -244,9 +256,7 @@ impl Fetches {
     pub(super) fn learn(&mut self, poll: &Poll, answer: Answer, now: Instant) -> Vec<Key> {
         let key = &poll.key;
         let Answer { view, commit } = answer;
-        let wants = |wish: &Wanted| wish.key == *key && wish.nodes.contains(&poll.node);
-        let waiting = self.wanted.iter().filter(|(_, wish)| wants(wish));
-        let waiting: Vec<Key> = waiting.map(|(deployment, _)| deployment.clone()).collect();
+        let waiting = self.waiting(poll);
         if waiting.is_empty() {
             return waiting;
         }
@@ -255,10 +265,10 @@ impl Fetches {
             false => self.of_one_commit(poll, view, &commit),
         };
         let place = (key.clone(), poll.node.clone());
-        let before = self.seen.get(&place);
-        let is_news = before.is_none_or(|before| is_news(&before.view, &view));
+        let before = self.seen.get(&place).and_then(|seen| seen.view.as_ref());
+        let is_news = before.is_none_or(|before| is_news(before, &view));
         let seen = Seen {
-            view,
+            view: Some(view),
             commit,
             asked: now,
             heard: now,
@@ -271,6 +281,11 @@ impl Fetches {
     pub(super) fn silent(&mut self, poll: &Poll, why: String, now: Instant) -> Vec<Key> {
         let place = (poll.key.clone(), poll.node.clone());
         let before = self.seen.get(&place);
+        let has_told = before.is_some_and(|before| before.view.is_some());
+        if !has_told && self.first_word_by.is_some_and(|until| now < until) {
+            self.note_asked(poll, now);
+            return Vec::new();
+        }
         let held = before.and_then(|before| Some((before.in_silence(now)?, before.heard)));
         let Some((view, heard)) = held else {
             return self.learn(poll, FetchView::Unknown(why).into(), now);
@@ -280,6 +295,28 @@ impl Fetches {
             seen.heard = heard;
         }
         woken
+    }
+
+    /// Notes that an agent was asked that has told nothing yet: others get their turn.
+    fn note_asked(&mut self, poll: &Poll, now: Instant) {
+        if self.waiting(poll).is_empty() {
+            return;
+        }
+        let place = (poll.key.clone(), poll.node.clone());
+        let unheard = Seen {
+            view: None,
+            commit: String::new(),
+            asked: now,
+            heard: now,
+        };
+        self.seen.entry(place).or_insert(unheard).asked = now;
+    }
+
+    /// The deployments that want the model of a poll on its node.
+    fn waiting(&self, poll: &Poll) -> Vec<Key> {
+        let wants = |wish: &Wanted| wish.key == poll.key && wish.nodes.contains(&poll.node);
+        let waiting = self.wanted.iter().filter(|(_, wish)| wants(wish));
+        waiting.map(|(deployment, _)| deployment.clone()).collect()
     }
 
     /// Records the commit of a model that a node has. Ranks of one plan must hold the same weights: a node with another
@@ -302,9 +339,9 @@ impl Fetches {
 impl Seen {
     /// The fetch as it stood when its agent last answered; `None` if there was none, or that is too long ago.
     fn in_silence(&self, now: Instant) -> Option<FetchView> {
-        let FetchView::Fetching {
+        let Some(FetchView::Fetching {
             bytes, total_bytes, ..
-        } = self.view
+        }) = self.view
         else {
             return None;
         };

@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use calls::Certified;
 use calls::{no_source, refused};
-use fetches::{Answer, Fetches, Poll, answer_of};
+use fetches::{Answer, Fetches, Poll, SILENCE, answer_of};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use hearth_controller_core::key::Key;
@@ -101,6 +101,8 @@ pub(crate) struct Agents<G> {
     /// Port on which they await the measurement of a link.
     link_port: u16,
     call_timeout: Duration,
+    /// Time from the start for which agents are waited for that have told nothing of a model yet.
+    first_words: Duration,
     slots: Semaphore,
     fetches: Mutex<Fetches>,
     links: Links,
@@ -144,6 +146,7 @@ impl<G: AgentDirectory> Agents<G> {
             port: WORKER_PORT,
             link_port: LINK_PORT,
             call_timeout: CALL_TIMEOUT,
+            first_words: SILENCE,
             slots: Semaphore::new(CONCURRENCY),
             fetches: Mutex::default(),
             links: Links::default(),
@@ -159,6 +162,8 @@ impl<G: AgentDirectory> Agents<G> {
     pub(crate) async fn run(&self) {
         // Before the first model is requested.
         self.read_services().await;
+        let until = Instant::now() + self.first_words;
+        self.lock().wait_for_first_words(until);
         tokio::join!(
             self.keep_profiles(),
             self.keep_links(),

@@ -139,7 +139,7 @@ impl Fixture {
         *played.token.lock().expect("token") = token.to_owned();
         let address = serve_agent(&directory.api, played.clone(), "127.0.0.1:0");
         let mut agents = Agents::new(client, authority, directory.clone(), &ranged());
-        agents.port = address.port();
+        (agents.port, agents.first_words) = (address.port(), Duration::ZERO);
         let agents = Arc::new(agents);
         Self {
             running: run(&agents),
@@ -149,13 +149,14 @@ impl Fixture {
         }
     }
 
-    /// Starts the operator anew, with another time limit for calls.
-    fn restart(&mut self, call_timeout: Duration) {
+    /// Starts the operator anew, with another time limit for calls, and for agents that have told nothing yet.
+    fn restart(&mut self, call_timeout: Duration, first_words: Duration) {
         self.running.abort();
         let authority = Arc::clone(&self.agents.authority);
         let client = self.directory.api.client();
         let mut agents = Agents::new(client, authority, self.directory.clone(), &ranged());
         (agents.port, agents.call_timeout) = (self.agents.port, call_timeout);
+        agents.first_words = first_words;
         self.agents = Arc::new(agents);
         self.running = run(&self.agents);
     }

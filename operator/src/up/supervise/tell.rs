@@ -3,17 +3,17 @@
 use hearth_crds::PlanRole;
 
 use super::Deployment;
-use crate::up::process::ProcessEventKind;
+use crate::up::process::{LATE, ProcessEventKind};
 use crate::up::state::RunningProcess;
 
 impl Deployment {
     /// Shows what a process does meanwhile.
-    pub(super) fn tell_progress(&self, rank: &str, kind: &ProcessEventKind, had_died: bool) {
+    pub(super) fn tell_progress(&self, rank: &str, kind: &ProcessEventKind) {
         match kind {
             ProcessEventKind::Loading(percent) => {
                 self.spinner.say(format!("{rank} warming up   {percent} %"));
             }
-            ProcessEventKind::Late if had_died => self.tell_late(rank),
+            ProcessEventKind::Late => self.tell_late(rank),
             ProcessEventKind::Streamed(streamed) => {
                 let words = format!("{rank} read {streamed}");
                 let steps = &self.prepared.steps;
@@ -23,12 +23,13 @@ impl Deployment {
         }
     }
 
-    /// Reports that a process was started again and does not serve.
+    /// Reports that a process does not serve yet and says nothing.
     fn tell_late(&self, rank: &str) {
         let log = self.prepared.directory.log(rank);
         self.spinner.suspend(|| {
             self.prepared.steps.warn(&format!(
-                "{rank} was started again and does not say how far it is; it is waited for; its log: {}",
+                "{rank} starts and has said nothing for {} s: it may hang; it is waited for; its log: {}",
+                LATE.as_secs(),
                 log.display()
             ));
         });

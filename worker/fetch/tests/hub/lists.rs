@@ -1,5 +1,7 @@
 //! Lists of files behind URLs, as a person writes them.
 
+use std::collections::BTreeSet;
+
 use hearth_crds::{HttpFile, HttpSource};
 
 use super::support::sha256;
@@ -70,6 +72,65 @@ async fn what_serving_needs_of_a_list_is_fetched_and_each_byte_once() {
     assert_ne!(Source::of_files(&list).unwrap().key(), turned.key());
 }
 
+/// Sizes of all files that the progress of a download told.
+fn totals(fetcher: &Fetcher) -> BTreeSet<Option<u64>> {
+    let progress = fetcher.progress.lock().unwrap();
+    let arriving = progress.iter().filter(|it| it.phase == Phase::Downloading);
+    arriving.map(|it| it.total_bytes).collect()
+}
+
+#[tokio::test]
+async fn the_lengths_of_all_files_are_known_before_the_first_one_arrives() {
+    let files = Files::new(1);
+    let server = HubServer::start(REPO, &files.list()).await;
+    let fetcher = fetcher(&server, &listed(&server, &files));
+    let directory = fetcher.fetch().await.unwrap();
+    assert_eq!(files_in(&directory), files.needed());
+    let whole_bytes = files.needed_bytes() as u64;
+    // The index comes first, and tells what else is needed.
+    let told = totals(&fetcher);
+    assert_eq!(told, BTreeSet::from([None, Some(whole_bytes)]));
+    let progress = fetcher.progress.lock().unwrap().clone();
+    let of_index = files.0[INDEX].len() as u64;
+    let (before, after): (Vec<_>, Vec<_>) = progress
+        .iter()
+        .filter(|it| it.phase == Phase::Downloading)
+        .partition(|it| it.bytes <= of_index);
+    assert!(
+        before.iter().all(|it| it.total_bytes.is_none()),
+        "{before:?}"
+    );
+    assert!(!after.is_empty() && after.iter().all(|it| it.total_bytes == Some(whole_bytes)));
+}
+
+#[tokio::test]
+async fn servers_that_tell_no_length_or_a_wrong_one_are_fetched_from_all_the_same() {
+    let files = Files::new(1);
+    let silent = [
+        Fault::Status(405, Vec::new()),
+        Fault::Status(403, Vec::new()),
+        Fault::Chunked,
+    ];
+    for fault in silent {
+        let server = HubServer::start(REPO, &files.list()).await;
+        server.head_faults([fault.clone()]);
+        let fetcher = fetcher(&server, &listed(&server, &files));
+        let directory = fetcher.fetch().await.unwrap();
+        assert_eq!(files_in(&directory), files.needed());
+        assert_eq!(totals(&fetcher), BTreeSet::from([None]), "{fault:?}");
+    }
+    for claimed in [1, 3_000_000, usize::MAX] {
+        let server = HubServer::start(REPO, &files.list()).await;
+        server.head_faults(vec![Fault::Claim(claimed); files.0.len()]);
+        let fetcher = fetcher(&server, &listed(&server, &files));
+        let directory = fetcher.fetch().await.unwrap();
+        assert_eq!(files_in(&directory), files.needed());
+        let progress = fetcher.progress.lock().unwrap().clone();
+        let is_right = |it: &Progress| it.total_bytes.is_none_or(|whole| it.bytes <= whole);
+        assert!(progress.iter().all(is_right), "{claimed}");
+    }
+}
+
 #[tokio::test]
 async fn a_wrong_file_is_told_and_the_others_stay() {
     let files = Files::new(1);
@@ -129,8 +190,9 @@ async fn credentials_go_to_the_first_server_of_a_list_alone() {
         assert_eq!(asked.headers.authorization, expected, "{}", asked.path);
     }
     let others = other.asked();
-    assert_eq!(others.len(), 1);
-    assert_eq!(others[0].headers.authorization, None);
+    let heads: Vec<bool> = others.iter().map(|asked| asked.is_head).collect();
+    assert_eq!(heads, [true, false]);
+    assert!(others.iter().all(|it| it.headers.authorization.is_none()));
 }
 
 #[tokio::test]

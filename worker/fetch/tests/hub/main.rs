@@ -161,6 +161,7 @@ fn files_asked(server: &HubServer) -> Vec<Asked> {
     let asked = server.asked().into_iter();
     asked
         .filter(|asked| !asked.path.starts_with("/api/") && !asked.path.is_empty())
+        .filter(|asked| !asked.is_head)
         .collect()
 }
 
@@ -563,4 +564,17 @@ async fn a_mirror_is_subject_to_the_address_policy_and_its_answers_are_told() {
     assert_eq!(files_in(&directory), files.needed());
     let progress = fetcher.progress.lock().unwrap();
     assert!(progress.iter().any(|p| p.total_bytes.is_some()));
+}
+
+#[tokio::test]
+async fn a_token_that_no_request_can_carry_is_told_at_once() {
+    let files = Files::new(1);
+    let server = HubServer::start(REPO, &files.list()).await;
+    let mut fetcher = Fetcher::new(&server);
+    let token = "two\nlines".to_owned();
+    fetcher.source = fetcher.source.opened_by(Credentials::Bearer { token });
+    let error = fetcher.failure().await;
+    assert!(matches!(error, FetchError::Token { .. }), "{error}");
+    assert_eq!(error.fault_origin(), FaultOrigin::Request);
+    assert!(server.asked().is_empty());
 }

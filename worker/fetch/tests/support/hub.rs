@@ -10,7 +10,7 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::response::Response;
-use http::{HeaderMap, StatusCode, Uri, header};
+use http::{HeaderMap, Method, StatusCode, Uri, header};
 use serde_json::json;
 
 use super::{Fault, Seen, Shared, respond, sha256};
@@ -23,6 +23,8 @@ const LARGE_BYTES: usize = 10_000;
 pub struct Asked {
     /// Whether it was to the server of large files.
     pub is_large: bool,
+    /// Whether it was for the head alone.
+    pub is_head: bool,
     pub path: String,
     pub headers: Seen,
 }
@@ -52,6 +54,8 @@ struct Inner {
     /// Answers of the next requests for a list, and for files wherever they are.
     list_faults: VecDeque<Fault>,
     file_faults: VecDeque<Fault>,
+    /// Answers of the next requests for the head of a file alone.
+    head_faults: VecDeque<Fault>,
     asked: Vec<Asked>,
     /// The only `Authorization` that it accepts.
     opened_by: Option<String>,
@@ -144,6 +148,10 @@ impl HubServer {
         self.state.inner.lock().unwrap().file_faults.extend(faults);
     }
 
+    pub fn head_faults(&self, faults: impl IntoIterator<Item = Fault>) {
+        self.state.inner.lock().unwrap().head_faults.extend(faults);
+    }
+
     /// Answers only requests with this `Authorization` from now on. The server of large files needs none.
     pub fn open_by(&self, authorization: &str) {
         self.state.inner.lock().unwrap().opened_by = Some(authorization.to_owned());
@@ -187,7 +195,13 @@ fn refusal(status: StatusCode, code: &'static str) -> Response {
     response.body(Body::empty()).unwrap()
 }
 
-async fn answer(State(hub): State<Arc<Hub>>, uri: Uri, headers: HeaderMap) -> Response {
+async fn answer(
+    State(hub): State<Arc<Hub>>,
+    method: Method,
+    uri: Uri,
+    headers: HeaderMap,
+) -> Response {
+    let is_head = method == Method::HEAD;
     let seen = Seen::of(&headers);
     let path = uri.path().to_owned();
     let is_list = path.starts_with("/api/");
@@ -195,6 +209,7 @@ async fn answer(State(hub): State<Arc<Hub>>, uri: Uri, headers: HeaderMap) -> Re
         let mut inner = hub.inner.lock().unwrap();
         inner.asked.push(Asked {
             is_large: false,
+            is_head,
             path: path.clone(),
             headers: seen.clone(),
         });
@@ -248,19 +263,46 @@ async fn answer(State(hub): State<Arc<Hub>>, uri: Uri, headers: HeaderMap) -> Re
         let response = response.header(header::LOCATION, to);
         return response.body(Body::empty()).unwrap();
     }
-    file(&hub, seen, commit, name)
+    match is_head {
+        true => head(&hub, commit, name),
+        false => file(&hub, seen, commit, name),
+    }
 }
 
-async fn answer_large(State(hub): State<Arc<Hub>>, uri: Uri, headers: HeaderMap) -> Response {
+async fn answer_large(
+    State(hub): State<Arc<Hub>>,
+    method: Method,
+    uri: Uri,
+    headers: HeaderMap,
+) -> Response {
+    let is_head = method == Method::HEAD;
     let seen = Seen::of(&headers);
     let path = uri.path().to_owned();
     hub.inner.lock().unwrap().asked.push(Asked {
         is_large: true,
+        is_head,
         path: path.clone(),
         headers: seen.clone(),
     });
     let (commit, name) = path[1..].split_once('/').unwrap();
-    file(&hub, seen, commit, name)
+    match is_head {
+        true => head(&hub, commit, name),
+        false => file(&hub, seen, commit, name),
+    }
+}
+
+/// Answers a request for the head of a file.
+fn head(hub: &Hub, commit: &str, name: &str) -> Response {
+    let mut inner = hub.inner.lock().unwrap();
+    let length = inner.commits[commit][name].len();
+    let response = Response::builder();
+    let response = match inner.head_faults.pop_front() {
+        Some(Fault::Status(status, _)) => response.status(status),
+        Some(Fault::Claim(length)) => response.header(header::CONTENT_LENGTH, length),
+        Some(_) => response,
+        None => response.header(header::CONTENT_LENGTH, length),
+    };
+    response.body(Body::empty()).unwrap()
 }
 
 fn file(hub: &Hub, seen: Seen, commit: &str, name: &str) -> Response {

@@ -135,7 +135,7 @@ impl FollowerWorker {
         let membership = self.membership.clone();
         let stopped = async {
             signals::termination().await;
-            send_report(&WorkerReport::Draining);
+            send_report(&WorkerReport::Draining { choices: None });
             health.clone().end().await;
             let told = Instant::now();
             while !membership.is_alone() && told.elapsed() < grace {

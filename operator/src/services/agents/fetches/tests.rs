@@ -298,3 +298,47 @@ fn a_node_whose_agent_is_replaced_in_mid_fetch_is_waited_for_a_while() {
     let woken = fetches.learn(&poll, absent.clone().into(), at(122));
     assert_eq!((woken, &fetches.views(&key)["a"]), (vec![demo], &absent));
 }
+
+#[test]
+fn an_operator_that_has_just_started_waits_for_agents_that_have_told_nothing_yet() {
+    let (mut fetches, demo) = (Fetches::default(), Key::new("default", "demo"));
+    let source = hub();
+    let key = key_of(&source, "default");
+    let began = Instant::now();
+    let at = |seconds| began + Duration::from_secs(seconds);
+    fetches.wait_for_first_words(began + SILENCE);
+    fetches.want(&demo, &source, &nodes(&["a", "b"]), None);
+    let why = || "no agent".to_owned();
+    let a = fetches.due(began).remove(0);
+    assert!(fetches.silent(&a, why(), at(1)).is_empty());
+    assert!(fetches.views(&key).is_empty() && fetches.all().is_empty());
+    // The other node has its turn meanwhile, and tells the commit.
+    let b = fetches.due(at(2)).remove(0);
+    assert_eq!((&*a.node, &*b.node), ("a", "b"));
+    fetches.learn(&b, told("c1"), at(2));
+    fetches.silent(&a, why(), at(59));
+    assert_eq!(fetches.views(&key).keys().collect::<Vec<_>>(), ["b"]);
+    // One that comes up in time is where it was, and is then waited for as any other.
+    let woken = fetches.learn(&a, told("c1"), at(59));
+    assert_eq!(woken, std::slice::from_ref(&demo));
+    fetches.silent(&a, why(), at(61));
+    assert!(matches!(
+        fetches.views(&key)["a"],
+        FetchView::Fetching { .. }
+    ));
+
+    // One that does not is judged then, and later ones at once.
+    fetches.want(&demo, &source, &nodes(&["c"]), None);
+    let c = fetches.due(at(59)).remove(0);
+    assert!(fetches.silent(&c, why(), at(59)).is_empty());
+    let woken = fetches.silent(&c, why(), at(60));
+    assert_eq!(woken, std::slice::from_ref(&demo));
+    assert_eq!(fetches.views(&key)["c"], FetchView::Unknown(why()));
+    fetches.want(&demo, &source, &nodes(&["d"]), None);
+    let d = fetches.due(at(61)).remove(0);
+    assert_eq!(fetches.silent(&d, why(), at(61)), [demo]);
+    // What is not wanted any more leaves nothing behind.
+    fetches.wait_for_first_words(at(200));
+    assert!(fetches.silent(&c, why(), at(62)).is_empty());
+    assert_eq!(fetches.seen.len(), 1);
+}

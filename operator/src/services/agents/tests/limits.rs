@@ -28,10 +28,17 @@ async fn an_agent_that_never_ends_its_answer_delays_no_other_and_is_given_up() {
     assert!(view(&fixture.agents, &one, "a").is_none(), "it is stuck");
     assert!(began.elapsed() < CALL_TIMEOUT);
 
-    fixture.restart(Duration::from_millis(300));
-    fixture
-        .agents
-        .want(&demo, &fetched(&one), &["a".to_owned()], None);
+    let want = |agents: &Agents<Paper>| {
+        agents.want(&demo, &fetched(&one), &["a".to_owned()], None);
+    };
+    // An operator that has just started does not take it for lost at once.
+    fixture.restart(Duration::from_millis(300), SILENCE);
+    want(&fixture.agents);
+    tokio::time::sleep(2 * FETCH_EVERY).await;
+    assert_eq!(view(&fixture.agents, &one, "a"), None);
+
+    fixture.restart(Duration::from_millis(300), Duration::ZERO);
+    want(&fixture.agents);
     until("the end of the call", || {
         let view = view(&fixture.agents, &one, "a");
         matches!(view, Some(FetchView::Unknown(why)) if why.contains("no answer within 0.3 s"))

@@ -79,7 +79,7 @@ async fn agents_measure_their_links_and_each_profile_has_its_own() {
     tokio::time::sleep(Duration::from_millis(5500)).await;
     assert_eq!(b.measured.lock().expect("measured").len(), 1);
     let mut fixture = fixture;
-    fixture.restart(CALL_TIMEOUT);
+    fixture.restart(CALL_TIMEOUT, Duration::ZERO);
     tokio::time::sleep(Duration::from_millis(5500)).await;
     assert_eq!(b.measured.lock().expect("measured").len(), 1);
     assert_eq!(

@@ -248,6 +248,40 @@ fn workers_on_cpus_stay_there_with_another_number_although_there_are_gpus_now() 
 }
 
 #[test]
+fn workers_on_cpus_stay_there_with_another_number_after_a_rollback() {
+    let spec = |replicas: u32, max_batch: u32| {
+        format!(
+            "prefill: {{mode: Chunked}}\ndecode: {{replicas: {replicas}, maxBatch: {max_batch}}}\n\
+             rollout: {{progressDeadline: 1m}}\n"
+        )
+    };
+    let mut cluster = with_gpus(&spec(1, 6), &[]);
+    let first = pods(&cluster);
+    for name in ["attic", "office"] {
+        show_gpus(&mut cluster, name, 4);
+    }
+    cluster.broken_from = 2;
+    cluster.change(&spec(1, 3));
+    for _ in 0..65 {
+        cluster.turn();
+        cluster.reconcile();
+    }
+    cluster.settle();
+    assert_eq!(cluster.says(PLANNED), ("False", "RolledBack"));
+    assert!(plan(&cluster).ranks.iter().any(PlanRank::is_on_gpu));
+    cluster.broken_from = u64::MAX;
+    cluster.change(&spec(2, 3));
+    cluster.settle();
+    let devices = places(&cluster, PlanRole::Decode).into_iter();
+    assert_eq!(
+        devices.map(|(_, device)| device).collect::<Vec<_>>(),
+        ["cpu"; 2]
+    );
+    let now = pods(&cluster);
+    assert!(now.is_superset(&first), "{first:?} {now:?}");
+}
+
+#[test]
 fn a_pool_on_gpus_follows_its_load_and_is_limited_by_the_gpus_that_there_are() {
     let spec = "prefill: {mode: Chunked}\n\
                 decode: {scaling: {mode: Auto, minReplicas: 1, maxReplicas: 2}}\n\

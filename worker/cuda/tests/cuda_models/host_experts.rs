@@ -172,6 +172,8 @@ fn bits(mut model: Hybrid) -> Vec<u32> {
     logits.concat().into_iter().map(f32::to_bits).collect()
 }
 
+/// Runs in one of which an expert that was copied must be used.
+const MOST_RUNS: u32 = 5;
 /// Steps that decode.
 const STEPS: u32 = 6;
 const TOKENS: usize = 15 + STEPS as usize;
@@ -187,18 +189,29 @@ fn assert_bits(case: &str, caches: &[Option<usize>]) {
     let want = bits(Hybrid::of(one, None, false, kv));
     for &slots in caches {
         for is_dual in [false, true] {
-            let hybrid = Hybrid::new(&files, (&gpu, other.clone()), (slots, is_dual), kv);
-            let cache = hybrid.cache.clone();
             let what = format!("{case}, cache {slots:?}, dual {is_dual}");
-            assert!(bits(hybrid) == want, "{what}");
-            if let Some(cache) = cache {
-                let stats = cache.stats();
-                println!("{what}: {} experts from the cache", stats.acquired);
-                assert!(stats.prefetched_bytes > 0, "{what}: nothing was cached");
-                // A small one may have other experts than the few steps ask for.
-                let is_used = slots != Some(usize::MAX) || stats.acquired > 0;
-                assert!(is_used, "{what}: the GPU computed no expert");
+            // A small cache may have other experts than the few steps ask for; and where the machine is busy, those steps may be
+            // over before a copy is.
+            let may_be_unused = slots != Some(usize::MAX);
+            let mut is_used = false;
+            for _ in 0..MOST_RUNS {
+                let hybrid = Hybrid::new(&files, (&gpu, other.clone()), (slots, is_dual), kv);
+                let cache = hybrid.cache.clone();
+                assert!(bits(hybrid) == want, "{what}");
+                if let Some(cache) = cache {
+                    let stats = cache.stats();
+                    println!("{what}: {} experts from the cache", stats.acquired);
+                    assert!(stats.prefetched_bytes > 0, "{what}: nothing was cached");
+                    is_used = stats.acquired > 0;
+                }
+                if is_used || may_be_unused {
+                    break;
+                }
             }
+            assert!(
+                is_used || may_be_unused,
+                "{what}: the GPU computed no expert"
+            );
         }
     }
 }

@@ -220,7 +220,7 @@ pub(crate) fn dense_model(directory: &Path) -> PathBuf {
     model
 }
 
-pub(crate) fn wait_until(what: &str, holds: impl Fn() -> bool) {
+pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !holds() {
         assert!(Instant::now() < deadline, "waited in vain: {what}");

@@ -1,7 +1,7 @@
 //! The chart's ValidatingAdmissionPolicies on a real API server: the host directories that a deployment may name, and the
 //! users who may write plans.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -52,17 +52,23 @@ fn takes_effect(cluster: &Cluster, what: &str, path: &str, is_allowed: bool) {
     });
 }
 
-#[test]
-fn directories_of_nodes_are_those_that_the_chart_allows() {
-    let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
-        return;
-    };
+/// A cluster with the definitions, where all directories are allowed, and the helm that rendered them; says why there is none.
+fn started() -> Option<(Cluster, PathBuf)> {
+    let cluster = Cluster::start_or_skip(&Options::default())?;
     let Some(helm) = cluster.find_tool("helm") else {
         skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
-        return;
+        return None;
     };
     cluster.apply(&rendered(&helm, r#"["/"]"#));
     takes_effect(&cluster, "the root allows all", "/srv/old", true);
+    Some((cluster, helm))
+}
+
+#[test]
+fn directories_of_nodes_are_those_that_the_chart_allows() {
+    let Some((cluster, helm)) = started() else {
+        return;
+    };
     cluster.apply(&deployment("old", "/srv/old").to_string());
     cluster.apply(&rendered(
         &helm,
@@ -149,15 +155,9 @@ fn the_old_object_keeps_its_path(cluster: &Cluster) {
 /// Checks that the API server itself refuses URLs that no client can ask, and says which one and what to write.
 #[test]
 fn a_url_that_cannot_be_asked_is_refused_when_it_is_applied() {
-    let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
+    let Some((cluster, _)) = started() else {
         return;
     };
-    let Some(helm) = cluster.find_tool("helm") else {
-        skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
-        return;
-    };
-    cluster.apply(&rendered(&helm, r#"["/"]"#));
-    takes_effect(&cluster, "the definitions are there", "/models/m", true);
     let with = |http: Value| {
         let mut object = deployment("probe", "/models/m");
         object["spec"]["model"]["source"] = json!({"http": http});
@@ -189,15 +189,9 @@ fn a_url_that_cannot_be_asked_is_refused_when_it_is_applied() {
 /// Checks that the API server itself refuses what a template may not request.
 #[test]
 fn templates_take_nothing_that_plans_and_pod_security_do_not_count() {
-    let Some(cluster) = Cluster::start_or_skip(&Options::default()) else {
+    let Some((cluster, _)) = started() else {
         return;
     };
-    let Some(helm) = cluster.find_tool("helm") else {
-        skipped("helm is not built: run tests/cluster/build.sh, which needs Go");
-        return;
-    };
-    cluster.apply(&rendered(&helm, r#"["/"]"#));
-    takes_effect(&cluster, "the definitions are there", "/models/m", true);
     let with = |template: &Value| {
         let mut object = deployment("probe", "/models/m");
         object["spec"]["podTemplate"] = template.clone();

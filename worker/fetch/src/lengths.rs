@@ -1,7 +1,6 @@
 //! Lengths of the files of a list, asked of their servers before the first one is fetched. Progress alone relies on them: a server may
 //! say anything, or nothing.
 
-use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -34,7 +33,7 @@ pub(crate) async fn ask(
     }
     let guard = Guard::of_public(&options.address_policy);
     let clients = Clients::new(&files.first()?.0.place, options, &guard).ok()?;
-    let length = async |(remote, path): &(Remote, PathBuf)| match fs::metadata(path) {
+    let length = async |(remote, path): &(Remote, PathBuf)| match tokio::fs::metadata(path).await {
         Ok(there) => Some(there.len()),
         Err(_) => {
             let line = Line {

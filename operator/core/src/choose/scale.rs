@@ -86,11 +86,10 @@ pub(super) fn other_numbers(
     made: &dyn Fn(&InferenceDeployment) -> Option<InferencePlan>,
 ) -> Result<Option<InferencePlanSpec>, Cause> {
     let on_cpus = || in_place_on_cpus(old, new, deployment, free, made);
-    let found = in_place(old, new, free).or_else(on_cpus);
-    match leaves_gpus(old, new) {
-        Some(cause) if found.is_none() => Err(cause),
-        _ => Ok(found),
+    if let Some(found) = in_place(old, new, free).or_else(on_cpus) {
+        return Ok(Some(found));
     }
+    leaves_gpus(old, new).map_or(Ok(None), Err)
 }
 
 /// [`in_place`] for `old` without workers on GPUs, where `new` has some that were not there or not free before: with what is planned

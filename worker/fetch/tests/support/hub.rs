@@ -45,6 +45,18 @@ struct Hub {
     shared: Arc<Mutex<Shared>>,
 }
 
+impl Hub {
+    /// Notes a request.
+    fn note(&self, is_large: bool, is_head: bool, path: &str, headers: &Seen) {
+        self.inner.lock().unwrap().asked.push(Asked {
+            is_large,
+            is_head,
+            path: path.to_owned(),
+            headers: headers.clone(),
+        });
+    }
+}
+
 #[derive(Default)]
 struct Inner {
     /// Files by commit.
@@ -205,14 +217,9 @@ async fn answer(
     let seen = Seen::of(&headers);
     let path = uri.path().to_owned();
     let is_list = path.starts_with("/api/");
+    hub.note(false, is_head, &path, &seen);
     let (fault, is_open) = {
         let mut inner = hub.inner.lock().unwrap();
-        inner.asked.push(Asked {
-            is_large: false,
-            is_head,
-            path: path.clone(),
-            headers: seen.clone(),
-        });
         let fault = match is_list {
             true => inner.list_faults.pop_front(),
             false => None,
@@ -278,12 +285,7 @@ async fn answer_large(
     let is_head = method == Method::HEAD;
     let seen = Seen::of(&headers);
     let path = uri.path().to_owned();
-    hub.inner.lock().unwrap().asked.push(Asked {
-        is_large: true,
-        is_head,
-        path: path.clone(),
-        headers: seen.clone(),
-    });
+    hub.note(true, is_head, &path, &seen);
     let (commit, name) = path[1..].split_once('/').unwrap();
     match is_head {
         true => head(&hub, commit, name),

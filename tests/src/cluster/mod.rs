@@ -50,6 +50,9 @@ pub use wait::{try_wait_until, wait_until};
 use own::Own;
 use tools::Tools;
 
+/// Number of events shown when a test has failed.
+const LAST_EVENTS: usize = 40;
+
 /// Requirements of a test for its cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
@@ -322,19 +325,24 @@ impl Cluster {
         };
         let logs = own.workspace.logs.display();
         let mut text = format!("the logs of the cluster are in {logs}\n");
-        for arguments in [
-            ["get", "nodes,pods", "--all-namespaces", "--output=wide"],
-            [
-                "get",
-                "events",
-                "--all-namespaces",
-                "--sort-by=.lastTimestamp",
-            ],
-        ] {
-            match self.try_kubectl(&arguments) {
-                Ok(found) => text += &found,
-                Err(error) => return text + &error,
+        let pods = ["get", "nodes,pods", "--all-namespaces", "--output=wide"];
+        let events = [
+            "get",
+            "events",
+            "--all-namespaces",
+            "--sort-by=.lastTimestamp",
+        ];
+        match self.try_kubectl(&pods) {
+            Ok(found) => text += &found,
+            Err(error) => return text + &error,
+        }
+        match self.try_kubectl(&events) {
+            // More would hide the failure itself, which stands above.
+            Ok(found) => {
+                let skipped = found.lines().count().saturating_sub(LAST_EVENTS);
+                text.extend(found.split_inclusive('\n').skip(skipped));
             }
+            Err(error) => text += &error,
         }
         text
     }

@@ -266,6 +266,8 @@ struct Tally {
     ready: usize,
     /// Looks of these at a deployment whose spec runs with nothing in progress, by the spec's generation.
     current: BTreeMap<u64, usize>,
+    /// Longest wait for an answer.
+    slowest: Duration,
     /// Wrong answers.
     wrong: Vec<String>,
 }
@@ -321,8 +323,8 @@ impl Prober {
         }
         let tally = self.tally();
         println!(
-            "{} looks, at Ready {}, at the end of a change {:?}",
-            tally.looks, tally.ready, tally.current
+            "{} looks, at Ready {}, at the end of a change {:?}; the slowest answer took {:.1?}",
+            tally.looks, tally.ready, tally.current, tally.slowest
         );
         assert!(tally.wrong.is_empty(), "{:#?}", tally.wrong);
     }
@@ -362,7 +364,9 @@ impl Looker {
             lock(&self.tally).looks += 1;
             return Ok(());
         }
+        let began = Instant::now();
         let told = self.ask().await;
+        let waited = began.elapsed();
         let after = self.read().await?;
         if after["metadata"]["resourceVersion"] != before["metadata"]["resourceVersion"] {
             return Ok(());
@@ -373,15 +377,20 @@ impl Looker {
         let mut tally = lock(&self.tally);
         tally.looks += 1;
         tally.ready += 1;
+        tally.slowest = tally.slowest.max(waited);
         if is_current {
             let generation = generation.as_u64().unwrap_or_default();
             *tally.current.entry(generation).or_default() += 1;
         }
-        let context = told.map_err(|error| format!("says Ready, and {error}: {before:#}"))?;
+        let context = told.map_err(|error| {
+            let status = &before["status"];
+            format!("says Ready, and after {waited:.1?} {error}: {status}")
+        })?;
         let asked = &before["spec"]["model"]["contextLength"];
         if is_current && context != *asked {
             return Err(format!(
-                "says that its spec runs, which asks for a context of {asked}; who answers has {context}: {before:#}"
+                "says that its spec runs, which asks for a context of {asked}; who answers has {context}: {}",
+                before["status"]
             ));
         }
         Ok(())

@@ -87,8 +87,8 @@ pub use scaler::*;
 pub use scaling::{ScalingMode, ScalingSpec};
 pub use status::*;
 pub use store::{
-    HUB_ENDPOINT, HUB_REVISION, NodeFetch, NodeModel, NodeStore, STORE_KEY_DIGITS, StoredModel,
-    files_revision, files_store_key, hub_store_key, is_for_all, store_key,
+    HUB_ENDPOINT, HUB_REVISION, NodeFetch, NodeModel, NodeStore, PartialModel, STORE_KEY_DIGITS,
+    StoredModel, files_revision, files_store_key, hub_store_key, is_for_all, store_key,
 };
 pub use url::shown_url;
 pub use worker_report::{StreamedPrompts, WorkerReport};

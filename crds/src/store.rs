@@ -28,8 +28,14 @@ pub struct StoredModel {
     pub commit: Option<String>,
     /// SHA-256 of an archive.
     pub sha256: Option<String>,
-    /// Size of its files.
+    /// Size of its files, or what is there of them.
     pub bytes: u64,
+    /// Bytes of these that other models of the store have, too: they are on the disk once, and stay when this model goes.
+    #[serde(default)]
+    pub shared_bytes: u64,
+    /// How far its download is; `None` if it is complete.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub partial: Option<PartialModel>,
     /// When it was last asked for or in use, in seconds since 1970; `None` if that is not known.
     pub used_at_s: Option<u64>,
     /// When its files were verified, in seconds since 1970; `None` if an earlier version fetched it.
@@ -40,6 +46,15 @@ pub struct StoredModel {
     pub pinned: bool,
     /// Its directory.
     pub directory: PathBuf,
+}
+
+/// A download that is not complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartialModel {
+    /// Bytes of the whole download, as far as that is known.
+    pub total_bytes: Option<u64>,
+    /// Whether a process goes on with it at this time.
+    pub is_running: bool,
 }
 
 impl StoredModel {

@@ -70,6 +70,15 @@ impl Environment {
         named.or_else(|| Some(base()?.join("hearth")))
     }
 
+    /// The variable that says where [`Self::model_directory`] is.
+    pub(crate) fn model_directory_variable(&self) -> &'static str {
+        match (&self.model_cache, &self.cache_home) {
+            (Some(_), _) => "HEARTH_CACHE",
+            (None, Some(_)) => "XDG_CACHE_HOME",
+            (None, None) => "HOME",
+        }
+    }
+
     /// Finds the first program of that name on the search path.
     pub(crate) fn program(&self, name: &str) -> Option<PathBuf> {
         let mut files = std::env::split_paths(&self.path).map(|directory| directory.join(name));

@@ -7,6 +7,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 mod apply;
@@ -57,8 +58,46 @@ fn is_plugin(called: &OsStr) -> bool {
 
 /// Parses the arguments of the process; ends it with 2 if they are wrong.
 fn parsed<A: FromArgMatches>(mut command: clap::Command) -> A {
-    let matches = command.get_matches_mut();
+    let matches = command.try_get_matches_from_mut(std::env::args_os());
+    let matches = matches.unwrap_or_else(|error| hinted(error, &command).exit());
     A::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())
+}
+
+/// The error with a hint, if the plugin has what this machine's commands do not: `hearth top`, `hearth plan --why`.
+fn hinted(mut error: clap::Error, command: &clap::Command) -> clap::Error {
+    let Some(cluster) = command.find_subcommand("cluster") else {
+        return error;
+    };
+    let named = |kind| match error.get(kind) {
+        Some(ContextValue::String(name)) => name.clone(),
+        _ => String::new(),
+    };
+    let (name, option) = match error.kind() {
+        ErrorKind::InvalidSubcommand => (named(ContextKind::InvalidSubcommand), None),
+        ErrorKind::UnknownArgument => (
+            std::env::args().nth(1).unwrap_or_default(),
+            Some(named(ContextKind::InvalidArg)),
+        ),
+        _ => return error,
+    };
+    let Some(found) = cluster.find_subcommand(&name) else {
+        return error;
+    };
+    let is_option = |option: &str| {
+        let mut options = found.get_arguments().filter_map(clap::Arg::get_long);
+        options.any(|long| option.strip_prefix("--") == Some(long))
+    };
+    if option.as_deref().is_some_and(|option| !is_option(option)) {
+        return error;
+    }
+    let needed = found.get_positionals().filter(|it| it.is_required_set());
+    let needed = needed.map(|it| it.get_id().as_str().to_uppercase());
+    let words: Vec<String> = [name].into_iter().chain(needed).chain(option).collect();
+    let (words, plugin, own) = (words.join(" "), remote::PLUGIN, remote::OWN);
+    let hint = format!("{plugin} {words} shows this of a cluster, and so does {own} {words}");
+    let hints = ContextValue::StyledStrs(vec![hint.into()]);
+    error.insert(ContextKind::Suggested, hints);
+    error
 }
 
 /// The plugin's commands under the program's own name: their examples are written for the plugin.
@@ -143,7 +182,7 @@ impl Cli {
             Command::Status(args) => return status::run(&args, environment),
             Command::Chat(args) => chat::run(&args, environment)?,
             Command::Logs(args) => logs::run(&args, environment)?,
-            Command::Models(args) => models::run(&args, environment)?,
+            Command::Models(args) => return models::run(&args, environment),
             Command::Cluster(args) => return remote::run(&args, remote::OWN, environment),
             Command::Trace(args) => trace::run(&args, environment)?,
             Command::Probe(args) => probe::run(&args)?,

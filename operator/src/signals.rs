@@ -9,6 +9,26 @@ pub(crate) struct ShutdownSignals {
     interrupt: Signal,
 }
 
+/// From now on SIGTERM and Ctrl-C do not end this process: `heard` is called for each, on a thread of its own.
+///
+/// # Errors
+/// The system refuses a handler or a thread.
+pub(crate) fn hand_over(heard: impl Fn() + Send + 'static) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .build()?;
+    let mut signals = runtime.block_on(async { ShutdownSignals::new() })?;
+    std::thread::Builder::new().spawn(move || {
+        runtime.block_on(async {
+            loop {
+                signals.wait().await;
+                heard();
+            }
+        });
+    })?;
+    Ok(())
+}
+
 impl ShutdownSignals {
     /// Begins to listen. Call it within a runtime.
     ///

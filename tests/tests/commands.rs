@@ -210,6 +210,26 @@ fn the_last_deployment_is_shown_when_it_no_longer_runs() {
 }
 
 #[test]
+fn what_only_the_plugin_has_is_answered_with_a_hint_to_it() {
+    for (words, hint) in [
+        (
+            &["top"][..],
+            Some("kubectl hearth top shows this of a cluster"),
+        ),
+        (&["plan", "--why"], Some("hearth cluster plan NAME --why")),
+        (&["tip"], None),
+        (&["plan", "--what"], None),
+    ] {
+        let (code, _, errors) = run(hearth().args(words));
+        assert_eq!(code, 2, "{errors}");
+        match hint {
+            Some(hint) => assert!(errors.contains(hint), "{errors}"),
+            None => assert!(!errors.contains("kubectl"), "{errors}"),
+        }
+    }
+}
+
+#[test]
 fn an_empty_home_is_none() {
     let mut status = hearth();
     status

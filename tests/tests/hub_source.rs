@@ -216,6 +216,138 @@ async fn models_are_pulled_listed_and_removed_but_not_under_a_server() {
     assert!(stderr.contains("acme/demo at v9 was not found"), "{stderr}");
 }
 
+/// Calls `is_so` until it is, for a minute.
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    for _ in 0..600 {
+        if is_so() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    panic!("{what} did not come");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_download_that_is_stopped_is_listed_and_removed() {
+    let hub = demo_hub().await;
+    hub.pace(Duration::from_millis(200));
+    let directory = tempfile::tempdir().expect("directory");
+    let cache = directory.path().join("cache");
+    let state = directory.path().join("state");
+    let models = |words: &[&str]| models(words, &state, &cache, &hub, "");
+    let first = || {
+        let (code, stdout, stderr) = models(&["list", "-o", "json"]);
+        assert_eq!(code, 0, "{stderr}");
+        serde_json::from_str::<Value>(&stdout).expect("JSON")[0].clone()
+    };
+    let pull = hearth()
+        .args(["models", "pull", REPO])
+        .envs(environment(&cache, &hub))
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("hearth");
+    until("a file", || first()["bytes"].as_u64() > Some(0));
+    assert_eq!(first()["partial"]["is_running"], true);
+    let (code, _, stderr) = models(&["rm", REPO]);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(
+        stderr.contains("acme/demo@main is being fetched"),
+        "{stderr}"
+    );
+
+    let pid = pull.id().to_string();
+    run(std::process::Command::new("kill").args(["-INT", &pid]));
+    let ended = pull.wait_with_output().expect("an end");
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(130), "{said}");
+    for words in [
+        "that have arrived are kept",
+        "hearth models pull acme/demo goes on",
+    ] {
+        assert!(said.contains(words), "no {words:?} in {said}");
+    }
+    hub.pace(Duration::ZERO);
+    let partial = first();
+    assert_eq!(partial["source"], "acme/demo@main");
+    assert_eq!(partial["partial"]["is_running"], false);
+    assert!(
+        partial["partial"]["total_bytes"].as_u64() > partial["bytes"].as_u64(),
+        "{partial}"
+    );
+    let (_, table, _) = models(&["list"]);
+    assert!(
+        table.contains(" of ") && table.contains("partial"),
+        "{table}"
+    );
+    let (code, _, stderr) = models(&["pin", REPO]);
+    assert_eq!(code, 1, "{stderr}");
+    assert!(stderr.contains("is not complete"), "{stderr}");
+    let (code, _, stderr) = models(&["rm", REPO]);
+    assert_eq!(code, 0, "{stderr}");
+    assert!(
+        stderr.contains("removed what had arrived of acme/demo@main"),
+        "{stderr}"
+    );
+    let (_, _, stderr) = models(&["list"]);
+    assert!(stderr.contains("no model is in"), "{stderr}");
+}
+
+#[test]
+fn a_hub_that_refuses_connections_is_told_at_once() {
+    use std::io::{BufRead, BufReader};
+    let directory = tempfile::tempdir().expect("directory");
+    let mut pull = hearth()
+        .args(["models", "pull", REPO])
+        .env("HEARTH_CACHE", directory.path())
+        .env("HF_ENDPOINT", "http://127.0.0.1:9")
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("hearth");
+    let stderr = pull.stderr.take().expect("standard error");
+    let mut lines = BufReader::new(stderr).lines().map_while(Result::ok);
+    let told = lines.find(|line| line.contains("no connection"));
+    run(std::process::Command::new("kill").arg(pull.id().to_string()));
+    pull.wait().expect("an end");
+    let told = told.expect("a line");
+    assert!(
+        told.contains("acme/demo: no connection") && told.contains("trying again in 0."),
+        "{told}"
+    );
+    assert!(told.contains("for up to 62 s"), "{told}");
+}
+
+#[test]
+fn a_directory_of_models_that_cannot_be_one_is_told_with_a_remedy() {
+    let directory = tempfile::tempdir().expect("directory");
+    let file = directory.path().join("file");
+    std::fs::write(&file, "").expect("a file");
+    let below = file.join("below");
+    for (cache, why) in [
+        (&*file, "is a file"),
+        (&*below, "is a file"),
+        (Path::new("models"), "no absolute path"),
+    ] {
+        for words in [
+            &["list"][..],
+            &["rm", REPO],
+            &["pull", REPO],
+            &["pin", REPO],
+        ] {
+            let (code, _, stderr) = run(hearth()
+                .arg("models")
+                .args(words)
+                .env("HEARTH_STATE_DIR", directory.path().join("state"))
+                .env("HEARTH_CACHE", cache)
+                .env("HF_ENDPOINT", "http://127.0.0.1:9"));
+            assert_eq!(code, 1, "{stderr}");
+            let expected = format!("HEARTH_CACHE is {}, ", cache.display());
+            for words in [&*expected, why, "unset it"] {
+                assert!(stderr.contains(words), "no {words:?} in {stderr}");
+            }
+        }
+    }
+}
+
 /// An address for documentation (RFC 5737): only the proxy leads there.
 const FAR: &str = "http://203.0.113.7";
 

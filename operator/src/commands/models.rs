@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::path::Path;
+use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
@@ -10,7 +11,7 @@ use hearth_crds::StoredModel;
 use crate::environment::Environment;
 use crate::terminal::table::{self, OutputFormat, age};
 use crate::terminal::ui::{self, Steps};
-use crate::up::fetched::{self, Wanted};
+use crate::up::fetched::{self, Stopped, Wanted};
 use crate::up::state::{StateArgs, StateDir};
 use crate::up::worker;
 
@@ -18,9 +19,12 @@ const EXAMPLES: &str = "Examples:\n  hearth models pull Qwen/Qwen3-0.6B\n  heart
      Environment:\n  HEARTH_CACHE is the directory of the cache, HEARTH_MODEL_TOKEN opens gated repositories, HF_ENDPOINT names a mirror\n  \
      HEARTH_CA_BUNDLE is a PEM file of further certificate authorities; HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and NO_PROXY name proxies\n  \
      HEARTH_MODEL_QUOTA (200Gi) and HEARTH_MODEL_RESERVE (percent of the disk) limit the cache: the least recently used models go\n  \
-     HEARTH_DOWNLOAD_RATE (20Mi) limits downloads, in bytes a second";
+     HEARTH_DOWNLOAD_RATE (20Mi) limits downloads, in bytes a second\n  \
+     HEARTH_STATE_DIR is the directory of running deployments, whose models rm leaves";
 /// Digits of a commit or a checksum that a table shows.
 const SHORT_DIGITS: usize = 12;
+/// Exit code of a command that Ctrl-C has ended, as shells have it.
+const STOPPED: u8 = 130;
 /// The worker's tool.
 const TOOL: &str = "models";
 
@@ -41,7 +45,7 @@ enum Models {
         /// owner/name, or owner/name@revision with a branch, tag or commit (default: main)
         repo: String,
     },
-    /// Show the models that are in the cache
+    /// Show the models that are in the cache, and downloads that are not complete
     List {
         /// table, json or yaml
         #[arg(short, long, value_enum, default_value_t)]
@@ -57,7 +61,7 @@ enum Models {
         /// Its name or its key, as list shows them
         model: String,
     },
-    /// Remove a model that is neither in use nor pinned from the cache
+    /// Remove a model that is neither in use nor pinned, or what has arrived of one, from the cache
     Rm {
         /// Its name or its key, as list shows them
         model: String,
@@ -65,17 +69,18 @@ enum Models {
 }
 
 /// Runs the chosen command.
-pub(crate) fn run(args: &ModelsArgs, environment: &Environment) -> anyhow::Result<()> {
+pub(crate) fn run(args: &ModelsArgs, environment: &Environment) -> anyhow::Result<ExitCode> {
     match &args.command {
-        Models::Pull { repo } => pull(repo, environment),
-        Models::List { output } => list(*output, environment),
-        Models::Pin { model } => set_pinned(model, true, environment),
-        Models::Unpin { model } => set_pinned(model, false, environment),
-        Models::Rm { model } => remove(model, &args.state, environment),
+        Models::Pull { repo } => return pull(repo, environment),
+        Models::List { output } => list(*output, environment)?,
+        Models::Pin { model } => set_pinned(model, true, environment)?,
+        Models::Unpin { model } => set_pinned(model, false, environment)?,
+        Models::Rm { model } => remove(model, &args.state, environment)?,
     }
+    Ok(ExitCode::SUCCESS)
 }
 
-fn pull(named: &str, environment: &Environment) -> anyhow::Result<()> {
+fn pull(named: &str, environment: &Environment) -> anyhow::Result<ExitCode> {
     let (repo, revision) = match named.split_once('@') {
         Some((repo, revision)) => (repo, Some(revision)),
         None => (named, None),
@@ -86,8 +91,19 @@ fn pull(named: &str, environment: &Environment) -> anyhow::Result<()> {
         has_token: environment.has_model_token,
     };
     let steps = Steps::new(environment);
-    let directory = fetched::fetch(&wanted, repo, environment, &steps)?;
-    ui::print_data(&format!("{}\n", directory.display()))
+    match fetched::fetch_until_stopped(&wanted, repo, environment, &steps) {
+        Ok(directory) => {
+            ui::print_data(&format!("{}\n", directory.display()))?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(error) if error.is::<Stopped>() => {
+            ui::say(format_args!(
+                "{error}; hearth models pull {named} goes on from there, hearth models rm {named} removes it"
+            ));
+            Ok(ExitCode::from(STOPPED))
+        }
+        Err(error) => Err(error),
+    }
 }
 
 fn list(output: OutputFormat, environment: &Environment) -> anyhow::Result<()> {
@@ -110,7 +126,7 @@ fn table(stored: &[StoredModel]) -> String {
         [
             model.name().to_owned(),
             digits.to_owned(),
-            ui::bytes(model.bytes),
+            size(model),
             used.map_or_else(|| "-".to_owned(), age),
             state(model),
             model.key.clone(),
@@ -119,8 +135,27 @@ fn table(stored: &[StoredModel]) -> String {
     table::plain(&["MODEL", "COMMIT", "SIZE", "USED", "STATE", "KEY"], rows)
 }
 
-/// Why a model stays, such as `in use, pinned`; `-` if nothing keeps it.
+/// Bytes of a model, such as `1.2 GiB of 4.0 GiB` while it is not complete, and those that are not its own alone.
+fn size(model: &StoredModel) -> String {
+    let mut text = ui::bytes(model.bytes);
+    if let Some(total_bytes) = model.partial.and_then(|partial| partial.total_bytes) {
+        text += &format!(" of {}", ui::bytes(total_bytes));
+    }
+    if model.shared_bytes > 0 {
+        text += &format!(", {} shared", ui::bytes(model.shared_bytes));
+    }
+    text
+}
+
+/// Why a model stays, such as `in use, pinned`, or that it is not complete; `-` if nothing keeps it.
 fn state(model: &StoredModel) -> String {
+    if let Some(partial) = model.partial {
+        return match partial.is_running {
+            true => "partial, being fetched",
+            false => "partial",
+        }
+        .to_owned();
+    }
     match (model.in_use, model.pinned) {
         (true, true) => "in use, pinned",
         (true, false) => "in use",
@@ -133,6 +168,12 @@ fn state(model: &StoredModel) -> String {
 fn set_pinned(named: &str, pinned: bool, environment: &Environment) -> anyhow::Result<()> {
     let stored = self::stored(environment, None)?;
     let model = chosen(named, &stored)?;
+    if model.partial.is_some() {
+        bail!(
+            "{} is not complete\n  fetch the rest first: hearth models pull {named}",
+            model.name()
+        );
+    }
     let flag = if pinned { "--pin" } else { "--unpin" };
     self::stored(environment, Some((flag, &model.key)))?;
     ui::say(format_args!(
@@ -149,6 +190,32 @@ fn set_pinned(named: &str, pinned: bool, environment: &Environment) -> anyhow::R
 fn remove(named: &str, state: &StateArgs, environment: &Environment) -> anyhow::Result<()> {
     let stored = self::stored(environment, None)?;
     let model = chosen(named, &stored)?;
+    if model.partial.is_none() {
+        check_unserved(model, state, environment)?;
+    }
+    self::stored(environment, Some(("--remove", &model.key)))?;
+    let free = ui::bytes(model.bytes.saturating_sub(model.shared_bytes));
+    let mut text = match model.partial {
+        Some(_) => format!(
+            "removed what had arrived of {}: {free} are free again",
+            model.name()
+        ),
+        None => format!("removed {}: {free} are free again", model.name()),
+    };
+    if model.shared_bytes > 0 {
+        let shared = ui::bytes(model.shared_bytes);
+        text += &format!(", {shared} stay for other models that have the same files");
+    }
+    ui::say(text);
+    Ok(())
+}
+
+/// Checks that no deployment of this machine serves the model.
+fn check_unserved(
+    model: &StoredModel,
+    state: &StateArgs,
+    environment: &Environment,
+) -> anyhow::Result<()> {
     let state = StateDir::locate(state.state_dir.as_deref(), environment)?;
     let directory = model.directory.canonicalize();
     let directory = directory.with_context(|| format!("{}", model.directory.display()))?;
@@ -167,12 +234,6 @@ fn remove(named: &str, state: &StateArgs, environment: &Environment) -> anyhow::
             ),
         }
     }
-    self::stored(environment, Some(("--remove", &model.key)))?;
-    ui::say(format_args!(
-        "removed {}: {} are free again",
-        model.name(),
-        ui::bytes(model.bytes)
-    ));
     Ok(())
 }
 
@@ -213,12 +274,18 @@ fn stored(
     if let Some((flag, key)) = change {
         arguments.extend([flag, key].map(OsStr::new));
     }
-    worker::ask(environment, &arguments, |_| {})
+    let told = worker::ask(environment, &arguments, |_| {});
+    match change {
+        Some(_) => told.map_err(|error| fetched::of_cache(error, environment)),
+        None => told,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
+
+    use hearth_crds::PartialModel;
 
     use super::*;
 
@@ -229,6 +296,8 @@ mod tests {
             commit: commit.map(str::to_owned),
             sha256: None,
             bytes: 3 << 20,
+            shared_bytes: 0,
+            partial: None,
             used_at_s: None,
             verified_at_s: None,
             in_use: false,
@@ -282,5 +351,17 @@ mod tests {
             ..model("k1", Some("a/b@main"), None)
         };
         assert!(table(&[kept]).contains("in use, pinned"));
+        let partial = |is_running| StoredModel {
+            shared_bytes: 1 << 20,
+            partial: Some(PartialModel {
+                total_bytes: Some(7 << 20),
+                is_running,
+            }),
+            ..model("k1", Some("a/b@main"), None)
+        };
+        let text = table(&[partial(true), partial(false)]);
+        for words in ["3 MiB of 7 MiB, 1 MiB shared", "partial, being fetched"] {
+            assert!(text.contains(words), "{text}");
+        }
     }
 }

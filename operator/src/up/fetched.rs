@@ -2,17 +2,21 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use hearth_crds::{HttpSource, ModelSource, format_remaining};
+use rustix::fs::{Access, access};
+use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use crate::environment::Environment;
+use crate::signals;
 use crate::terminal::ui::{self, Busy, Steps};
 use crate::up::worker;
 
@@ -33,6 +37,8 @@ struct Progress {
     trouble: Option<String>,
 }
 
+/// The worker's tool.
+const TOOL: &str = "fetch";
 /// The phase in which bytes arrive.
 const DOWNLOADING: &str = "downloading";
 
@@ -75,19 +81,101 @@ pub(crate) fn wanted<'a>(
     }))
 }
 
+/// A fetch that SIGTERM or Ctrl-C has ended.
+#[derive(Debug, thiserror::Error)]
+#[error("the fetch of {name} was stopped: {kept}")]
+pub(crate) struct Stopped {
+    name: String,
+    /// What has arrived, in words.
+    kept: String,
+}
+
 /// Returns the directory of the model, fetching it if it is not in the cache. `name` is the model's.
 ///
 /// # Errors
-/// The worker's own message; no home directory for the cache.
+/// The worker's own message; the directory of the cache cannot be used.
 pub(crate) fn fetch(
     wanted: &Wanted<'_>,
     name: &str,
     environment: &Environment,
     steps: &Steps,
 ) -> anyhow::Result<PathBuf> {
-    const TOOL: &str = "fetch";
+    let fetched = follow(wanted, name, environment, steps, |_| Ok(()));
+    fetched.map_err(|error| of_cache(error, environment))
+}
+
+/// The same; SIGTERM and Ctrl-C end the fetch, and from then on not this process.
+///
+/// # Errors
+/// The same, and [`Stopped`].
+pub(crate) fn fetch_until_stopped(
+    wanted: &Wanted<'_>,
+    name: &str,
+    environment: &Environment,
+    steps: &Steps,
+) -> anyhow::Result<PathBuf> {
+    let fetched = follow(wanted, name, environment, steps, |child| {
+        // From a terminal it has got the signal itself.
+        let pid = Pid::from_child(child);
+        signals::hand_over(move || {
+            let _ = kill_process(pid, Signal::TERM);
+        })
+    });
+    fetched.map_err(|error| of_cache(error, environment))
+}
+
+/// Runs the worker's tool, and shows how far it is; `begun` gets the process.
+fn follow(
+    wanted: &Wanted<'_>,
+    name: &str,
+    environment: &Environment,
+    steps: &Steps,
+    begun: impl FnOnce(&Child) -> anyhow::Result<()>,
+) -> anyhow::Result<PathBuf> {
     let program = worker::program(environment)?;
-    let mut command = Command::new(&program);
+    let (mut command, list) = command(&program, wanted, environment)?;
+    let mut child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("{} cannot be run", program.display()))?;
+    begun(&child)?;
+    if let (Some(list), Some(mut input)) = (list, child.stdin.take()) {
+        // A worker that has ended before it read all says why.
+        let _ = input.write_all(&list);
+    }
+    let mut screen = Screen {
+        name,
+        steps,
+        bar: steps.bar(&format!("{name}: asking for it")),
+        began: Instant::now(),
+        fetched_bytes: None,
+        here: (0, None),
+        has_told_trouble: false,
+    };
+    let (directory, errors) = hear(&mut child, &mut screen)?;
+    screen.bar.finish();
+    let status = child.wait()?;
+    if let Some(directory) = directory.filter(|_| status.success()) {
+        screen.done(&directory);
+        return Ok(directory);
+    }
+    let ends = [Signal::INT, Signal::TERM].map(|signal| Some(signal.as_raw()));
+    if ends.contains(&status.signal()) {
+        let kept = screen.kept();
+        let name = name.to_owned();
+        return Err(Stopped { name, kept }.into());
+    }
+    Err(worker::failure(&program, TOOL, status, &errors))
+}
+
+/// The worker's tool for what is wanted, and what it is to read.
+fn command(
+    program: &Path,
+    wanted: &Wanted<'_>,
+    environment: &Environment,
+) -> anyhow::Result<(Command, Option<Vec<u8>>)> {
+    let mut command = Command::new(program);
     command.args([TOOL, "--json"]).stdin(Stdio::null());
     let mut list = None;
     match wanted {
@@ -124,32 +212,8 @@ pub(crate) fn fetch(
             }
         }
     }
-    let mut child = command
-        .arg("--into")
-        .arg(cache(environment)?)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("{} cannot be run", program.display()))?;
-    if let (Some(list), Some(mut input)) = (list, child.stdin.take()) {
-        // A worker that has ended before it read all says why.
-        let _ = input.write_all(&list);
-    }
-    let mut screen = Screen {
-        name,
-        steps,
-        bar: steps.bar(&format!("{name}: asking for it")),
-        began: Instant::now(),
-        fetched_bytes: None,
-    };
-    let (directory, errors) = follow(&mut child, &mut screen)?;
-    screen.bar.finish();
-    let status = child.wait()?;
-    let Some(directory) = directory.filter(|_| status.success()) else {
-        return Err(worker::failure(&program, TOOL, status, &errors));
-    };
-    screen.done(&directory);
-    Ok(directory)
+    command.arg("--into").arg(cache(environment)?);
+    Ok((command, list))
 }
 
 /// Waits for and holds a model's directory until the file is dropped, as its workers do (`Hold` of the crate hearth-fetch). `None` if it
@@ -175,14 +239,61 @@ pub(crate) fn note_use(directory: &Path, environment: &Environment) {
     let _ = worker::ask::<IgnoredAny>(environment, &arguments, |_| {});
 }
 
-/// The directory of this user's models.
+/// The directory of this user's models, which may not exist yet.
 ///
 /// # Errors
-/// There is no home directory.
+/// There is no home directory, or it can be no directory of models.
 pub(crate) fn cache(environment: &Environment) -> anyhow::Result<PathBuf> {
-    environment.model_directory().context(
+    let directory = environment.model_directory().context(
         "there is no home directory to keep models in\n  name a directory: HEARTH_CACHE=DIR",
-    )
+    )?;
+    let why = if directory.is_relative() {
+        "which is no absolute path: every command would look in another place".to_owned()
+    } else {
+        match std::fs::read_dir(&directory) {
+            Ok(_) => return Ok(directory),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(directory),
+            Err(error) if error.kind() == ErrorKind::NotADirectory => {
+                "which is a file, or lies below one".to_owned()
+            }
+            Err(error) => format!("which cannot be read: {error}"),
+        }
+    };
+    bail!("{}", unusable(&directory, &why, environment))
+}
+
+/// The error itself, unless it comes from a directory of models that this user may not write.
+pub(crate) fn of_cache(error: anyhow::Error, environment: &Environment) -> anyhow::Error {
+    let Ok(directory) = cache(environment) else {
+        return error;
+    };
+    let writable = ["models", "partial"].map(|below| {
+        let below = directory.join(below);
+        let there = below.ancestors().find(|path| path.exists());
+        there.map_or(Ok(()), |path| access(path, Access::WRITE_OK))
+    });
+    match writable.into_iter().find_map(Result::err) {
+        Some(reason) => {
+            let reason = std::io::Error::from(reason);
+            let why = format!("where this user may not write: {reason}");
+            anyhow!("{}", unusable(&directory, &why, environment))
+        }
+        None => error,
+    }
+}
+
+/// Says why the directory of models cannot be used.
+fn unusable(directory: &Path, why: &str, environment: &Environment) -> String {
+    let variable = environment.model_directory_variable();
+    let directory = directory.display();
+    match variable {
+        "HEARTH_CACHE" => format!(
+            "HEARTH_CACHE is {directory}, {why}\n  name a directory of yours, such as /home/ann/models, or unset it"
+        ),
+        _ => format!(
+            "models are kept in {directory} (by {variable}), {why}\n  name a directory of yours: HEARTH_CACHE=DIR"
+        ),
+    }
 }
 
 /// Checks the environment for credentials, which replace a Secret on a single machine and are inherited by the worker.
@@ -208,10 +319,7 @@ fn check_token(secret: &str, environment: &Environment) -> anyhow::Result<()> {
 }
 
 /// Shows progress until the child closes its output; returns the directory, and the child's standard error.
-fn follow(
-    child: &mut Child,
-    screen: &mut Screen<'_>,
-) -> anyhow::Result<(Option<PathBuf>, Vec<u8>)> {
+fn hear(child: &mut Child, screen: &mut Screen<'_>) -> anyhow::Result<(Option<PathBuf>, Vec<u8>)> {
     let stderr = child.stderr.take();
     // On a separate thread: a full pipe would block the child.
     let errors = std::thread::spawn(move || {
@@ -231,7 +339,7 @@ fn follow(
         .flat_map(BufRead::lines)
     {
         let line = line.context("the worker's progress cannot be read")?;
-        match serde_json::from_str(&line).with_context(|| worker::misunderstood("fetch"))? {
+        match serde_json::from_str(&line).with_context(|| worker::misunderstood(TOOL))? {
             Event::Progress(progress) => screen.show(progress),
             Event::Fetched { directory: fetched } => directory = Some(fetched),
         }
@@ -247,6 +355,10 @@ struct Screen<'a> {
     began: Instant,
     /// Size of what was fetched; `None` if nothing had to be.
     fetched_bytes: Option<u64>,
+    /// Bytes that are here, and of how many.
+    here: (u64, Option<u64>),
+    /// Whether a line has told that a connection failed and is tried again.
+    has_told_trouble: bool,
 }
 
 impl Screen<'_> {
@@ -275,9 +387,29 @@ impl Screen<'_> {
         if let Some(trouble) = &trouble {
             text += &format!(" ({trouble})");
         }
+        if let Some(trouble) = trouble.filter(|_| !self.has_told_trouble) {
+            self.has_told_trouble = true;
+            let (name, steps) = (self.name, self.steps);
+            self.bar
+                .suspend(|| steps.warn(&format!("{name}: {trouble}")));
+        }
+        self.here = (bytes, total_bytes);
         self.fetched_bytes = Some(total_bytes.unwrap_or(bytes));
         self.bar.reached(bytes, total_bytes.unwrap_or(bytes));
         self.bar.say(text);
+    }
+
+    /// What has arrived, in words.
+    fn kept(&self) -> String {
+        match self.here {
+            (0, _) => "what has arrived is kept".to_owned(),
+            (bytes, None) => format!("{} that have arrived are kept", ui::bytes(bytes)),
+            (bytes, Some(total_bytes)) => format!(
+                "{} of {} that have arrived are kept",
+                ui::bytes(bytes),
+                ui::bytes(total_bytes)
+            ),
+        }
     }
 
     fn done(&self, directory: &Path) {

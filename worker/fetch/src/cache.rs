@@ -8,13 +8,14 @@
 //! DIR/models/.pinned-KEY       the model stays until a person removes this
 //! DIR/partial/KEY.part         the downloaded part of an archive, or of one file
 //! DIR/partial/KEY.json         facts about the file that the part belongs to
+//! DIR/partial/KEY.begun        what is being fetched, or was until it was cut off
 //! DIR/partial/KEY.lock         held by the process that fetches
 //! DIR/partial/KEY.tries        the record of earlier tries
 //! DIR/partial/KEY.used         its mtime: when a model without .about-KEY was last used
 //! DIR/partial/room.lock        held by the process that makes room
 //! ```
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -26,9 +27,7 @@ use crate::directory::{bytes_below, replace};
 use crate::hold::{self, Exclusive};
 use crate::lock::Lock;
 use crate::need::Need;
-use crate::room::{self, Item, Stays};
-use crate::uses::modified;
-use crate::{FetchError, FetchOptions, Key, part};
+use crate::{FetchError, Key, part};
 
 const UNPACK: &str = ".unpack-";
 const REMOVE: &str = ".remove-";
@@ -48,31 +47,18 @@ pub struct About {
     /// SHA-256 of the archive, of one, or of a list of files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
+    /// SHA-256 of files of a repository or a list, by their paths, as far as they have one.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub files: BTreeMap<String, String>,
+    /// Who may have it ([`crate::Source::held_by`]), empty for everybody; `None` if that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holder: Option<String>,
     /// Of a list of files: whether every deployment that names it may have it. Of others the key says so.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub for_all: bool,
     /// When its files were verified, in seconds since 1970; `None` if an earlier version fetched it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verified_at_s: Option<u64>,
-}
-
-/// A model that is stored.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stored {
-    /// Its name in the cache.
-    pub key: Key,
-    /// What it is; `None` if an earlier version fetched it.
-    pub about: Option<About>,
-    /// Size of its files in bytes.
-    pub bytes: u64,
-    /// When it was last asked for, named or released.
-    pub used: Option<SystemTime>,
-    /// Whether a process holds it ([`crate::Hold`]).
-    pub is_in_use: bool,
-    /// Whether it stays until a person removes it.
-    pub is_pinned: bool,
-    /// Its directory.
-    pub directory: PathBuf,
 }
 
 /// A directory of models.
@@ -123,58 +109,25 @@ impl Cache {
         bytes_below(&self.directory(key))
     }
 
-    /// All complete models, by name.
-    ///
-    /// # Errors
-    /// [`FetchError::Cache`] if the directory cannot be read.
-    pub fn stored(&self) -> Result<Vec<Stored>, FetchError> {
-        let keys = self.keys()?.into_iter();
-        let stored = keys.filter_map(|key| {
-            let directory = self.model(&key)?;
-            let used = self.used(&key).or_else(|| modified(&directory));
-            Some(Stored {
-                about: self.about(&key),
-                bytes: bytes_below(&directory),
-                used,
-                is_in_use: hold::is_held(&directory),
-                is_pinned: self.is_pinned(&key),
-                directory,
-                key,
-            })
-        });
-        Ok(stored.collect())
-    }
-
-    /// Removes a model, with everything that belongs to it.
+    /// Removes a model, or what has arrived of one, with everything that belongs to it.
     ///
     /// # Errors
     /// [`FetchError::Busy`] if it is being fetched, [`FetchError::InUse`] if a process holds it, [`FetchError::Pinned`],
     /// [`FetchError::Cache`].
     pub fn forget(&self, key: &Key) -> Result<(), FetchError> {
         let name = || {
-            let about = self.about(key);
-            about.map_or_else(|| key.to_string(), |about| about.source)
+            let about = self.about(key).map(|about| about.source);
+            let begun = || self.begun(key).map(|begun| begun.source);
+            about.or_else(begun).unwrap_or_else(|| key.to_string())
         };
         if self.is_pinned(key) {
             return Err(FetchError::Pinned { name: name() });
         }
         match self.try_remove(key)? {
             Removal::Removed => Ok(()),
-            Removal::Fetched => Err(FetchError::Busy {
-                key: key.to_string(),
-            }),
+            Removal::Fetched => Err(FetchError::Busy { name: name() }),
             Removal::InUse => Err(FetchError::InUse { name: name() }),
         }
-    }
-
-    /// Bytes of the models that are whole.
-    ///
-    /// # Errors
-    /// [`FetchError::Cache`] if the directory cannot be read.
-    pub fn stored_bytes(&self) -> Result<u64, FetchError> {
-        let keys = self.keys()?;
-        let models = keys.iter().filter_map(|key| self.model(key));
-        Ok(models.map(|model| bytes_below(&model)).sum())
     }
 
     /// Records what the model is, from now on in use.
@@ -183,36 +136,6 @@ impl Cache {
         let text = serde_json::to_vec(about).map_err(std::io::Error::from);
         let text = text.map_err(FetchError::in_cache(&path))?;
         replace(&path, &self.about_temporary(key), &text)
-    }
-
-    /// Everything in the cache, and why it stays where `fetched` needs its room.
-    pub(crate) fn items(
-        &self,
-        fetched: &Key,
-        options: &FetchOptions,
-        now: SystemTime,
-    ) -> Result<Vec<Item>, FetchError> {
-        let item = |key: Key| {
-            let directory = self.model(&key);
-            let used = self.used(&key);
-            let stays = if key == *fetched || Lock::is_held(&self.lock_file(&key)) {
-                Some(Stays::Fetched)
-            } else if directory.as_deref().is_some_and(hold::is_held) {
-                Some(Stays::Used)
-            } else if self.is_pinned(&key) {
-                Some(Stays::Pinned)
-            } else {
-                room::stays(&key, used, options, now)
-            };
-            Item {
-                bytes: self.bytes_of_all(&key),
-                part_bytes: self.part_bytes(&key),
-                key,
-                used,
-                stays,
-            }
-        };
-        Ok(self.keys()?.into_iter().map(item).collect())
     }
 
     /// Whether a model besides this one is being fetched.
@@ -293,20 +216,13 @@ impl Cache {
         Ok(now.duration_since(used).is_ok_and(|age| age < keep))
     }
 
-    /// Bytes of everything that has the key.
-    fn bytes_of_all(&self, key: &Key) -> u64 {
-        let directories = [self.directory(key), self.unpacking(key), self.removing(key)];
-        let files = directories.iter().map(|path| bytes_below(path));
-        files.fold(self.part_bytes(key), u64::saturating_add)
-    }
-
     /// Bytes of the part that has the key.
     pub(crate) fn part_bytes(&self, key: &Key) -> u64 {
         fs::metadata(self.part(key)).map_or(0, |part| part.len())
     }
 
     /// Returns every key that anything in the cache belongs to.
-    fn keys(&self) -> Result<BTreeSet<Key>, FetchError> {
+    pub(crate) fn keys(&self) -> Result<BTreeSet<Key>, FetchError> {
         let mut keys = BTreeSet::new();
         for directory in [self.models(), self.partial()] {
             let entries = match fs::read_dir(&directory) {
@@ -351,6 +267,7 @@ impl Cache {
         remove_file(&self.pinned_file(key))?;
         remove_file(&self.tries_file(key))?;
         remove_file(&self.tries_file(key).with_extension("tries-new"))?;
+        self.forget_begun(key)?;
         remove_file(&self.part_facts(key))
     }
 
@@ -363,7 +280,7 @@ impl Cache {
         self.models().join(format!("{UNPACK}{key}"))
     }
 
-    fn removing(&self, key: &Key) -> PathBuf {
+    pub(crate) fn removing(&self, key: &Key) -> PathBuf {
         self.models().join(format!("{REMOVE}{key}"))
     }
 
@@ -512,6 +429,8 @@ mod tests {
             source: "a/b@main".to_owned(),
             commit: Some("c".repeat(40)),
             sha256: None,
+            files: BTreeMap::new(),
+            holder: None,
             for_all: false,
             verified_at_s: Some(1),
         };

@@ -1,7 +1,7 @@
 //! Files that are verified one by one and collected in a directory beside the model's place, until one rename puts it there.
 //! A later fetch checks what an earlier one collected and goes on from there.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -11,6 +11,7 @@ use std::time::SystemTime;
 use crate::cache::{About, remove_directory, remove_file};
 use crate::digest::Digest;
 use crate::directory::{make_directory, put};
+use crate::listing::HubFile;
 use crate::lock::Lock;
 use crate::progress::Reporter;
 use crate::{Cache, FetchError, Key, Phase, blocking};
@@ -59,6 +60,7 @@ impl Collected {
             keep_only(&temporary, Path::new(""), &names)?;
             remove_file(&cache.part(&key))?;
             remove_file(&cache.part_facts(&key))?;
+            cache.forget_begun(&key)?;
             cache.note_about(&key, &about)?;
             // From here on its bytes are elsewhere.
             lock.promise_nothing();
@@ -75,6 +77,15 @@ impl Collected {
         })
         .await
     }
+}
+
+/// SHA-256 of the files that have one, by their paths.
+pub(crate) fn sha256_by_path(files: &[HubFile]) -> BTreeMap<String, String> {
+    let named = files.iter().filter_map(|file| match &file.digest {
+        Digest::Sha256(digits) => Some((file.path.clone(), digits.clone())),
+        Digest::GitBlob { .. } => None,
+    });
+    named.collect()
 }
 
 /// Length of a file that is there with the right bytes; removes another. `bytes` is its length, where that is known.

@@ -1,6 +1,6 @@
 //! Directories of models: built beside their place, and put there by one rename.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fs::{self, File, Permissions};
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -40,23 +40,48 @@ pub(crate) fn replace(path: &Path, temporary: &Path, content: &[u8]) -> Result<(
     path.parent().map_or(Ok(()), sync)
 }
 
-/// Total size of all files below a directory in bytes, each counted once however many names it has; what cannot be read
-/// counts nothing.
-pub(crate) fn bytes_below(directory: &Path) -> u64 {
-    let mut bytes = 0;
-    let mut linked = BTreeSet::new();
-    let mut directories: Vec<PathBuf> = vec![directory.to_owned()];
-    while let Some(directory) = directories.pop() {
-        for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-            match entry.metadata() {
-                Ok(metadata) if metadata.is_dir() => directories.push(entry.path()),
-                Ok(metadata) if metadata.nlink() > 1 && !linked.insert(metadata.ino()) => {}
-                Ok(metadata) => bytes += metadata.len(),
-                Err(_) => {}
+/// A file of this machine, whatever its names: device and number.
+pub(crate) type Inode = (u64, u64);
+
+/// Sizes of the files below directories, each counted once however many names it has; what cannot be read counts nothing.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Contents {
+    /// Bytes of files with one name.
+    pub(crate) bytes: u64,
+    /// Bytes of each file with several, which may be elsewhere.
+    pub(crate) linked: BTreeMap<Inode, u64>,
+}
+
+impl Contents {
+    /// Of what is below these directories.
+    pub(crate) fn of(directories: impl IntoIterator<Item = PathBuf>) -> Self {
+        let mut contents = Self::default();
+        let mut directories: Vec<PathBuf> = directories.into_iter().collect();
+        while let Some(directory) = directories.pop() {
+            for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+                match entry.metadata() {
+                    Ok(metadata) if metadata.is_dir() => directories.push(entry.path()),
+                    Ok(metadata) if metadata.nlink() > 1 => {
+                        let inode = (metadata.dev(), metadata.ino());
+                        contents.linked.insert(inode, metadata.len());
+                    }
+                    Ok(metadata) => contents.bytes += metadata.len(),
+                    Err(_) => {}
+                }
             }
         }
+        contents
     }
-    bytes
+
+    /// Bytes of all of them.
+    pub(crate) fn sum_bytes(&self) -> u64 {
+        self.bytes + self.linked.values().sum::<u64>()
+    }
+}
+
+/// Total size in bytes of all files below a directory.
+pub(crate) fn bytes_below(directory: &Path) -> u64 {
+    Contents::of([directory.to_owned()]).sum_bytes()
 }
 
 pub(crate) fn make_directory(path: &Path) -> Result<(), FetchError> {

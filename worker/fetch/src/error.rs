@@ -120,10 +120,12 @@ pub enum FetchError {
         found: String,
     },
     /// The model is being fetched by another process.
-    #[error("{key} is being fetched by another process\n  wait until that has finished, or end it")]
+    #[error(
+        "{name} is being fetched by another process, and stays\n  wait until that has finished, or end it first"
+    )]
     Busy {
-        /// Name of the model in the cache.
-        key: String,
+        /// The model, or its name in the cache.
+        name: String,
     },
     /// The model is in use.
     #[error("{name} is in use by a worker, which maps its files\n  end its deployment first")]
@@ -233,7 +235,7 @@ pub enum FetchError {
     },
     /// The connection broke repeatedly, or could not be made.
     #[error(
-        "{url} cannot be fetched: {reason} ({attempts} attempts made no progress)\n  check the network and the server{}",
+        "{url} cannot be fetched: {reason} ({attempts} attempts made no progress)\n  {remedy}{}",
         resumed(*bytes)
     )]
     Lost {
@@ -243,6 +245,8 @@ pub enum FetchError {
         reason: String,
         /// Consecutive tries without a new byte.
         attempts: u32,
+        /// What to do.
+        remedy: &'static str,
         /// Bytes of the archive that are kept.
         bytes: u64,
     },

@@ -3,13 +3,14 @@
 //! Whoever wrote the list chose the servers: of each file as little is told before it is verified as of an archive.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::cache::About;
 use crate::collect::{self, Collected};
 use crate::digest::Digest;
 use crate::download;
+use crate::inventory::Begun;
 use crate::lengths;
 use crate::listing::{HubFile, INDEX, LIST_REMEDY, Listing, MAX_INDEX_BYTES};
 use crate::lock::Lock;
@@ -17,8 +18,9 @@ use crate::part::{Part, Whose};
 use crate::place::Remote;
 use crate::progress::Reporter;
 use crate::room::Room;
+use crate::share;
 use crate::source::ListedFile;
-use crate::{Cache, FetchError, Phase, Source, blocking, verified_now};
+use crate::{Cache, FetchError, Owner, Phase, Source, blocking, verified_now};
 
 /// The fetch of one list.
 pub(crate) struct Fetch<'a> {
@@ -42,6 +44,7 @@ impl Fetch<'_> {
         let temporary = self.cache.unpacking(&self.source.key());
         collect::begin(&temporary).await?;
         listing.check_config()?;
+        self.note_begun(None).await?;
         let mut before_bytes = 0;
         let index = match listing.index()? {
             Some(index) => {
@@ -65,6 +68,13 @@ impl Fetch<'_> {
         let mut listed: Vec<&ListedFile> = listed.collect::<Result<_, _>>()?;
         listed.retain(|file| file.path != INDEX);
         let lengths = self.lengths(&listed).await;
+        if let Some(lengths) = &lengths {
+            let sum = lengths
+                .iter()
+                .copied()
+                .fold(before_bytes, u64::saturating_add);
+            self.note_begun(Some(sum)).await?;
+        }
         for (at, file) in listed.into_iter().enumerate() {
             let to_come = lengths.as_ref().and_then(|lengths| lengths.get(at..));
             let whole_bytes =
@@ -79,12 +89,29 @@ impl Fetch<'_> {
                 source: self.source.shown(),
                 commit: None,
                 sha256: Some(self.revision.to_owned()),
+                files: collect::sha256_by_path(&files),
+                holder: self.room.holder.clone(),
                 for_all: self.source.is_for_all(),
                 verified_at_s: verified_now(),
             },
             lock: self.lock,
         };
         collected.put().await
+    }
+
+    /// Records what is fetched, for whoever lists the cache meanwhile.
+    async fn note_begun(&self, total_bytes: Option<u64>) -> Result<(), FetchError> {
+        let begun = Begun {
+            source: self.source.shown(),
+            commit: None,
+            total_bytes,
+        };
+        let (cache, key) = (self.cache.clone(), self.source.key());
+        blocking(move || {
+            cache.note_begun(&key, &begun);
+            Ok(())
+        })
+        .await
     }
 
     /// What the servers say of the files' lengths in bytes, if they say it of all.
@@ -125,12 +152,16 @@ impl Fetch<'_> {
         if let Some(bytes) = blocking(there).await? {
             return Ok(bytes);
         }
+        let is_own = self.room.options.owner == Owner::User;
+        if is_own && let Some(bytes) = self.linked(&digest, &target).await? {
+            return Ok(bytes);
+        }
         // What an earlier file's server gave says nothing about this one's.
         let policy = &self.room.options.address_policy;
         self.reporter.hide(policy.is_limited());
         let remote = self.remote(file);
         let whose = Whose {
-            digest,
+            digest: digest.clone(),
             is_one_of_several: true,
             whole_bytes: None,
         };
@@ -139,6 +170,11 @@ impl Fetch<'_> {
         let part = blocking(move || Part::open(&cache, &key, whose, lock, &reporter)).await?;
         let part = download::chosen(&remote, self.room, part, self.reporter).await?;
         let bytes = part.len_bytes();
+        // Whoever wrote the list chose the server too, which could confirm any checksum: here it has given the bytes.
+        if !is_own && self.linked(&digest, &target).await?.is_some() {
+            blocking(move || part.remove()).await?;
+            return Ok(bytes);
+        }
         let room = Arc::clone(self.room);
         blocking(move || {
             if let Some(directory) = target.parent() {
@@ -148,6 +184,11 @@ impl Fetch<'_> {
         })
         .await?;
         Ok(bytes)
+    }
+
+    /// Links a file that another model of this machine has; returns its length in bytes.
+    async fn linked(&self, digest: &Digest, target: &Path) -> Result<Option<u64>, FetchError> {
+        share::put(self.room, digest, target, self.reporter).await
     }
 
     /// A needed file with its URL.

@@ -10,7 +10,7 @@
 //! - [`AddressPolicy`]: the addresses that may be fetched from.
 //! - [`Egress`]: the proxies and the further certificate authorities on the way there.
 //! - [`Cache`]: the directory of models and parts; [`Cache::retain`] removes what is no longer wanted, [`Cache::stored`]
-//!   tells what is there, [`Cache::pin`] keeps it.
+//!   and [`Cache::unfinished`] tell what is there, [`Cache::pin`] keeps it.
 //! - [`Claims`]: what the cache's owner still wants, when models are removed to make room for another.
 //! - [`Hold`]: a model in use, which nothing removes.
 //! - [`Throttle`], [`Counters`]: the rate of all downloads of a process, and what they did.
@@ -22,6 +22,8 @@
 //! **Invariants**
 //! - Nothing in an archive is unpacked before its checksum has been verified.
 //! - No entry of an archive reaches outside the model's directory: links become hard links to files in it.
+//! - A checksum alone gives nobody a file that another model has: in a cache of several users its source gives it first, and the
+//!   other model is the same holder's or everybody's.
 //! - Nothing of a repository or a list reaches the model's directory before its checksum has been verified, and no name in the
 //!   list leads out of it.
 //! - Credentials go to the source's own server, and to none that it redirects to.
@@ -48,6 +50,7 @@ mod error;
 mod files;
 mod giver;
 mod hold;
+mod inventory;
 mod lengths;
 mod line;
 mod listing;
@@ -61,22 +64,26 @@ mod repository;
 mod retry;
 mod room;
 mod seed;
+mod share;
 mod source;
 mod throttle;
 mod tries;
 mod unpack;
 mod uses;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub use address_policy::AddressPolicy;
-pub use cache::{About, Cache, Stored};
+pub use cache::{About, Cache};
 pub use egress::{Egress, ProxyVariables, is_own};
 pub use error::{FaultOrigin, FetchError};
 pub use giver::{Giver, GiverPatience};
 pub use hold::Hold;
+pub use inventory::{Begun, Stored, Unfinished};
 pub use progress::{Observer, Phase, Progress};
 pub use room::{Claim, Claims, Counters, Owner};
 pub use seed::Seed;
@@ -197,8 +204,10 @@ pub async fn fetch(
         cache: cache.clone(),
         key: key.clone(),
         shown: source.shown(),
+        holder: source.holder().map(str::to_owned),
         options: options.clone(),
         parts_reserve_bytes,
+        shared_bytes: Arc::default(),
     });
     let reporter = Arc::new(Reporter::new(observer));
     let is_chosen = !matches!(source.origin(), Origin::Repository(_));
@@ -242,12 +251,32 @@ pub async fn fetch(
             fetch.run().await
         }
     };
-    if let Ok(model) = &fetched {
-        let taken_bytes = options.seed.as_ref().map_or(0, Seed::taken_bytes);
-        let bytes = directory::bytes_below(model);
-        options.counters.fetched(bytes, taken_bytes);
-    }
+    conclude(&fetched, &room);
     fetched
+}
+
+/// Counts what was fetched whole, and forgets what was begun in vain.
+fn conclude(fetched: &Result<PathBuf, FetchError>, room: &Room) {
+    let Room {
+        cache,
+        key,
+        options,
+        shared_bytes,
+        ..
+    } = room;
+    match fetched {
+        Ok(model) => {
+            let taken_bytes = options.seed.as_ref().map_or(0, Seed::taken_bytes);
+            let shared_bytes = shared_bytes.load(Ordering::Relaxed);
+            let bytes = directory::bytes_below(model).saturating_sub(shared_bytes);
+            options.counters.fetched(bytes, taken_bytes);
+        }
+        Err(_) if cache.has_arrived(key) => {}
+        Err(_) => {
+            // The fetch's own error is the one to tell.
+            let _ = cache.forget_begun(key);
+        }
+    }
 }
 
 async fn fetch_archive(
@@ -258,6 +287,11 @@ async fn fetch_archive(
     lock: Arc<Lock>,
 ) -> Result<PathBuf, FetchError> {
     let (cache, key) = (&room.cache, remote.key.clone());
+    let begun = Begun {
+        source: remote.place.shown.clone(),
+        commit: None,
+        total_bytes: None,
+    };
     let part = {
         let (cache, key, reporter) = (cache.clone(), key.clone(), Arc::clone(reporter));
         let lock = Arc::clone(&lock);
@@ -266,7 +300,11 @@ async fn fetch_archive(
             is_one_of_several: false,
             whole_bytes: None,
         };
-        blocking(move || Part::open(&cache, &key, whose, lock, &reporter)).await?
+        blocking(move || {
+            cache.note_begun(&key, &begun);
+            Part::open(&cache, &key, whose, lock, &reporter)
+        })
+        .await?
     };
     let part = download::chosen(remote, room, part, reporter).await?;
     let unpacking = unpack::Unpacking {
@@ -281,6 +319,8 @@ async fn fetch_archive(
         source: unpacking.shown.clone(),
         commit: None,
         sha256: Some(unpacking.sha256.clone()),
+        files: BTreeMap::new(),
+        holder: room.holder.clone(),
         for_all: false,
         verified_at_s: verified_now(),
     };
@@ -296,6 +336,7 @@ async fn fetch_archive(
             }
         };
         cache.note_use(&key, SystemTime::now());
+        cache.forget_begun(&key)?;
         lock.remove();
         Ok(directory)
     })

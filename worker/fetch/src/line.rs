@@ -5,20 +5,23 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use reqwest::header::{ACCEPT_ENCODING, CONTENT_LENGTH, IF_RANGE, LOCATION, RANGE};
-use reqwest::{Method, Response, Url};
+use reqwest::header::{ACCEPT_ENCODING, CONTENT_LENGTH, HeaderName, IF_RANGE, LOCATION, RANGE};
+use reqwest::{Method, Response, StatusCode, Url};
 use tokio::time::sleep;
 
 use crate::address_policy::Guard;
-use crate::answer::{Failure, forbidden, unanswered};
+use crate::answer::{Failure, content_range, forbidden, refusal, unanswered};
 use crate::connection::{Clients, MAX_REDIRECTS, innermost};
 use crate::place::Place;
 use crate::progress::Reporter;
-use crate::retry::backoff;
+use crate::retry::{backoff, longest};
 use crate::{Credentials, FetchError, FetchOptions, Phase};
 
 /// Interval at which progress is reported while a server is silent.
 const SILENCE_PERIOD: Duration = Duration::from_secs(1);
+
+/// Remedy for a hub that cannot be reached.
+const HUB_REMEDY: &str = "check the network and the address of the hub: HF_ENDPOINT on one machine, agent.fetch.hubEndpoint of Hearth's chart in a cluster";
 
 /// What all requests for one thing have in common.
 pub(crate) struct Line<'a> {
@@ -47,6 +50,17 @@ pub(crate) struct Here<'a> {
     pub(crate) validator: Option<&'a str>,
 }
 
+/// What a request is for.
+#[derive(Clone, Copy)]
+enum Wanted<'a> {
+    /// What is not here yet.
+    Rest(Here<'a>),
+    /// The head alone.
+    Head,
+    /// The first byte of a file with this SHA-256.
+    FirstByte(&'a str),
+}
+
 impl Line<'_> {
     /// Asks for what is not here yet, and waits for the head of the answer; follows redirects.
     pub(crate) async fn request(
@@ -54,33 +68,83 @@ impl Line<'_> {
         here: Here<'_>,
         idle_since: Instant,
     ) -> Result<Response, Failure> {
-        self.follow(Method::GET, here, idle_since).await
+        self.follow(Wanted::Rest(here), idle_since).await
     }
 
     /// The length in bytes that the server announces, by a request for the head alone; `None` if it tells none.
     pub(crate) async fn announced_bytes(&self) -> Option<u64> {
         self.check_url().ok()?;
-        let answer = self.follow(Method::HEAD, Here::default(), Instant::now());
-        let response = answer.await.ok()?.error_for_status().ok()?;
+        let answer = self.follow(Wanted::Head, Instant::now()).await;
+        let response = answer.ok()?.error_for_status().ok()?;
         // That of the body, which is 0 here, some servers take for the file's.
         let length = response.headers().get(CONTENT_LENGTH)?;
         let bytes = length.to_str().ok()?.trim().parse().ok();
         bytes.filter(|bytes| *bytes > 0)
     }
 
+    /// Whether the hub gives a file of this length and SHA-256 to whoever has these credentials: it is asked for the first byte.
+    ///
+    /// # Errors
+    /// [`FetchError::Lost`] if it does not answer; what it refuses is told when the file is asked for.
+    pub(crate) async fn gives(&self, sha256: &str, bytes: u64) -> Result<bool, FetchError> {
+        let mut tried = Tried {
+            failures: 0,
+            idle_since: Instant::now(),
+        };
+        self.check_url()?;
+        loop {
+            self.reporter.tell(Phase::Connecting, 0, None);
+            self.guard.begin(&self.place.url);
+            match self.first_byte(sha256, tried.idle_since).await {
+                Ok(whole_bytes) => return Ok(whole_bytes == Some(bytes)),
+                Err(Failure::Final(_)) => return Ok(false),
+                Err(Failure::Lost { reason, asked }) => {
+                    tried.failures += 1;
+                    self.wait(Here::default(), tried, reason, asked).await?;
+                }
+            }
+        }
+    }
+
+    /// Asks for the first byte of a file; returns the file's length, if the answer tells it.
+    async fn first_byte(&self, sha256: &str, idle_since: Instant) -> Result<Option<u64>, Failure> {
+        let wanted = Wanted::FirstByte(sha256);
+        let mut response = self.follow(wanted, idle_since).await?;
+        match response.status() {
+            // A server without ranges; the rest is not read.
+            StatusCode::OK => Ok(response.content_length()),
+            StatusCode::PARTIAL_CONTENT => {
+                let total = content_range(response.headers()).and_then(|(_, total)| total);
+                // Then the connection serves for the next file.
+                self.piece(&mut response, 0, None).await?;
+                Ok(total)
+            }
+            status => Err(refusal(self.place, status, response.headers())),
+        }
+    }
+
     /// Makes the request, and waits for the head of the answer; follows redirects. Credentials go to the place's own server, until
     /// that names another one: whatever is named from then on gets none.
-    async fn follow(
-        &self,
-        method: Method,
-        here: Here<'_>,
-        idle_since: Instant,
-    ) -> Result<Response, Failure> {
+    async fn follow(&self, wanted: Wanted<'_>, idle_since: Instant) -> Result<Response, Failure> {
         let mut url = self.place.url.clone();
         let mut credentials = self.place.credentials.as_ref();
         for _ in 0..=MAX_REDIRECTS {
-            let asked = self.ask(&method, &url, credentials, here, idle_since);
+            let asked = self.ask(wanted, &url, credentials, idle_since);
             let response = asked.await?;
+            if let Wanted::FirstByte(sha256) = wanted
+                && let Some(linked) = linked_sha256(&response).filter(|linked| linked != sha256)
+            {
+                tracing::warn!(
+                    url = self.place.shown,
+                    linked,
+                    sha256,
+                    "another file than listed"
+                );
+                return Err(Failure::Final(FetchError::Listing {
+                    url: self.place.shown.clone(),
+                    reason: "the hub names another checksum for the file".to_owned(),
+                }));
+            }
             let Some(next) = self.redirect(&url, &response)? else {
                 return Ok(response);
             };
@@ -116,15 +180,18 @@ impl Line<'_> {
     /// One request, and the head of its answer.
     async fn ask(
         &self,
-        method: &Method,
+        wanted: Wanted<'_>,
         url: &Url,
         credentials: Option<&Credentials>,
-        here: Here<'_>,
         idle_since: Instant,
     ) -> Result<Response, Failure> {
         let (client, proxy) = self.clients.of(url, self.options, self.guard).await;
+        let method = match wanted {
+            Wanted::Head => Method::HEAD,
+            Wanted::Rest(_) | Wanted::FirstByte(_) => Method::GET,
+        };
         let mut request = client
-            .request(method.clone(), url.clone())
+            .request(method, url.clone())
             .header(ACCEPT_ENCODING, "identity");
         request = match credentials {
             Some(Credentials::Basic { username, password }) => {
@@ -133,11 +200,15 @@ impl Line<'_> {
             Some(Credentials::Bearer { token }) => request.bearer_auth(token),
             None => request,
         };
-        if here.bytes > 0 {
-            request = request.header(RANGE, format!("bytes={}-", here.bytes));
-            if let Some(validator) = here.validator {
-                request = request.header(IF_RANGE, validator);
+        match wanted {
+            Wanted::FirstByte(_) => request = request.header(RANGE, "bytes=0-0"),
+            Wanted::Rest(here) if here.bytes > 0 => {
+                request = request.header(RANGE, format!("bytes={}-", here.bytes));
+                if let Some(validator) = here.validator {
+                    request = request.header(IF_RANGE, validator);
+                }
             }
+            Wanted::Rest(_) | Wanted::Head => {}
         }
         let (stall, asked) = (self.options.stall_timeout, Instant::now());
         let mut answer = pin!(request.send());
@@ -217,6 +288,10 @@ impl Line<'_> {
                 url: self.place.shown.clone(),
                 reason,
                 attempts: failures,
+                remedy: match self.place.hub {
+                    Some(_) => HUB_REMEDY,
+                    None => "check the network and the server",
+                },
                 bytes: here.bytes,
             });
         }
@@ -227,7 +302,13 @@ impl Line<'_> {
             ?wait,
             "{reason}: trying again"
         );
-        let text = format!("{reason}; trying again in {:.1} s", wait.as_secs_f64());
+        let (first, most) = (options.first_backoff, options.max_backoff);
+        let left = longest(failures, options.attempts, first, most).max(wait);
+        let text = format!(
+            "{reason}; trying again in {:.1} s, for up to {} s",
+            wait.as_secs_f64(),
+            left.as_secs_f64().ceil()
+        );
         self.reporter.trouble(text, here.bytes, here.total_bytes);
         let left = self.patience().saturating_sub(idle_since.elapsed());
         sleep(match self.guard.keeps_back() {
@@ -265,4 +346,11 @@ impl Line<'_> {
     fn is_out_of_patience(&self, idle_since: Instant) -> bool {
         self.guard.keeps_back() && idle_since.elapsed() >= self.patience()
     }
+}
+
+/// The SHA-256 of the file that a hub redirects to, if it tells one.
+fn linked_sha256(response: &Response) -> Option<String> {
+    const LINKED: HeaderName = HeaderName::from_static("x-linked-etag");
+    let linked = response.headers().get(LINKED)?.to_str().ok()?;
+    Some(linked.trim().trim_matches('"').to_ascii_lowercase())
 }

@@ -1,9 +1,11 @@
 //! What a fetch needs of a cache, and what limits it: the quota, and the reserve of each disk.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use hearth_crds::format_bytes;
 
+use crate::directory::Inode;
 use crate::room::Item;
 use crate::{Cache, Owner};
 
@@ -103,13 +105,27 @@ pub(crate) enum Scope {
 }
 
 impl Scope {
-    /// How much of the item counts against the limit.
-    pub(crate) fn bytes_of(self, item: &Item) -> u64 {
-        match self {
+    /// How much of the item counts against the limit, besides the files that several have and `counted` names already.
+    pub(crate) fn bytes_of(self, item: &Item, counted: &mut BTreeSet<Inode>) -> u64 {
+        let shared = match self {
+            Self::DiskOfParts => None,
+            _ => Some(&item.shared),
+        };
+        let shared = shared.into_iter().flatten();
+        let shared = shared.filter(|(inode, _)| counted.insert(**inode));
+        let own_bytes = match self {
             Self::Quota | Self::Disk => item.bytes,
             Self::DiskOfModels => item.bytes.saturating_sub(item.part_bytes),
             Self::DiskOfParts => item.part_bytes,
-        }
+        };
+        own_bytes + shared.map(|(_, bytes)| bytes).sum::<u64>()
+    }
+
+    /// How much of all items counts against the limit, each file once.
+    pub(crate) fn sum_bytes<'a>(self, items: impl IntoIterator<Item = &'a Item>) -> u64 {
+        let mut counted = BTreeSet::new();
+        let items = items.into_iter();
+        items.map(|item| self.bytes_of(item, &mut counted)).sum()
     }
 
     /// How much of the need counts against the limit; `None` if that does not matter to it.
@@ -209,24 +225,42 @@ pub(crate) fn choose<'a>(
 ) -> Result<Vec<&'a Item>, &'a Limit> {
     let mut free: Vec<&Item> = items.iter().filter(|item| item.stays.is_none()).collect();
     free.sort_by_key(|item| (item.used, item.key.clone()));
-    let missing = limits.iter().map(|limit| (limit, limit.missing_bytes()));
-    let mut missing: Vec<(&Limit, u64)> = missing.collect();
+    let missing_bytes = |limit: &Limit, chosen: &[&Item]| {
+        let freed_bytes = freed_bytes(limit.scope, chosen, items);
+        limit.missing_bytes().saturating_sub(freed_bytes)
+    };
     let mut chosen = Vec::new();
     for item in free {
-        let helps = |(limit, missing_bytes): &(&Limit, u64)| {
-            *missing_bytes > 0 && limit.scope.bytes_of(item) > 0
-        };
-        if missing.iter().any(helps) {
-            for (limit, missing_bytes) in &mut missing {
-                *missing_bytes = missing_bytes.saturating_sub(limit.scope.bytes_of(item));
-            }
+        let helps =
+            |limit: &Limit| missing_bytes(limit, &chosen) > 0 && limit.scope.sum_bytes([item]) > 0;
+        if limits.iter().any(helps) {
             chosen.push(item);
         }
     }
-    match missing.into_iter().max_by_key(|(_, bytes)| *bytes) {
-        Some((limit, bytes)) if bytes > 0 => Err(limit),
-        _ => Ok(chosen),
+    let missing = limits.iter().map(|it| (it, missing_bytes(it, &chosen)));
+    if let Some((limit, 1..)) = missing.max_by_key(|(_, bytes)| *bytes) {
+        return Err(limit);
     }
+    // Next to nothing is gained by one whose files another keeps.
+    let mut at = 0;
+    while let Some(item) = chosen.get(at) {
+        let mut others = chosen.clone();
+        others.remove(at);
+        let suffice = || limits.iter().all(|it| missing_bytes(it, &others) == 0);
+        match !item.shared.is_empty() && suffice() {
+            true => chosen = others,
+            false => at += 1,
+        }
+    }
+    Ok(chosen)
+}
+
+/// What no longer counts against a limit once these of all items are gone: a file that several have does as long as one is left.
+fn freed_bytes(scope: Scope, gone: &[&Item], items: &[Item]) -> u64 {
+    let left = items
+        .iter()
+        .filter(|item| gone.iter().all(|it| it.key != item.key));
+    scope.sum_bytes(items) - scope.sum_bytes(left)
 }
 
 #[cfg(test)]

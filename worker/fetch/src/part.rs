@@ -375,6 +375,11 @@ pub(crate) fn seen(cache: &Cache, key: &Key) -> (u64, Option<u64>) {
     }
 }
 
+/// Whether a part is there, and of an archive.
+pub(crate) fn is_of_archive(cache: &Cache, key: &Key) -> bool {
+    read_facts(&cache.part_facts(key)).is_some_and(|facts| facts.digest.is_empty())
+}
+
 /// What a fetch of this model still has to write, as far as it or its server told.
 pub(crate) fn promised(cache: &Cache, key: &Key) -> Need {
     let facts = read_facts(&cache.part_facts(key)).unwrap_or_default();

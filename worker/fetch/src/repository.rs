@@ -11,7 +11,9 @@ use crate::address_policy::Guard;
 use crate::cache::About;
 use crate::collect::{self, Collected, keep_only};
 use crate::connection::Clients;
+use crate::digest::Digest;
 use crate::download;
+use crate::inventory::Begun;
 use crate::line::Line;
 use crate::listing::{HubFile, INDEX, Listing};
 use crate::lock::{Lock, Promise};
@@ -20,6 +22,7 @@ use crate::part::{Part, Whose};
 use crate::place::{HubPlace, Place, Remote};
 use crate::progress::Reporter;
 use crate::room::Room;
+use crate::share;
 use crate::source::Repository;
 use crate::{Cache, Credentials, FetchError, Key, blocking, verified_now};
 
@@ -61,6 +64,7 @@ impl Fetch<'_> {
         }
         let temporary = self.cache.unpacking(&self.key);
         collect::begin(&temporary).await?;
+        self.note_begun(&commit, None).await?;
         let index = match listing.index()? {
             Some(index) => {
                 // Only the index tells what there is besides.
@@ -74,9 +78,12 @@ impl Fetch<'_> {
         };
         let files = listing.needed(index.as_deref(), self.room.options.max_entries)?;
         let whole_bytes = listing.sum_bytes(&files)?;
+        self.note_begun(&commit, Some(whole_bytes)).await?;
+        let (files, shared_count) = self.share(&shared, &commit, files, whole_bytes).await?;
         let missing = self.make_room(&temporary, &files, whole_bytes).await?;
-        let mut before_bytes = 0;
-        for (at, file) in files.iter().enumerate() {
+        let (there, to_bring) = files.split_at(shared_count);
+        let mut before_bytes = there.iter().map(|file| file.bytes).sum();
+        for (at, file) in (shared_count..).zip(to_bring) {
             self.lock.promise(Promise {
                 whole_bytes,
                 longest_bytes: longest_of(&missing[at..]),
@@ -89,6 +96,8 @@ impl Fetch<'_> {
             source: self.shown.clone(),
             commit: Some(commit),
             sha256: None,
+            files: collect::sha256_by_path(&files),
+            holder: self.room.holder.clone(),
             for_all: false,
             verified_at_s: verified_now(),
         };
@@ -100,6 +109,73 @@ impl Fetch<'_> {
             lock: self.lock,
         };
         collected.put().await
+    }
+
+    /// Records what is fetched, for whoever lists the cache meanwhile.
+    async fn note_begun(&self, commit: &str, total_bytes: Option<u64>) -> Result<(), FetchError> {
+        let begun = Begun {
+            source: self.shown.clone(),
+            commit: Some(commit.to_owned()),
+            total_bytes,
+        };
+        let (cache, key) = (self.cache.clone(), self.key.clone());
+        blocking(move || {
+            cache.note_begun(&key, &begun);
+            Ok(())
+        })
+        .await
+    }
+
+    /// Links those of the files that other models of this machine have, as far as the hub gives them for these credentials: its list
+    /// alone, which anybody may read of a gated repository, shows nothing. Returns all files, the linked ones first, and their number.
+    async fn share(
+        &self,
+        shared: &Shared,
+        commit: &str,
+        files: Vec<HubFile>,
+        whole_bytes: u64,
+    ) -> Result<(Vec<HubFile>, usize), FetchError> {
+        let (mut there, mut others) = (Vec::new(), Vec::new());
+        let mut before_bytes = 0;
+        for file in files {
+            self.reporter.go_on_after(before_bytes, Some(whole_bytes));
+            match self.is_linked(shared, commit, &file).await? {
+                true => {
+                    before_bytes += file.bytes;
+                    there.push(file);
+                }
+                false => others.push(file),
+            }
+        }
+        let count = there.len();
+        there.append(&mut others);
+        Ok((there, count))
+    }
+
+    /// Links one file, unless an earlier fetch has brought it.
+    async fn is_linked(
+        &self,
+        shared: &Shared,
+        commit: &str,
+        file: &HubFile,
+    ) -> Result<bool, FetchError> {
+        let Digest::Sha256(sha256) = &file.digest else {
+            return Ok(false);
+        };
+        let target = self.cache.unpacking(&self.key).join(&file.path);
+        let is_brought = tokio::fs::symlink_metadata(&target)
+            .await
+            .is_ok_and(|there| there.len() == file.bytes);
+        if is_brought || !share::may_have(self.room, &file.digest).await? {
+            return Ok(false);
+        }
+        let remote = self.remote(commit, file);
+        let line = self.line(&remote.place, shared);
+        if !line.gives(sha256, file.bytes).await? {
+            return Ok(false);
+        }
+        let linked = share::put(self.room, &file.digest, &target, self.reporter).await?;
+        Ok(linked.is_some())
     }
 
     /// Brings one file into the directory, unless it is there. A file that arrives altered is fetched once more from its
@@ -122,13 +198,7 @@ impl Fetch<'_> {
         if blocking(there).await?.is_some() {
             return Ok(());
         }
-        let remote = Remote {
-            place: self.place(self.hub.file_url(commit, &file.path), Some(&file.path)),
-            key: self.key.clone(),
-            digest: file.digest.clone(),
-            known_bytes: Some(file.bytes),
-            is_archive: false,
-        };
+        let remote = self.remote(commit, file);
         // Others fill the disk, too.
         let what = format!("{} MiB of {}", bytes.div_ceil(1 << 20), file.path);
         let need = Need::of_files(self.to_come(&[bytes]));
@@ -227,6 +297,16 @@ impl Fetch<'_> {
         };
         Room::make_whole(self.room, &self.lock, (need, promise), what).await?;
         Ok(missing)
+    }
+
+    fn remote(&self, commit: &str, file: &HubFile) -> Remote {
+        Remote {
+            place: self.place(self.hub.file_url(commit, &file.path), Some(&file.path)),
+            key: self.key.clone(),
+            digest: file.digest.clone(),
+            known_bytes: Some(file.bytes),
+            is_archive: false,
+        }
     }
 
     fn place(&self, url: reqwest::Url, file: Option<&str>) -> Place {

@@ -9,6 +9,12 @@ pub(crate) fn backoff(attempt: u32, first: Duration, most: Duration, jitter: f64
     doubled.min(most).mul_f64(0.5 + 0.5 * jitter)
 }
 
+/// The longest that all waits take from that before retry `attempt` to the one before the last of `tries`.
+pub(crate) fn longest(attempt: u32, tries: u32, first: Duration, most: Duration) -> Duration {
+    let waits = (attempt..tries).map(|attempt| backoff(attempt, first, most, 1.0));
+    waits.fold(Duration::ZERO, Duration::saturating_add)
+}
+
 /// Wait that Retry-After asks for: seconds, or a date. `None` for anything else.
 pub(crate) fn retry_after(header: &str, now: SystemTime) -> Option<Duration> {
     let header = header.trim();
@@ -34,6 +40,11 @@ mod tests {
             [500, 1000, 2000, 30_000, 30_000]
         );
         assert_eq!((wait(1, 0.0), wait(1, 0.5)), (250, 375));
+        let all = |attempt| {
+            let first = Duration::from_millis(500);
+            longest(attempt, 8, first, Duration::from_secs(30)).as_millis()
+        };
+        assert_eq!([1, 7, 8].map(all), [61_500, 30_000, 0]);
     }
 
     #[test]

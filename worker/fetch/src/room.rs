@@ -3,6 +3,7 @@
 //! The least recently used go first. What is in use, pinned, claimed by its owner, being fetched or was used a short
 //! while ago stays, and nothing is removed unless that suffices.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,6 +12,7 @@ use std::time::{Duration, SystemTime};
 use hearth_crds::format_bytes;
 
 use crate::cache::Removal;
+use crate::directory::Inode;
 use crate::error::free_bytes;
 use crate::lock::{Lock, Promise};
 use crate::need::{Limit, Need, Scope, choose};
@@ -157,7 +159,10 @@ impl Stays {
 #[derive(Clone, Debug)]
 pub(crate) struct Item {
     pub(crate) key: Key,
+    /// Those that nothing else in the cache has.
     pub(crate) bytes: u64,
+    /// Bytes of each file that another key has, too.
+    pub(crate) shared: BTreeMap<Inode, u64>,
     /// Those of its part.
     pub(crate) part_bytes: u64,
     /// When it was last used; what has no such time goes first.
@@ -173,10 +178,14 @@ pub(crate) struct Room {
     pub(crate) key: Key,
     /// Its name.
     pub(crate) shown: String,
+    /// Who may have it; `None` if that is not known.
+    pub(crate) holder: Option<String>,
     /// Limits; [`FetchOptions::reserve_bytes`] is what the percentage amounts to, if that is more.
     pub(crate) options: FetchOptions,
     /// What is to stay free on the disk of the parts, if models are on another one.
     pub(crate) parts_reserve_bytes: Option<u64>,
+    /// Bytes of its files that other models of this machine had.
+    pub(crate) shared_bytes: Arc<AtomicU64>,
 }
 
 impl Room {
@@ -296,7 +305,7 @@ impl Room {
             // In this order: what arrives in between counts twice, and not nowhere.
             let promised = self.cache.promised(&self.key)?;
             let items = self.cache.items(&self.key, &self.options, now)?;
-            let held_bytes = items.iter().map(|item| item.bytes).sum();
+            let held_bytes = Scope::Quota.sum_bytes(&items);
             let limits = self.limits(need, promised, held_bytes);
             let removable = if attempt <= ATTEMPTS { &items[..] } else { &[] };
             let chosen = choose(removable, &limits);
@@ -338,7 +347,7 @@ impl Room {
             shown.retain(|item| item.stays != Some(Stays::Fetched));
             told.promised_bytes = 0;
             if limit.scope == Scope::Quota {
-                told.taken_bytes = shown.iter().map(|item| item.bytes).sum();
+                told.taken_bytes = Scope::Quota.sum_bytes(&shown);
             }
         }
         FetchError::NoRoom {
@@ -354,14 +363,19 @@ impl Room {
 /// What the cache holds that counts against a limit, by the reason that it stays. Names would tell one tenant what another
 /// one has.
 fn holds(items: &[Item], scope: Scope, options: &FetchOptions) -> String {
-    let held_bytes: u64 = items.iter().map(|item| scope.bytes_of(item)).sum();
+    let held_bytes = scope.sum_bytes(items);
     let mut reasons: Vec<(Option<Stays>, u64)> = Vec::new();
-    for item in items.iter().filter(|item| scope.bytes_of(item) > 0) {
+    let mut counted = BTreeSet::new();
+    // What one of them keeps stays for its reason.
+    let (free, kept): (Vec<&Item>, Vec<&Item>) = items.iter().partition(|it| it.stays.is_none());
+    for item in kept.into_iter().chain(free) {
+        let bytes_more = scope.bytes_of(item, &mut counted);
         match reasons.iter_mut().find(|(stays, _)| *stays == item.stays) {
-            Some((_, bytes)) => *bytes += scope.bytes_of(item),
-            None => reasons.push((item.stays, scope.bytes_of(item))),
+            Some((_, bytes)) => *bytes += bytes_more,
+            None => reasons.push((item.stays, bytes_more)),
         }
     }
+    reasons.retain(|(_, bytes)| *bytes > 0);
     reasons.sort();
     let parts: Vec<String> = reasons
         .into_iter()
@@ -426,6 +440,7 @@ mod tests {
             cache: cache.clone(),
             key: key(digit),
             shown: "a model".to_owned(),
+            holder: None,
             options: FetchOptions {
                 reserve_bytes: 0,
                 quota_bytes: Some(1000),
@@ -433,6 +448,7 @@ mod tests {
                 ..FetchOptions::default()
             },
             parts_reserve_bytes: None,
+            shared_bytes: Arc::default(),
         };
         let makes = |need_bytes: u64| {
             let made = room('b').make(Need::of_part(need_bytes), "it", SystemTime::now());

@@ -31,6 +31,8 @@ pub struct Source {
     credentials: Option<Credentials>,
     /// See [`Source::for_all`].
     is_for_all: bool,
+    /// See [`Source::held_by`].
+    holder: Option<String>,
 }
 
 #[derive(Clone, PartialEq, Eq)]
@@ -116,6 +118,7 @@ impl Source {
             origin: Origin::Archive { url, sha256 },
             credentials: None,
             is_for_all: false,
+            holder: None,
         })
     }
 
@@ -157,6 +160,7 @@ impl Source {
             key: Key(files_store_key(&source.files, "")),
             credentials: None,
             is_for_all: false,
+            holder: None,
         })
     }
 
@@ -201,6 +205,7 @@ impl Source {
             }),
             credentials: None,
             is_for_all: false,
+            holder: None,
         })
     }
 
@@ -238,6 +243,21 @@ impl Source {
     /// Whether it is for every deployment that names it ([`Source::for_all`]).
     pub fn is_for_all(&self) -> bool {
         self.is_for_all
+    }
+
+    /// The same source for this holder: where several users share one cache, a file of another model stands for a download if that one
+    /// has the same holder, or an empty one, and is for everybody.
+    #[must_use]
+    pub fn held_by(self, holder: &str) -> Self {
+        Self {
+            holder: Some(holder.to_owned()),
+            ..self
+        }
+    }
+
+    /// Who may have what is fetched ([`Source::held_by`]); `None` if that is not known.
+    pub(crate) fn holder(&self) -> Option<&str> {
+        self.holder.as_deref()
     }
 
     /// The same source with credentials, which are sent only to the URL's own server.

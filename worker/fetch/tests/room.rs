@@ -65,7 +65,8 @@ impl Store {
         let repo = format!("acme/{name}");
         let is_of = |hub: &&HubServer| hub.listing()["id"] == repo.as_str();
         let hub = self.hubs.iter().find(is_of).unwrap();
-        Source::of_hub(&hub.url(), &repo, None).unwrap()
+        let source = Source::of_hub(&hub.url(), &repo, None).unwrap();
+        source.held_by("")
     }
 
     fn key(&self, name: &str) -> Key {
@@ -203,6 +204,56 @@ async fn nothing_is_removed_unless_it_suffices() {
     store.options.reserve_bytes = 0;
     store.fetch("two").await.unwrap();
     assert!(store.has("one") && store.has("two"));
+}
+
+/// A store whose models `one` and `two` have the same weights.
+async fn sharing() -> Store {
+    let mut store = Store::with(&["one", "three"]).await;
+    let weights = noise(WEIGHTS_BYTES, 1);
+    let files: [(&str, &[u8]); 2] = [
+        ("config.json", b"{\"model_type\": \"llama\", \"a\": 2}"),
+        ("model.safetensors", &weights),
+    ];
+    store.hubs.push(HubServer::start("acme/two", &files).await);
+    store
+}
+
+#[tokio::test]
+async fn what_two_models_have_counts_once_and_is_free_once_both_are_gone() {
+    let mut store = sharing().await;
+    store.options.quota_bytes = Some(WEIGHTS_BYTES as u64 + 10_000);
+    let one = store.fetched_before("one", 30 * MINUTE).await;
+    // Apart they would not fit.
+    store.fetched_before("two", 20 * MINUTE).await;
+    assert!(store.has("one") && store.has("two"));
+    let cache = store.cache();
+    cache.pin(&one).unwrap();
+    let text = store.refusal("three").await;
+    assert!(text.contains("586.0 KiB pinned"), "{text}");
+    assert!(store.has("two"), "it would have freed next to nothing");
+    cache.unpin(&one).unwrap();
+    store.fetch("three").await.unwrap();
+    assert!(!store.has("one") && !store.has("two") && store.has("three"));
+    assert!(store.held_bytes() <= WEIGHTS_BYTES as u64 + 10_000);
+}
+
+#[tokio::test]
+async fn a_model_goes_for_its_own_bytes_and_not_for_those_that_another_keeps() {
+    let mut store = sharing().await;
+    store.fetched_before("one", 40 * MINUTE).await;
+    store.fetched_before("two", 30 * MINUTE).await;
+    store.fetched_before("three", 20 * MINUTE).await;
+    let two = store.key("two");
+    let hold = Hold::take(&store.cache().model(&two).unwrap()).unwrap();
+    let files: [(&str, &[u8]); 2] = [
+        ("config.json", b"{\"model_type\": \"llama\"}"),
+        ("model.safetensors", &noise(WEIGHTS_BYTES, 9)),
+    ];
+    store.hubs.push(HubServer::start("acme/four", &files).await);
+    store.fetch("four").await.unwrap();
+    assert!(store.has("one") && store.has("two"));
+    assert!(!store.has("three") && store.has("four"));
+    drop(hold);
 }
 
 #[tokio::test]

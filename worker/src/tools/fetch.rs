@@ -189,7 +189,8 @@ fn credentials(environment: &Environment) -> anyhow::Result<Credentials> {
 /// Prints progress on standard output as JSON, or on standard error as text.
 struct Lines {
     json: bool,
-    last: Mutex<Option<(Instant, Phase)>>,
+    /// When the last line was printed, in which phase, and whether it told of trouble.
+    last: Mutex<Option<(Instant, Phase, bool)>>,
 }
 
 impl Lines {
@@ -212,9 +213,12 @@ impl Lines {
             });
         }
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_new = last.is_none_or(|(at, before)| before != *phase || at.elapsed() > LINE_PERIOD);
+        let has_trouble = trouble.is_some();
+        let is_new = last.is_none_or(|(at, before, had_trouble)| {
+            (before, had_trouble) != (*phase, has_trouble) || at.elapsed() > LINE_PERIOD
+        });
         if is_new {
-            *last = Some((Instant::now(), *phase));
+            *last = Some((Instant::now(), *phase, has_trouble));
             logging::say(sentence(progress));
         }
     }

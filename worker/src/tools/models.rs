@@ -5,10 +5,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use clap::Args;
-use hearth_crds::{StoredModel, format_bytes};
-use hearth_fetch::{Cache, Key, Stored};
+use hearth_crds::{PartialModel, StoredModel, format_bytes};
+use hearth_fetch::{Cache, Key, Stored, Unfinished};
 
 use crate::logging;
+
+/// Removal, which is of downloads that are not complete, too.
+const REMOVE: &str = "--remove";
 
 /// Arguments of `models`.
 #[derive(Args)]
@@ -16,7 +19,7 @@ pub(crate) struct ModelsArgs {
     /// Directory of the cache
     #[arg(long = "in", value_name = "DIR")]
     directory: PathBuf,
-    /// Remove this model, by the name of its directory in models/
+    /// Remove this model, or what has arrived of it, by the name of its directory in models/
     #[arg(long, value_name = "KEY")]
     remove: Option<String>,
     /// Keep this model until it is unpinned, even if its room is needed
@@ -39,6 +42,7 @@ fn told(stored: Stored) -> StoredModel {
         key,
         about,
         bytes,
+        shared_bytes,
         used,
         is_in_use,
         is_pinned,
@@ -56,6 +60,8 @@ fn told(stored: Stored) -> StoredModel {
         commit,
         sha256,
         bytes,
+        shared_bytes,
+        partial: None,
         used_at_s: used.and_then(seconds),
         verified_at_s,
         in_use: is_in_use,
@@ -64,11 +70,47 @@ fn told(stored: Stored) -> StoredModel {
     }
 }
 
+/// What is told of a download that is not complete; `cache` is where it will be.
+fn told_unfinished(unfinished: Unfinished, cache: &Cache) -> StoredModel {
+    let Unfinished {
+        key,
+        begun,
+        bytes,
+        shared_bytes,
+        total_bytes,
+        is_running,
+    } = unfinished;
+    let (source, commit) = match begun {
+        Some(begun) => (Some(begun.source), begun.commit),
+        None => (None, None),
+    };
+    StoredModel {
+        key: key.to_string(),
+        source,
+        commit,
+        sha256: None,
+        bytes,
+        shared_bytes,
+        partial: Some(PartialModel {
+            total_bytes,
+            is_running,
+        }),
+        used_at_s: None,
+        verified_at_s: None,
+        in_use: false,
+        pinned: false,
+        directory: cache.directory(&key),
+    }
+}
+
 /// Changes what one model's argument says, and prints those that are there.
 pub(crate) fn run(args: &ModelsArgs) -> anyhow::Result<()> {
     let cache = Cache::new(&args.directory);
+    let unfinished = cache.unfinished()?;
+    let is_begun = |key: &Key| unfinished.iter().any(|it| it.key == *key);
     let key = |flag: &str, name: &str| {
-        let key = Key::parse(name).filter(|key| cache.model(key).is_some());
+        let is_there = |key: &Key| cache.model(key).is_some() || (flag == REMOVE && is_begun(key));
+        let key = Key::parse(name).filter(is_there);
         key.with_context(|| {
             format!(
                 "{flag} is {name:?}, and {} has no such model\n  name a directory of its models/",
@@ -77,7 +119,7 @@ pub(crate) fn run(args: &ModelsArgs) -> anyhow::Result<()> {
         })
     };
     if let Some(name) = &args.remove {
-        cache.forget(&key("--remove", name)?)?;
+        cache.forget(&key(REMOVE, name)?)?;
     }
     if let Some(name) = &args.pin {
         cache.pin(&key("--pin", name)?)?;
@@ -88,7 +130,9 @@ pub(crate) fn run(args: &ModelsArgs) -> anyhow::Result<()> {
     if let Some(name) = &args.used {
         cache.note_use(&key("--used", name)?, SystemTime::now());
     }
-    let models: Vec<StoredModel> = cache.stored()?.into_iter().map(told).collect();
+    let mut models: Vec<StoredModel> = cache.stored()?.into_iter().map(told).collect();
+    let unfinished = cache.unfinished()?.into_iter();
+    models.extend(unfinished.map(|it| told_unfinished(it, &cache)));
     if args.json {
         return logging::print_data(&format!("{}\n", serde_json::to_string(&models)?));
     }
@@ -96,7 +140,13 @@ pub(crate) fn run(args: &ModelsArgs) -> anyhow::Result<()> {
         .iter()
         .map(|model| {
             let source = model.source.as_deref().unwrap_or("unknown");
-            format!("{} {} {source}\n", model.key, format_bytes(model.bytes))
+            let partial = if model.partial.is_some() {
+                " partial"
+            } else {
+                ""
+            };
+            let bytes = format_bytes(model.bytes);
+            format!("{} {bytes} {source}{partial}\n", model.key)
         })
         .collect();
     logging::print_data(&text)

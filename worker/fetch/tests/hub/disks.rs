@@ -192,13 +192,13 @@ async fn the_disk_without_room_is_named_before_anything_arrives() {
     let (_server, source) = served(WEIGHTS_BYTES).await;
     for (models_kib, parts_kib, reserve_bytes, short) in [
         (1024, 4096, 0, "models has 1 MiB free, of which 0 B"),
-        (4096, 1024, 0, "partial has 1 MiB free, of which 0 B"),
+        (4096, 1024, 0, "partial has 1020 KiB free, of which 0 B"),
         (2048, 4096, 1 << 20, "models has 2 MiB free, of which 1 MiB"),
         (
             4096,
             2048,
             1 << 20,
-            "partial has 2 MiB free, of which 1 MiB",
+            "partial has 2.0 MiB free, of which 1 MiB",
         ),
     ] {
         let Some(mut apart) = Apart::new(models_kib, parts_kib) else {

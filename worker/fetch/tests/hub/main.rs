@@ -6,8 +6,10 @@ mod disks;
 mod lists;
 mod random_faults;
 mod seeds;
+mod shared;
 #[path = "../support/mod.rs"]
 mod support;
+mod unfinished;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -13,6 +13,9 @@ use axum::response::Response;
 use http::{HeaderMap, Method, StatusCode, Uri, header};
 use serde_json::json;
 
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+
 use super::{Fault, Seen, Shared, respond, sha256};
 
 /// Smallest file that git only names, in bytes.
@@ -34,6 +37,8 @@ pub struct Asked {
 pub struct HubServer {
     address: SocketAddr,
     state: Arc<Hub>,
+    /// What listens at its two addresses; nothing while it is away.
+    servers: Arc<Mutex<Vec<JoinHandle<()>>>>,
 }
 
 struct Hub {
@@ -71,6 +76,8 @@ struct Inner {
     asked: Vec<Asked>,
     /// The only `Authorization` that it accepts.
     opened_by: Option<String>,
+    /// Whether everybody may read the list all the same.
+    lists_to_all: bool,
     /// Replaces the list.
     list: Option<String>,
     /// Lets files be asked for by their own name, without a checksum in the address.
@@ -85,7 +92,7 @@ impl HubServer {
 
     /// Starts at this address, on any free ports.
     pub async fn start_at(address: &str, repo: &str, files: &[(&str, &[u8])]) -> Self {
-        let listen = async || tokio::net::TcpListener::bind((address, 0)).await.unwrap();
+        let listen = async || TcpListener::bind((address, 0)).await.unwrap();
         let (own, large) = (listen().await, listen().await);
         let state = Arc::new(Hub {
             repo: repo.to_owned(),
@@ -95,16 +102,38 @@ impl HubServer {
         });
         let hub = Self {
             address: own.local_addr().unwrap(),
-            state: Arc::clone(&state),
+            state,
+            servers: Arc::default(),
         };
         hub.push(files);
-        let small = Router::new()
-            .fallback(answer)
-            .with_state(Arc::clone(&state));
-        let blobs = Router::new().fallback(answer_large).with_state(state);
-        tokio::spawn(async move { axum::serve(own, small).await });
-        tokio::spawn(async move { axum::serve(large, blobs).await });
+        hub.serve(own, large);
         hub
+    }
+
+    fn serve(&self, own: TcpListener, large: TcpListener) {
+        let state = || Arc::clone(&self.state);
+        let small = Router::new().fallback(answer).with_state(state());
+        let blobs = Router::new().fallback(answer_large).with_state(state());
+        let servers = [(own, small), (large, blobs)].map(|(listener, router)| {
+            tokio::spawn(async move { axum::serve(listener, router).await.unwrap() })
+        });
+        self.servers.lock().unwrap().extend(servers);
+    }
+
+    /// Cuts all connections, and accepts no others until it comes back.
+    pub fn go_away(&self) {
+        self.state.shared.lock().unwrap().is_away = true;
+        for server in self.servers.lock().unwrap().drain(..) {
+            server.abort();
+        }
+    }
+
+    /// Is there again, at the same addresses.
+    pub async fn come_back(&self) {
+        let listen = async |address| TcpListener::bind(address).await.unwrap();
+        let (own, large) = (listen(self.address).await, listen(self.state.large).await);
+        self.state.shared.lock().unwrap().is_away = false;
+        self.serve(own, large);
     }
 
     pub fn url(&self) -> String {
@@ -169,6 +198,12 @@ impl HubServer {
         self.state.inner.lock().unwrap().opened_by = Some(authorization.to_owned());
     }
 
+    /// The same, and shows its list to everybody, as the public hub does of a gated repository.
+    pub fn gate_by(&self, authorization: &str) {
+        self.open_by(authorization);
+        self.state.inner.lock().unwrap().lists_to_all = true;
+    }
+
     /// Pauses for this long after each piece.
     pub fn pace(&self, pace: Duration) {
         self.state.shared.lock().unwrap().pace = pace;
@@ -224,7 +259,9 @@ async fn answer(
             true => inner.list_faults.pop_front(),
             false => None,
         };
-        let is_open = inner.opened_by.is_none() || inner.opened_by == seen.authorization;
+        let is_open = inner.opened_by.is_none()
+            || inner.opened_by == seen.authorization
+            || (is_list && inner.lists_to_all);
         (fault, is_open)
     };
     if !is_open {
@@ -262,12 +299,13 @@ async fn answer(
         let Some(bytes) = files.and_then(|files| files.get(name)) else {
             return refusal(StatusCode::NOT_FOUND, "EntryNotFound");
         };
-        bytes.len() >= LARGE_BYTES
+        (bytes.len() >= LARGE_BYTES).then(|| sha256(bytes))
     };
-    if large {
+    if let Some(digits) = large {
         let to = format!("http://{}/{commit}/{name}?signature=secret", hub.large);
         let response = Response::builder().status(StatusCode::FOUND);
         let response = response.header(header::LOCATION, to);
+        let response = response.header("x-linked-etag", format!("\"{digits}\""));
         return response.body(Body::empty()).unwrap();
     }
     match is_head {

@@ -70,6 +70,8 @@ struct Shared {
     sent_bytes: usize,
     /// The only `Authorization` that it accepts.
     opened_by: Option<String>,
+    /// Whether it cuts every connection.
+    is_away: bool,
 }
 
 impl FileServer {
@@ -152,6 +154,7 @@ impl Shared {
             seen: Vec::new(),
             sent_bytes: 0,
             opened_by: None,
+            is_away: false,
         }
     }
 
@@ -203,34 +206,35 @@ fn respond(
                 )
         })
         .map(|range| {
-            let first = range
+            let (first, last) = range
                 .strip_prefix("bytes=")
                 .unwrap()
-                .strip_suffix('-')
+                .split_once('-')
                 .unwrap();
-            first.parse::<usize>().unwrap()
+            let end = last.parse().map_or(total, |last: usize| last + 1);
+            (first.parse::<usize>().unwrap(), end.min(total))
         });
     let mut response = Response::builder().header(header::ACCEPT_RANGES, "bytes");
     if let Some(etag) = etag {
         response = response.header(header::ETAG, etag);
     }
     let body = match first {
-        Some(first) if first >= total => {
+        Some((first, _)) if first >= total => {
             let response = response
                 .status(StatusCode::RANGE_NOT_SATISFIABLE)
                 .header(header::CONTENT_RANGE, format!("bytes */{total}"));
             return response.body(Body::empty()).unwrap();
         }
-        Some(first) => {
+        Some((first, end)) => {
             let claimed = match fault {
                 Some(Fault::TooLong) => total - 1000,
                 _ => total,
             };
-            let range = format!("bytes {first}-{}/{claimed}", claimed - 1);
+            let range = format!("bytes {first}-{}/{claimed}", end.min(claimed) - 1);
             response = response
                 .status(StatusCode::PARTIAL_CONTENT)
                 .header(header::CONTENT_RANGE, range);
-            file.slice(first..)
+            file.slice(first..end)
         }
         None => file,
     };
@@ -269,6 +273,9 @@ fn stream(shared: Arc<Mutex<Shared>>, body: Bytes, fault: Option<Fault>, pace: D
     let pieces = futures::stream::unfold(0, move |at| {
         let (shared, body) = (Arc::clone(&shared), body.clone());
         async move {
+            if shared.lock().unwrap().is_away {
+                return Some((Err(std::io::Error::other("away")), at));
+            }
             if at < end {
                 tokio::time::sleep(pace).await;
                 let next = (at + PIECE_BYTES).min(end);

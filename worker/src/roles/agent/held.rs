@@ -88,7 +88,7 @@ fn held(models: &Models) -> Result<Told, FetchError> {
     let stored = cache.stored()?;
     let store = NodeStore::rounded(
         u32::try_from(stored.len()).unwrap_or(u32::MAX),
-        stored.iter().map(|model| model.bytes).sum(),
+        cache.stored_bytes()?,
     );
     let mut told: Vec<NodeModel> = stored.into_iter().filter_map(of_stored).collect();
     for (key, source, progress) in fetched {
@@ -110,6 +110,7 @@ fn of_stored(stored: Stored) -> Option<NodeModel> {
         key,
         about,
         bytes,
+        shared_bytes: _,
         used,
         is_in_use,
         is_pinned,
@@ -163,6 +164,7 @@ fn rfc3339(seconds: u64) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::path::PathBuf;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
@@ -179,10 +181,13 @@ mod tests {
                 source: source.to_owned(),
                 commit: None,
                 sha256: sha256.map(str::to_owned),
+                files: BTreeMap::new(),
+                holder: None,
                 for_all: false,
                 verified_at_s: Some(0),
             }),
             bytes: 7,
+            shared_bytes: 0,
             used: Some(UNIX_EPOCH + Duration::from_secs(2 * HOUR_SECONDS + 1234)),
             is_in_use: false,
             is_pinned: true,

@@ -11,10 +11,12 @@ use tonic::Status;
 pub(super) fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), Status> {
     let key = parsed(&request.key)?;
     if let Some(hub) = &request.hub {
-        return Ok((key.clone(), Some(repository(request, hub, key)?)));
+        let source = repository(request, hub, key.clone())?;
+        return Ok((key, Some(held(source, request))));
     }
     if !request.files.is_empty() {
-        return Ok((key.clone(), Some(list(request, key)?)));
+        let source = list(request, key.clone())?;
+        return Ok((key, Some(held(source, request))));
     }
     if request.url.is_empty() {
         return Ok((key, None));
@@ -36,6 +38,14 @@ pub(super) fn checked(request: &ModelRequest) -> Result<(Key, Option<Source>), S
             None => source,
         }),
     ))
+}
+
+/// The source for whoever may have the model, as far as that is certain.
+fn held(source: Source, request: &ModelRequest) -> Source {
+    match request.holder.is_empty() && !is_for_all(request) {
+        true => source,
+        false => source.held_by(&request.holder),
+    }
 }
 
 /// Returns the source of a request for a list of files.

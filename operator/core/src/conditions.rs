@@ -125,6 +125,15 @@ pub fn holds_nothing(status: Option<&InferenceDeploymentStatus>) -> bool {
     status.is_some_and(InferenceDeploymentStatus::is_at_zero) || has_no_place()
 }
 
+/// Since when a deployment's workers have been starting; `None` while they are ready or not made, and where nobody knows.
+pub fn starting_since(status: Option<&InferenceDeploymentStatus>) -> Option<Timestamp> {
+    let status = status.filter(|status| !holds_nothing(Some(status)))?;
+    let unready = of(Some(status), DECODE_READY).filter(|it| it.status != "True")?;
+    let woken = status.scale_to_zero.as_ref().map(|zero| &zero.since);
+    let times = woken.into_iter().chain([&unready.last_transition_time]);
+    times.filter_map(|at| at.parse().ok()).max()
+}
+
 /// Time at which a deployment was last suspended or without workers, according to its status; `None` once its plan has served
 /// again.
 pub(crate) fn last_suspended(observed: &Observed) -> Option<Timestamp> {

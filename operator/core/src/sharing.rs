@@ -124,8 +124,27 @@ impl InTheWay {
 
 /// Others that must end their workers so that `fits` has a plan, the nodes of whose workers it gives: those that are ending already, then
 /// idle ones of low priority, the least recently used first, then those of low priority. `None` if all of them together would not do.
+/// Those whose workers are starting are left out.
 pub(crate) fn in_the_way(
     observed: &Observed,
+    fits: &dyn Fn(&Observed) -> Option<BTreeSet<String>>,
+) -> Option<InTheWay> {
+    let mut others = ordered(observed);
+    others.retain(|it| !it.is_starting);
+    in_the_way_of(observed, others, fits)
+}
+
+/// Same as [`in_the_way`], with those that are starting as the last ones: for a place for which it is worth waiting until they may end.
+pub(crate) fn in_the_way_in_time(
+    observed: &Observed,
+    fits: &dyn Fn(&Observed) -> Option<BTreeSet<String>>,
+) -> Option<InTheWay> {
+    in_the_way_of(observed, ordered(observed), fits)
+}
+
+fn in_the_way_of(
+    observed: &Observed,
+    others: Vec<&Neighbour>,
     fits: &dyn Fn(&Observed) -> Option<BTreeSet<String>>,
 ) -> Option<InTheWay> {
     let spec = &observed.deployment.spec;
@@ -133,9 +152,8 @@ pub(crate) fn in_the_way(
     let gives_back = spec.may_rest() && !spec.autoscaling.keep;
     let may_ask =
         |it: &&Neighbour| it.is_leaving || it.priority < spec.priority || (gives_back && !it.keeps);
-    let ordered = ordered(observed);
     let (askable, mut kept): (Vec<&Neighbour>, Vec<&Neighbour>) =
-        ordered.into_iter().partition(may_ask);
+        others.into_iter().partition(may_ask);
     if let Some((asked, nodes)) = fewest(observed, &askable, fits) {
         // Nobody ends workers in vain while another stays busy, and nobody waits meanwhile for the room that there is.
         let staying: Vec<&Neighbour> = asked.iter().copied().filter(|it| stays(it, spec)).collect();
@@ -174,7 +192,7 @@ pub(crate) fn unneeded_in_the_way(
     let own = observed.deployment.spec.priority;
     let is_unneeded = |it: &Neighbour| {
         let started_s = it.preloaded_since.map(|since| age(since, observed.now));
-        started_s.is_some_and(|started| it.idle_s >= Some(started.as_secs_f64()))
+        !it.is_starting && started_s.is_some_and(|started| it.idle_s >= Some(started.as_secs_f64()))
     };
     let may_ask =
         |it: &&Neighbour| it.is_leaving || (is_unneeded(it) && (!it.keeps || it.priority < own));
@@ -206,6 +224,7 @@ fn ordered(observed: &Observed) -> Vec<&Neighbour> {
     let order = |it: &Neighbour| {
         (
             !it.is_leaving,
+            it.is_starting,
             it.idle_s.is_none(),
             stays(it, spec),
             is_busy(it),

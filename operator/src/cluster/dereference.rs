@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 use hearth_controller_core::age::age;
 use hearth_controller_core::conditions::{self, MODEL_READY};
 use hearth_controller_core::key::Key;
-use hearth_controller_core::observed::Placement;
-use hearth_controller_core::observed::{Demand, FetchView, Measured, Observed, PodView, Settings};
-use hearth_crds::{Condition, InferenceDeployment};
+use hearth_controller_core::observed::{
+    Demand, FetchView, Measured, Observed, Placement, PodView, Settings, StoredCopy,
+};
+use hearth_crds::{Condition, InferenceDeployment, ModelSource};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt};
 
-use crate::cluster::cache::Cache;
+use crate::cluster::cache::{Cache, State};
 
 /// Minimum age of a Pod before its events are requested.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -103,7 +104,7 @@ impl Dereferencer {
             scaler: state.scaler_of(&uid, &key),
             nodes: state.nodes.clone(),
             held_by_others: state.held_by_others(&uid),
-            neighbours: state.neighbours((&key, &uid), deployment, &outside.idle_s),
+            neighbours: state.neighbours((&key, &uid), deployment, &outside.idle_s, now),
             askers: state.askers_of(&key),
             awaited_nodes: state.awaited_nodes(&key, deployment),
             others: state.others(),
@@ -114,6 +115,7 @@ impl Dereferencer {
             turn_comes_at,
             forbidden: state.forbidden.get(&*uid).cloned(),
             fetches: outside.fetches.clone(),
+            stored: stored(&state, &deployment.spec.model.source, &key.namespace),
             fetched_commit: outside.fetched_commit.clone(),
             measured: outside.measured,
             demand: outside.demand.clone(),
@@ -223,5 +225,61 @@ impl Dereferencer {
 
     fn warnings(&self) -> std::sync::MutexGuard<'_, HashMap<String, (Instant, Option<String>)>> {
         self.warnings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Nodes whose profiles say that their stores have a fetched model, or that it is on its way there.
+fn stored(state: &State, source: &ModelSource, namespace: &str) -> BTreeMap<String, StoredCopy> {
+    let Some(key) = source.store_key(namespace) else {
+        return BTreeMap::new();
+    };
+    let copies = state.nodes.keys().filter_map(|node| {
+        let mut models = state.profile(node)?.models.iter();
+        let model = models.find(|model| model.key == key)?;
+        let copy = match &model.fetch {
+            None => StoredCopy::Whole,
+            Some(_) => StoredCopy::Coming,
+        };
+        Some((node.clone(), copy))
+    });
+    copies.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_controller_core::testing::node;
+    use hearth_crds::{NodeFetch, NodeModel, NodeProfileStatus};
+
+    use super::*;
+
+    #[test]
+    fn nodes_that_have_a_model_or_fetch_it_are_known_by_their_profiles() {
+        let source: ModelSource =
+            serde_json::from_str(r#"{"huggingFace": {"repo": "acme/poems"}}"#).expect("a source");
+        let key = source.store_key("default").expect("a key");
+        let mut state = State::default();
+        let coming = Some(NodeFetch::default());
+        for (name, key, fetch) in [
+            ("attic", &*key, None),
+            ("office", &*key, coming.clone()),
+            ("shed", "another", coming),
+        ] {
+            state.put_node(name, node(name, 4, 1 << 30));
+            let model = NodeModel {
+                key: key.to_owned(),
+                fetch,
+                ..NodeModel::default()
+            };
+            let profile = NodeProfileStatus {
+                models: vec![model],
+                ..NodeProfileStatus::default()
+            };
+            state.put_profile(name, Some(profile));
+        }
+        let all = [("attic", StoredCopy::Whole), ("office", StoredCopy::Coming)];
+        let all = all.map(|(name, copy)| (name.to_owned(), copy));
+        assert_eq!(stored(&state, &source, "default"), BTreeMap::from(all));
+        let builtin = ModelSource::default();
+        assert_eq!(stored(&state, &builtin, "default"), BTreeMap::new());
     }
 }

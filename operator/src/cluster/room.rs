@@ -237,7 +237,7 @@ impl State {
     }
 
     /// The plan that a deployment follows: the one just sent, otherwise the one of those seen.
-    fn plan_ahead(
+    pub(crate) fn plan_ahead(
         &self,
         owner: &Arc<str>,
         plans: &[Arc<InferencePlan>],

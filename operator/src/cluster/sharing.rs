@@ -2,13 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::time::Duration;
 
+use hearth_controller_core::age::age;
 use hearth_controller_core::conditions::{self, DECODE_READY};
 use hearth_controller_core::key::Key;
 use hearth_controller_core::ledger::holdings;
 use hearth_controller_core::observed::{Asker, Neighbour, PodRole, PodView};
 use hearth_controller_core::preload::preloaded_since;
-use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus};
+use hearth_controller_core::validate::progress_deadline;
+use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus, PlanRole};
 use jiff::{SignedDuration, Timestamp};
 
 use crate::cluster::cache::{State, Touched};
@@ -19,7 +22,7 @@ const KEEPS_TURN: SignedDuration = SignedDuration::from_secs(60);
 /// What is known of sharing. It is in memory alone: an operator that starts is asked anew.
 #[derive(Debug, Default)]
 pub(crate) struct Sharing {
-    /// Deployments whose workers may end for others, or are ending, by uid.
+    /// Deployments whose workers may end for others, are ending, or are starting and may then, by uid.
     givers: HashMap<Arc<str>, Giver>,
     /// Those that ask.
     askers: HashMap<Key, Asked>,
@@ -35,9 +38,23 @@ struct Giver {
     is_leaving: bool,
     is_ready: bool,
     preloaded_since: Option<Timestamp>,
+    starting_since: Option<Timestamp>,
+    /// Time from then on after which nobody counts on them any more.
+    longest_start: Duration,
 }
 
 impl Giver {
+    /// Whether its workers may end now if nobody waits for them.
+    fn has_some(&self) -> bool {
+        self.is_ready || self.is_leaving || self.preloaded_since.is_some()
+    }
+
+    /// Whether its workers are starting and may yet become ready.
+    fn may_start(&self, now: Timestamp) -> bool {
+        let since = self.starting_since;
+        since.is_some_and(|since| age(since, now) < self.longest_start)
+    }
+
     /// Whether its workers may end now. Those that somebody waits for may not before they are ready, however they were started.
     fn may_end(&self, idle_s: Option<f64>) -> bool {
         self.is_ready || self.is_leaving || idle_s.is_some_and(|idle_s| idle_s > 0.0)
@@ -63,20 +80,22 @@ impl Sharing {
         let spec = &deployment.spec;
         // Workers that an autoscaler ends make room, too, but for nobody in particular.
         let may_end = spec.may_rest() || (spec.may_be_emptied() && is_leaving);
-        let preloaded_since = preloaded_since(status);
-        let has_some = is_ready || is_leaving || preloaded_since.is_some();
-        if !may_end || spec.suspend || !has_some {
-            self.givers.remove(uid);
-            return false;
-        }
         let giver = Giver {
             priority: spec.priority,
             keeps: spec.autoscaling.keep,
             is_leaving,
             is_ready,
-            preloaded_since,
+            preloaded_since: preloaded_since(status),
+            starting_since: conditions::starting_since(status),
+            longest_start: progress_deadline(deployment),
         };
-        self.givers.insert(Arc::clone(uid), giver).is_none()
+        let is_starting = giver.starting_since.is_some();
+        if !may_end || spec.suspend || !(giver.has_some() || is_starting) {
+            self.givers.remove(uid);
+            return false;
+        }
+        let before = self.givers.insert(Arc::clone(uid), giver);
+        giver.has_some() && !before.is_some_and(|before| before.has_some())
     }
 
     /// Forgets a deployment; returns those that it asked.
@@ -181,13 +200,14 @@ impl State {
             .collect()
     }
 
-    /// Other deployments whose workers may end for one that may have to look for room; `idle_s` has the seconds since the last request
-    /// of those whose gateways are read.
+    /// Other deployments whose workers may end for one that may have to look for room, now or once they have started; `idle_s` has the
+    /// seconds since the last request of those whose gateways are read.
     pub(crate) fn neighbours(
         &self,
         (key, uid): (&Key, &str),
         deployment: &InferenceDeployment,
         idle_s: &BTreeMap<Key, f64>,
+        now: Timestamp,
     ) -> Vec<Neighbour> {
         if !self.seeks_room(key, uid, deployment) {
             return Vec::new();
@@ -198,28 +218,48 @@ impl State {
             .iter()
             .filter(|(other, _)| ***other != *uid);
         let mut neighbours: Vec<Neighbour> = others
-            .filter_map(|(other, giver)| {
-                let key = self.keys.get(other)?.clone();
-                let idle_s = idle_s.get(&key).copied();
-                let pods = self.pods_of(other).map(|row| &*row.value);
-                let workers: Vec<&PodView> = pods.filter(|pod| is_worker(pod)).collect();
-                if !giver.may_end(idle_s) || workers.is_empty() {
-                    return None;
-                }
-                let plans = self.plans_of(other);
-                Some(Neighbour {
-                    priority: giver.priority,
-                    keeps: giver.keeps,
-                    idle_s,
-                    preloaded_since: giver.preloaded_since,
-                    is_leaving: giver.is_leaving,
-                    holding: holdings::of_deployment(workers.into_iter(), &plans, None),
-                    key,
-                })
-            })
+            .filter_map(|(other, giver)| self.neighbour(other, giver, idle_s, now))
             .collect();
         neighbours.sort_by(|a, b| a.key.cmp(&b.key));
         neighbours
+    }
+
+    /// One whose workers may end, now or once they have started.
+    fn neighbour(
+        &self,
+        uid: &Arc<str>,
+        giver: &Giver,
+        idle_s: &BTreeMap<Key, f64>,
+        now: Timestamp,
+    ) -> Option<Neighbour> {
+        let key = self.keys.get(uid)?.clone();
+        let idle_s = idle_s.get(&key).copied();
+        let pods = self.pods_of(uid).map(|row| &*row.value);
+        let workers: Vec<&PodView> = pods.filter(|pod| is_worker(pod)).collect();
+        // Its nodes were taken again, which its status does not say yet.
+        let has_begun = giver.is_leaving && !self.suspended.contains(uid);
+        let may_end = giver.may_end(idle_s) && !has_begun && !workers.is_empty();
+        if !may_end && !has_begun && !giver.may_start(now) {
+            return None;
+        }
+        let plans = self.plans_of(uid);
+        // Not all of those that are starting may have been made.
+        let ahead = self.plan_ahead(uid, &plans).filter(|_| !may_end);
+        let ahead = ahead.map(|plan| {
+            let mut spec = plan.spec.clone();
+            spec.ranks.retain(|rank| rank.role != PlanRole::Gateway);
+            spec
+        });
+        Some(Neighbour {
+            priority: giver.priority,
+            keeps: giver.keeps,
+            idle_s,
+            preloaded_since: giver.preloaded_since,
+            is_leaving: giver.is_leaving && !has_begun,
+            is_starting: !may_end,
+            holding: holdings::of_deployment(workers.into_iter(), &plans, ahead.as_ref()),
+            key,
+        })
     }
 }
 
@@ -231,9 +271,10 @@ fn is_worker(pod: &PodView) -> bool {
 #[cfg(test)]
 mod tests {
     use hearth_controller_core::testing::samples;
-    use hearth_crds::{InferencePlan, PoolAutoscaling, PoolStatus};
+    use hearth_crds::{Condition, InferencePlan, PoolAutoscaling, PoolStatus};
 
     use super::*;
+    use crate::cluster::packed::Packed;
     use crate::cluster::table::Identity;
 
     /// A deployment that may start without a request, and last ended or started its workers for a reason.
@@ -286,6 +327,71 @@ mod tests {
         assert_eq!(may_end, [false, true, false]);
         sharing.note(&uid, &preloading(true, "there was no request for 5m"));
         assert!(sharing.givers[&uid].may_end(None));
+    }
+
+    /// One whose workers end for want of requests and have not been ready since `since`.
+    fn woken(since: Timestamp) -> InferenceDeployment {
+        let mut deployment = preloading(false, "a request has arrived");
+        let status = deployment.status.as_mut().expect("a status");
+        status.scale_to_zero.as_mut().expect("woken").since = since.to_string();
+        status.conditions = vec![Condition {
+            type_: DECODE_READY.to_owned(),
+            status: "False".to_owned(),
+            last_transition_time: Timestamp::UNIX_EPOCH.to_string(),
+            reason: "WorkersNotReady".to_owned(),
+            message: String::new(),
+            observed_generation: None,
+        }];
+        deployment
+    }
+
+    fn of_uid(key: &Key, uid: &str, owner: &str, version: u64) -> Identity {
+        Identity {
+            key: key.clone(),
+            uid: uid.into(),
+            owner: owner.into(),
+            version,
+        }
+    }
+
+    #[test]
+    fn one_that_starts_counts_until_its_deadline_and_with_the_workers_that_are_not_made_yet() {
+        let mut state = State::default();
+        let key = Key::new("default", "demo");
+        let put = |state: &mut State, version: u64, deployment: &InferenceDeployment| {
+            let read = Packed::new(deployment).map_err(|_| unreachable!());
+            state.put_deployment(of_uid(&key, "uid", "", version), read)
+        };
+        let seconds = |seconds: i64| Timestamp::UNIX_EPOCH + SignedDuration::from_secs(seconds);
+        let neighbours = |state: &State, at_s: i64| {
+            let asker = (&Key::new("default", "asker"), "asker");
+            let none = BTreeMap::new();
+            state.neighbours(asker, &preloading(false, ""), &none, seconds(at_s))
+        };
+        let mut plan = InferencePlan::new("demo-plan-1", samples::plan());
+        plan.metadata.namespace = Some("default".to_owned());
+        let at_zero = preloading(true, "there was no request for 5m");
+        put(&mut state, 1, &at_zero);
+        let of_plan = of_uid(&Key::new("default", "demo-plan-1"), "plan", "uid", 1);
+        state.put_plan(of_plan, Ok(&plan));
+        assert_eq!(neighbours(&state, 1000), []);
+        // It has been given its nodes again, and its status is not written yet.
+        state.take_again("uid");
+        assert!(neighbours(&state, 1000)[0].is_starting);
+
+        assert!(!put(&mut state, 2, &woken(seconds(1000))).waiting);
+        let found = neighbours(&state, 1100);
+        assert!(found[0].is_starting && !found[0].is_leaving);
+        let holders: Vec<&String> = found[0].holding.keys().collect();
+        assert_eq!(holders, ["a", "b"]);
+        assert_eq!(neighbours(&state, 1599).len(), 1);
+        assert_eq!(neighbours(&state, 1600), []);
+        // Once it is ready, those that wait may ask it.
+        let mut ready = woken(seconds(1000));
+        let status = ready.status.as_mut().expect("a status");
+        status.conditions[0].status = "True".to_owned();
+        assert!(put(&mut state, 3, &ready).waiting);
+        assert_eq!(neighbours(&state, 1100), [], "its workers are unknown");
     }
 
     #[test]

@@ -189,8 +189,8 @@ fn a_secret_opens_an_archive_and_is_seen_nowhere(cluster: &Cluster) {
     });
 }
 
-/// The mirror is the chart's, and only it gets the token. What arrives is told, and neither the death of the node's agent nor a broken
-/// connection has any of it fetched again.
+/// The mirror is the chart's, and only it gets the token. What arrives is told, and neither the death of the node's agent nor a hub that
+/// is away for a while nor a broken connection has any of it fetched again.
 fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let entries = std::fs::read_dir(root().join("models/hearth-demo")).expect("the demo model");
@@ -209,7 +209,7 @@ fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
         .collect();
     let hub = runtime.block_on(HubServer::start_at(HOST_ADDRESS, "acme/demo", &files));
     hub.open_by("Bearer hush-token");
-    hub.pace(Duration::from_millis(20));
+    hub.pace(Duration::from_millis(40));
     super::release::upgrade(cluster, &format!("agent.fetch.hubEndpoint={}", hub.url()));
     let secret = json!({
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub", "namespace": "default"},
@@ -219,19 +219,22 @@ fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
     let source = json!({"huggingFace": {"repo": "acme/demo", "tokenSecretRef": {"name": "hub"}}});
     cluster.apply(&deployment("mirrored", json!({"model": {"source": source}})).to_string());
     wait_until("its progress is told", PATIENCE, || {
-        let model = &infd(cluster, "mirrored")["status"]["model"];
-        let is_timed = |words: &str| words.contains(" %, ") && words.ends_with(" left");
-        let has_begun = model["percent"].as_u64()? >= 5 && is_timed(model["fetch"].as_str()?);
-        has_begun.then_some(())
+        shown_percent(cluster).filter(|percent| *percent >= 5)
     });
-    let part_bytes = the_agent_dies_in_mid_download(cluster, &hub);
+    let mut breaks = vec![the_agent_is_killed(cluster, &hub)];
+    breaks.push(the_hub_is_away(cluster, &hub, &runtime));
+    nothing_was_sent_twice(cluster, &hub, &files);
+    breaks.push(the_agent_is_replaced(cluster, &hub));
     wait_until("the repository is there", PATIENCE, || {
         let found = infd(cluster, "mirrored");
         (condition(&found, "ModelReady") == Some("True")).then_some(())
     });
-    let starts = starts_bytes(&hub, "model.safetensors");
-    let goes_on = starts.len() >= 3 && starts.is_sorted() && starts[1] >= part_bytes;
-    assert!(goes_on, "{part_bytes} had arrived, asked from {starts:?}");
+    let starts = starts_bytes(&hub, WEIGHTS);
+    for (requests, bytes) in breaks {
+        let later = &starts[requests..];
+        let goes_on = !later.is_empty() && later.iter().all(|start| *start >= bytes);
+        assert!(goes_on, "{bytes} had arrived, then asked from {later:?}");
+    }
     wait_until_settled(cluster, "mirrored");
     let asked = hub.asked();
     let token = |is_large: bool| {
@@ -246,18 +249,101 @@ fn a_repository_of_a_mirror_is_fetched_and_serves(cluster: &Cluster) {
     cluster.kubectl(&["delete", "secret", "hub"]);
 }
 
-/// Kills the agent that downloads, and has the connection of the one that goes on break; returns how many bytes had arrived before.
-fn the_agent_dies_in_mid_download(cluster: &Cluster, hub: &HubServer) -> u64 {
+/// The demo's weights.
+const WEIGHTS: &str = "model.safetensors";
+
+/// Percentage that `kubectl get` shows of the download, if it shows a rate and a time as well.
+fn shown_percent(cluster: &Cluster) -> Option<u64> {
+    let table = cluster.kubectl(&["get", "infd", "mirrored"]);
+    let (before, after) = table.lines().nth(1)?.split_once(" %, ")?;
+    let percent = before.split_whitespace().next_back()?;
+    after.contains("/s, ").then_some(())?;
+    after.contains(" left").then(|| percent.parse().ok())?
+}
+
+/// How much there is now of the download, in percent. It is told as under way.
+fn told_percent(cluster: &Cluster) -> u64 {
+    let found = infd(cluster, "mirrored");
+    let (reason, message) = super::release::said(&found, "ModelReady");
+    assert_eq!(reason, "Downloading", "{message}");
+    let percent = found["status"]["model"]["percent"].as_u64();
+    percent.unwrap_or_else(|| panic!("no percentage: {message}"))
+}
+
+/// Waits until more is shown than there was before a break. It never becomes less.
+fn goes_on_after(cluster: &Cluster, what: &str, before: u64) {
+    let mut last = before;
+    wait_until(what, PATIENCE, || {
+        let now = told_percent(cluster);
+        assert!(now >= last, "{now} % after {last} %");
+        last = now;
+        shown_percent(cluster).filter(|shown| *shown > before)
+    });
+}
+
+/// The node that downloads, how often the hub was asked for the weights, and how many bytes of them are there.
+fn downloading(cluster: &Cluster, hub: &HubServer) -> (String, (usize, u64)) {
+    let requests = starts_bytes(hub, WEIGHTS).len();
     let nodes = super::release::names(&cluster.list("nodes", "", ""));
-    let parts = nodes.iter().map(|node| (part_bytes(cluster, node), node));
+    let parts = nodes
+        .into_iter()
+        .map(|node| (part_bytes(cluster, &node), node));
     let (bytes, node) = parts.max().expect("a node");
     assert!(bytes > 0, "no node downloads");
+    (node, (requests, bytes))
+}
+
+/// Kills the process of the agent that downloads: the next one in its Pod goes on.
+fn the_agent_is_killed(cluster: &Cluster, hub: &HubServer) -> (usize, u64) {
+    let (node, at) = downloading(cluster, hub);
+    let agent = agent_of(cluster, &node).expect("an agent");
+    let before = told_percent(cluster);
+    assert!(cluster.kill_pod_processes(super::release::SYSTEM, &agent) > 0);
+    goes_on_after(cluster, "the next agent goes on", before);
+    wait_until("the Pod of the agent is ready again", PATIENCE, || {
+        agent_of(cluster, &node).filter(|name| *name == agent)
+    });
+    let pod = cluster.get("pod", super::release::SYSTEM, &agent);
+    let restarts = &pod.expect("a Pod")["status"]["containerStatuses"][0]["restartCount"];
+    assert_eq!(*restarts, 1);
+    at
+}
+
+/// Nobody listens at the hub's address for some seconds.
+fn the_hub_is_away(
+    cluster: &Cluster,
+    hub: &HubServer,
+    runtime: &tokio::runtime::Runtime,
+) -> (usize, u64) {
+    let (_, at) = downloading(cluster, hub);
+    hub.go_away();
+    let before = told_percent(cluster);
+    std::thread::sleep(Duration::from_secs(3));
+    told_percent(cluster);
+    runtime.block_on(hub.come_back());
+    goes_on_after(cluster, "the hub is back", before);
+    at
+}
+
+/// Checks what the hub has sent: each break may have cost what was on its way.
+fn nothing_was_sent_twice(cluster: &Cluster, hub: &HubServer, files: &[(&str, &[u8])]) {
+    let sent_bytes = hub.sent_bytes() as u64;
+    let (_, (_, bytes)) = downloading(cluster, hub);
+    let others = files.iter().filter(|(name, _)| *name != WEIGHTS);
+    let others_bytes: usize = others.map(|(_, bytes)| bytes.len()).sum();
+    let most = bytes + others_bytes as u64 + (256 << 10);
+    assert!(sent_bytes <= most, "{sent_bytes} sent, {bytes} are there");
+}
+
+/// Deletes the Pod of the agent that downloads, and has the connection of the one that goes on break.
+fn the_agent_is_replaced(cluster: &Cluster, hub: &HubServer) -> (usize, u64) {
+    let (node, at) = downloading(cluster, hub);
     hub.pace(Duration::from_millis(4));
     hub.file_faults([Fault::CutAfter(1_000_000)]);
-    let agent = agent_of(cluster, node).expect("an agent");
+    let agent = agent_of(cluster, &node).expect("an agent");
     let kill = ["delete", "pod", &agent, "--grace-period=0", "--force"];
     cluster.kubectl(&[&kill[..], &["--namespace", super::release::SYSTEM]].concat());
-    bytes
+    at
 }
 
 /// Bytes of the file that is being downloaded on a node.

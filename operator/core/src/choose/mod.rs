@@ -31,7 +31,7 @@ use crate::conditions::NODES_TAKEN;
 use crate::model::{Model, Search, Widened, model_of_plan};
 use crate::observed::{FetchView, Holding, Observed};
 use crate::plan_record::{PlanStatusChange, has_failed, instead_of};
-use crate::sharing::{Who, in_the_way};
+use crate::sharing::{Who, in_the_way, in_the_way_in_time};
 
 /// Time after which one that finds no room looks again for others that could make some.
 const LOOK_FOR_ROOM: Duration = Duration::from_secs(10);
@@ -147,7 +147,8 @@ fn choose_among_nodes(observed: &Observed, search: &mut Search<'_>) -> PlanChoic
     }
 }
 
-/// Keeps the plan that would be replaced by one with fewer workers on GPUs where others, who have its place, are about to end theirs.
+/// Keeps the plan that would be replaced by one with fewer workers on GPUs where others, who have its place, are about to end theirs, or
+/// will be once these are ready.
 fn wait_for_gpus(
     observed: &Observed,
     (plan, mut trouble): (Arc<InferencePlan>, Cause),
@@ -158,7 +159,7 @@ fn wait_for_gpus(
         let is_free = trouble_of_nodes(then, &plan, &deployment).is_none();
         is_free.then(|| worker_nodes_of(&plan).map(str::to_owned).collect())
     };
-    let Some(others) = in_the_way(observed, &fits) else {
+    let Some(others) = in_the_way_in_time(observed, &fits) else {
         return;
     };
     let words = others.words(observed);
@@ -171,6 +172,7 @@ fn wait_for_gpus(
     }
     trouble.message += &format!("; {words}");
     *choice = PlanChoice {
+        plan_statuses: std::mem::take(&mut choice.plan_statuses),
         trouble: Some(trouble),
         look_again: Some(LOOK_FOR_ROOM),
         asks,

@@ -10,7 +10,7 @@ use crate::build::{model_key, source_digest};
 use crate::candidates::{Candidates, is_lost};
 use crate::cause::{Cause, quoted};
 use crate::model::{Model, ModelState, ModelStep, More, known, nowhere};
-use crate::observed::{FetchView, Observed};
+use crate::observed::{FetchView, Observed, StoredCopy};
 use crate::plan_record::source_digest_of;
 
 /// Maximum number of nodes that are tried one after another while a model cannot be fetched.
@@ -87,13 +87,18 @@ fn in_use(observed: &Observed) -> Vec<String> {
 }
 
 /// Nodes on which the model is fetched to learn its facts: those that have it or are fetching it come before the node
-/// with the most memory; the next one follows if a node cannot fetch it.
+/// with the most memory; the next one follows if a node cannot fetch it. Of agents that have not answered, as those of an operator
+/// that has just started, the nodes' profiles say it.
 fn first_fetch(observed: &Observed, candidates: &Candidates) -> Vec<String> {
     let rank = |name: &&String| {
-        let progress = match observed.fetches.get(*name) {
-            Some(FetchView::Ready { .. }) => 0,
-            Some(FetchView::Fetching { .. }) => 1,
-            _ => 2,
+        let stored = observed.stored.get(*name);
+        let progress = match (observed.fetches.get(*name), stored) {
+            (Some(FetchView::Failed(_)), _) => 2,
+            (Some(FetchView::Ready { .. }), _) => 0,
+            (Some(FetchView::Fetching { .. }), _) => 1,
+            (Some(FetchView::Unknown(_)) | None, Some(StoredCopy::Whole)) => 0,
+            (Some(FetchView::Unknown(_)) | None, Some(StoredCopy::Coming)) => 1,
+            (Some(FetchView::Unknown(_)) | None, None) => 2,
         };
         let memory_bytes = candidates.free[*name].memory.available_bytes;
         (progress, Reverse(memory_bytes))

@@ -72,6 +72,8 @@ pub struct Observed {
     pub forbidden: Option<Forbidden>,
     /// State of the model behind a URL as the agents report it, by node; empty for other sources.
     pub fetches: BTreeMap<String, FetchView>,
+    /// Nodes whose stores have that model, or some of it, as their profiles say: without what a single namespace may have.
+    pub stored: BTreeMap<String, StoredCopy>,
     /// The commit that nodes have of it, if it is of a hub and one has told.
     pub fetched_commit: Option<String>,
     /// Latencies that the gateway measured recently.
@@ -112,6 +114,15 @@ pub enum FetchView {
     },
     /// Given up for now; with the reason.
     Failed(String),
+}
+
+/// What a node's store has of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoredCopy {
+    /// All of it.
+    Whole,
+    /// Its agent is fetching it.
+    Coming,
 }
 
 /// Medians of the last minutes, in milliseconds.

@@ -22,6 +22,8 @@ pub struct Neighbour {
     pub preloaded_since: Option<Timestamp>,
     /// Whether its workers are ending already.
     pub is_leaving: bool,
+    /// Whether its workers are starting for somebody: they do not end before they are ready.
+    pub is_starting: bool,
     /// What it holds, by node.
     pub holding: BTreeMap<String, Holding>,
 }

@@ -156,6 +156,7 @@ pub fn observed(deployment: InferenceDeployment) -> Observed {
         turn_comes_at: None,
         forbidden: None,
         fetches: BTreeMap::new(),
+        stored: BTreeMap::new(),
         fetched_commit: None,
         measured: None,
         demand: None,

@@ -1,13 +1,13 @@
 //! Models that must be looked for, or fetched.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::fake_cluster::FakeCluster;
 use crate::conditions::{MODEL_READY, PLANNED, READY};
 use crate::model::builtin;
-use crate::observed::{ContainerEnd, ContainerView, FetchView, PodRole, PodView};
+use crate::observed::{ContainerEnd, ContainerView, FetchView, PodRole, PodView, StoredCopy};
 use crate::testing::{GIB, node};
 
 const HOST: &str = "model: {source: {hostPath: {path: /models/m}}, contextLength: 2048}\n";
@@ -392,6 +392,31 @@ fn a_node_that_cannot_fetch_leaves_it_to_the_next() {
     assert_eq!(set("attic", full), ["attic", "office"]);
     assert_eq!(set("office", fetching(1)), ["office"]);
     assert_eq!(set("office", ready()), ["office"]);
+}
+
+/// An operator that has just started has asked no agent yet.
+#[test]
+fn a_node_that_has_it_or_fetches_it_is_asked_before_the_one_with_the_most_memory() {
+    for copy in [StoredCopy::Coming, StoredCopy::Whole] {
+        let mut cluster = FakeCluster::new(&http());
+        assert_eq!(cluster.reconcile().fetch_on, ["attic"]);
+        cluster.observed.stored = BTreeMap::from([("office".to_owned(), copy)]);
+        assert_eq!(cluster.reconcile().fetch_on, ["office"], "{copy:?}");
+        let mut answer = |name: &str, view: FetchView| {
+            cluster.observed.fetches.insert(name.to_owned(), view);
+            cluster.reconcile().fetch_on
+        };
+        assert_eq!(answer("office", fetching(500)), ["office"]);
+        // What its agent says counts.
+        let failed = FetchView::Failed("the disk is full".to_owned());
+        assert_eq!(answer("office", failed), ["attic"]);
+    }
+    // One that has all of it comes before one that has some.
+    let mut cluster = FakeCluster::new(&http());
+    let both = [("attic", StoredCopy::Coming), ("office", StoredCopy::Whole)];
+    let both = both.map(|(name, copy)| (name.to_owned(), copy));
+    cluster.observed.stored = BTreeMap::from(both);
+    assert_eq!(cluster.reconcile().fetch_on, ["office"]);
 }
 
 #[test]

@@ -37,6 +37,7 @@ pub(super) fn neighbour(name: &str, nodes: &[&str], priority: i32, idle_s: f64) 
         idle_s: Some(idle_s),
         preloaded_since: None,
         is_leaving: false,
+        is_starting: false,
         holding: holding.collect(),
     }
 }
@@ -154,6 +155,11 @@ fn who_finds_no_room_asks_the_one_that_was_used_least_recently() {
     // Nobody gives anything up.
     let mut cluster = crowded(Vec::new());
     assert_eq!(names(&cluster.reconcile().asks), [""; 0]);
+    let starting = Neighbour {
+        is_starting: true,
+        ..neighbour("starting", &nodes, -1, 0.0)
+    };
+    assert_eq!(names(&crowded(vec![starting]).reconcile().asks), [""; 0]);
     let asks = |neighbours: Vec<Neighbour>| {
         let mut cluster = crowded(neighbours);
         let decision = cluster.reconcile();

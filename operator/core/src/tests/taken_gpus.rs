@@ -65,6 +65,35 @@ fn who_wakes_without_its_gpu_has_it_back_instead_of_computing_on_cpus() {
 }
 
 #[test]
+fn who_wakes_while_another_starts_on_its_gpu_waits_for_it_too() {
+    let starts = |it: Neighbour| Neighbour {
+        is_starting: true,
+        ..it
+    };
+    let mut cluster = taken("", |it| Some(starts(it)));
+    cluster.observed.demand = asked();
+    for _ in 0..3 {
+        let decision = cluster.reconcile();
+        assert!(decision.create_plan.is_none());
+        assert_eq!(names(&decision.asks), ["low"]);
+        assert!(decision.awaits.contains("office"));
+        assert_eq!(decision.requeue_after, Some(Duration::from_secs(10)));
+        cluster.turn();
+    }
+    let words = &cluster.condition(DEGRADED).message;
+    assert!(words.contains("it waits until low can end"), "{words}");
+    empty(&mut cluster);
+    cluster.settle();
+    assert_eq!(cluster.observed.plans.len(), 1);
+    assert!(!on_gpus(&cluster).is_empty());
+    // One that will keep its workers is not waited for.
+    let keeps = true;
+    let mut cluster = taken("", |it| Some(starts(Neighbour { keeps, ..it })));
+    cluster.observed.demand = asked();
+    assert!(cluster.reconcile().create_plan.is_some());
+}
+
+#[test]
 fn who_would_wait_for_ever_for_its_gpu_computes_on_cpus() {
     let is_kept = |it: Neighbour| Some(Neighbour { keeps: true, ..it });
     let is_busy = |it: Neighbour| Some(Neighbour { priority: 9, ..it });

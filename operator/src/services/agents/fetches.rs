@@ -265,7 +265,12 @@ impl Fetches {
             false => self.of_one_commit(poll, view, &commit),
         };
         let place = (key.clone(), poll.node.clone());
-        let before = self.seen.get(&place).and_then(|seen| seen.view.as_ref());
+        let before = self.seen.get(&place);
+        // An agent that goes on where the one before it was learns how far that is after its first answer.
+        let is_blank = matches!(view, FetchView::Fetching { total_bytes: 0, .. });
+        let stood = before.filter(|_| is_blank).and_then(Seen::standing);
+        let view = stood.unwrap_or(view);
+        let before = before.and_then(|seen| seen.view.as_ref());
         let is_news = before.is_none_or(|before| is_news(before, &view));
         let seen = Seen {
             view: Some(view),
@@ -339,13 +344,19 @@ impl Fetches {
 impl Seen {
     /// The fetch as it stood when its agent last answered; `None` if there was none, or that is too long ago.
     fn in_silence(&self, now: Instant) -> Option<FetchView> {
+        let is_recent = now.duration_since(self.heard) < SILENCE;
+        self.standing().filter(|_| is_recent)
+    }
+
+    /// The fetch as it stood, with nothing arriving.
+    fn standing(&self) -> Option<FetchView> {
         let Some(FetchView::Fetching {
             bytes, total_bytes, ..
         }) = self.view
         else {
             return None;
         };
-        (now.duration_since(self.heard) < SILENCE).then_some(FetchView::Fetching {
+        Some(FetchView::Fetching {
             bytes,
             total_bytes,
             bytes_per_second: 0,

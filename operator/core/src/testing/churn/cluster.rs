@@ -28,6 +28,7 @@ use crate::preload::preloaded_since;
 use crate::status::waits;
 use crate::testing::carry_out::carry_out;
 use crate::testing::observed;
+use crate::validate::progress_deadline;
 
 /// Namespace of all deployments.
 const NAMESPACE: &str = "default";
@@ -367,7 +368,11 @@ impl Cluster {
             let pods = member.observed.pods.iter().map(|pod| &**pod);
             let workers = pods.filter(|pod| is_of_rank(pod) && !pod.role.is_gateway());
             let workers: Vec<&PodView> = workers.collect();
-            if !may_rest || workers.is_empty() || !(is_ready || is_leaving || is_unasked) {
+            let may_end = is_ready || is_leaving || is_unasked;
+            let since = conditions::starting_since(status);
+            let may_start =
+                since.is_some_and(|since| age(since, self.now) < progress_deadline(deployment));
+            if !may_rest || workers.is_empty() || !(may_end || may_start) {
                 return None;
             }
             Some(Neighbour {
@@ -377,6 +382,7 @@ impl Cluster {
                 idle_s: Some(age(member.asked_at, self.now).as_secs_f64()),
                 preloaded_since,
                 is_leaving,
+                is_starting: !may_end,
                 holding: of_deployment(workers.into_iter(), &member.observed.plans, None),
             })
         });

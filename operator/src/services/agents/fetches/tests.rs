@@ -280,7 +280,15 @@ fn a_node_whose_agent_is_replaced_in_mid_fetch_is_waited_for_a_while() {
         fetches.silent(&poll, why(), at(seconds));
         assert_eq!(fetches.views(&key)["a"], standing(7), "{seconds} s");
     }
-    // Its successor goes on, and is then waited for as long.
+    // Its successor does not know at first how far it is, then goes on, and is then waited for as long.
+    let blank = FetchView::Fetching {
+        bytes: 0,
+        total_bytes: 0,
+        bytes_per_second: 0,
+        from_node: None,
+    };
+    fetches.learn(&poll, blank.into(), at(60));
+    assert_eq!(fetches.views(&key)["a"], standing(7));
     fetches.learn(&poll, fetching(9).into(), at(60));
     assert_eq!(fetches.views(&key)["a"], fetching(9));
     fetches.silent(&poll, why(), at(119));

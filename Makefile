@@ -15,7 +15,7 @@ QUESTION ?= What is Hearth?
 # Where the images would be pushed to.
 REGISTRY ?= hearth.dev
 
-.PHONY: demo build programs test test-oldest test-gpu bench-gpu test-long test-cluster cluster check fmt bench images release manifests crds clean help
+.PHONY: demo build programs test test-oldest test-upgrade test-gpu bench-gpu test-long test-cluster cluster check fmt bench images release manifests crds clean help
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -39,6 +39,10 @@ test-oldest: export HEARTH_TEST_OLDEST = 1
 test-oldest: ## Upgrades, rollbacks and the manifest, on the oldest Kubernetes that the chart allows
 	@scripts/bootstrap.sh oldest cargo build --workspace --bins --tests
 	@cargo test --workspace --no-fail-fast --test releases --test install_manifest
+
+# Not part of `make test`: it builds another version, for minutes.
+test-upgrade: ## Upgrade from the programs of FROM, a tag or commit, to these and back, under streams
+	@scripts/test-upgrade.sh $(FROM)
 
 # On the GPU of this machine: the cases of `make test`, the sanitizer's short list, and no pass without a GPU.
 test-gpu: ## The CUDA backend's tests on this machine's GPU

@@ -25,45 +25,63 @@ impl Cluster {
     /// # Panics
     /// When they cannot be made.
     pub fn import_hearth(&self) -> Images {
-        let mut registry = "hearth.test".to_owned();
         if self.is_own() {
-            for which in [Program::Operator, Program::Worker] {
-                let archive = archive(which, &registry)
-                    .unwrap_or_else(|error| panic!("the image of {}: {error:#}", which.name()));
-                self.import_image(&archive);
-            }
-        } else {
-            registry = std::env::var("HEARTH_TEST_REGISTRY").unwrap_or_else(|_| {
-                panic!(
-                    "HEARTH_TEST_REGISTRY is not set\n  push the images of `make images` with the tag \
-                     `test` to where the cluster finds them, and name that registry"
-                )
-            });
+            return self.import_programs(TAG, program);
         }
-        let image = |name: &str| (format!("{registry}/{name}"), TAG.to_owned());
-        Images {
-            operator: image("hearth"),
-            worker: image("hearth-worker"),
+        let registry = std::env::var("HEARTH_TEST_REGISTRY").unwrap_or_else(|_| {
+            panic!(
+                "HEARTH_TEST_REGISTRY is not set\n  push the images of `make images` with the tag \
+                 `test` to where the cluster finds them, and name that registry"
+            )
+        });
+        images(&registry, TAG)
+    }
+
+    /// Imports images of the programs in a directory, which are of an earlier version, into all nodes of the test's own cluster.
+    ///
+    /// # Panics
+    /// When they cannot be made.
+    pub fn import_earlier(&self, directory: &Path) -> Images {
+        self.import_programs("earlier", |name| directory.join(name))
+    }
+
+    fn import_programs(&self, tag: &str, built: impl Fn(&str) -> PathBuf) -> Images {
+        for which in [Program::Operator, Program::Worker] {
+            let archive = archive(which, &built(which.name()), tag)
+                .unwrap_or_else(|error| panic!("the image of {}: {error:#}", which.name()));
+            self.import_image(&archive);
         }
+        images(REGISTRY, tag)
     }
 }
 
+const REGISTRY: &str = "hearth.test";
 const TAG: &str = "test";
+
+fn images(registry: &str, tag: &str) -> Images {
+    let image = |which: Program| (format!("{registry}/{}", which.name()), tag.to_owned());
+    Images {
+        operator: image(Program::Operator),
+        worker: image(Program::Worker),
+    }
+}
 
 /// Returns the image archive of a program, rewritten if the program has changed. The archive gets the program's
 /// modification time: a build with other features replaces a newer program with an older one.
-fn archive(which: Program, registry: &str) -> anyhow::Result<PathBuf> {
+fn archive(which: Program, built: &Path, tag: &str) -> anyhow::Result<PathBuf> {
     let name = which.name();
-    let built = program(name);
     let directory = target_directory().join("images");
     std::fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
-    let archive = directory.join(format!("{name}.tar"));
-    let time = built.metadata()?.modified()?;
+    let archive = directory.join(format!("{name}-{tag}.tar"));
+    let time = built
+        .metadata()
+        .with_context(|| built.display().to_string())?
+        .modified()?;
     if modified(&archive)? != Some(time) {
         // Written under another name until complete, so that a killed test leaves no partial archive.
         let unfinished = directory.join(format!("{name}.{}", std::process::id()));
-        let image = Image::of(which, &built, &root().join("models/hearth-demo"))?;
-        Layout::new(&format!("{registry}/{name}:{TAG}"))
+        let image = Image::of(which, built, &root().join("models/hearth-demo"))?;
+        Layout::new(&format!("{REGISTRY}/{name}:{tag}"))
             .image(image)
             .write(&unfinished)?;
         std::fs::File::options()

@@ -23,6 +23,7 @@ mod sources;
 mod streams;
 mod uninstall;
 mod upgrades;
+mod versions;
 mod virtual_devices;
 mod zero;
 

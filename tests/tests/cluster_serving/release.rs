@@ -80,6 +80,11 @@ pub(crate) fn upgrade(cluster: &Cluster, values: &str) {
     helm(cluster, &[&arguments[..], &["--set", values]].concat());
 }
 
+/// Goes back to a revision of the release, and waits until its operators run.
+pub(crate) fn roll_back(cluster: &Cluster, revision: &str) {
+    helm(cluster, &["rollback", "hearth", revision, "--wait"]);
+}
+
 /// Runs the chart's own tests.
 pub(crate) fn helm_test(cluster: &Cluster) {
     helm(cluster, &["test", "hearth"]);

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::release::{self, PATIENCE, SYSTEM, names, patch, pods, wait_until_settled};
 use super::streams::{self, Streams};
 
-const AUTHORITY: &str = "hearth-ca";
+pub(super) const AUTHORITY: &str = "hearth-ca";
 
 /// Deployments keep running when the release goes, and running Pods trust the next one: streams between Pods of both
 /// releases never break.

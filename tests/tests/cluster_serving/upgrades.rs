@@ -9,20 +9,20 @@ use serde_json::{Value, json};
 use super::release::{self, PATIENCE, deployment, infd, patch, pods, said, wait_until_settled};
 use super::streams::{self, Streams};
 
-const DEPLOYMENTS: [&str; 2] = ["demo", "other"];
+pub(super) const DEPLOYMENTS: [&str; 2] = ["demo", "other"];
 /// Longest shutdown: a gateway continues for 5 s so that all nodes notice, lets streams of a few seconds end, and
 /// closes idle connections after 2 s.
 const GATEWAY_END: Duration = Duration::from_secs(40);
 
 /// Returns the uids of both deployments' Pods.
-fn uids(cluster: &Cluster) -> BTreeSet<String> {
+pub(super) fn uids(cluster: &Cluster) -> BTreeSet<String> {
     let pods = DEPLOYMENTS.iter().flat_map(|name| pods(cluster, name, ""));
     pods.filter_map(|pod| pod["metadata"]["uid"].as_str().map(str::to_owned))
         .collect()
 }
 
 /// Returns the images of a deployment's Pods.
-fn images_of(cluster: &Cluster, name: &str) -> BTreeSet<String> {
+pub(super) fn images_of(cluster: &Cluster, name: &str) -> BTreeSet<String> {
     let image = |pod: &Value| {
         pod["spec"]["containers"][0]["image"]
             .as_str()
@@ -35,7 +35,11 @@ fn images_of(cluster: &Cluster, name: &str) -> BTreeSet<String> {
 ///
 /// `served`: uids of Pods that were ready once, kept between calls: a probe that fails later does not count as a
 /// start.
-fn starting_with(pods: &[Value], image: &str, served: &mut BTreeSet<String>) -> BTreeSet<String> {
+pub(super) fn starting_with(
+    pods: &[Value],
+    image: &str,
+    served: &mut BTreeSet<String>,
+) -> BTreeSet<String> {
     let uid = |pod: &Value| pod["metadata"]["uid"].to_string();
     let ready = pods
         .iter()

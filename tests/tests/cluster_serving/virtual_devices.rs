@@ -22,10 +22,7 @@ fn virtual_devices_stream_experts_through_kills_a_rollout_and_a_loss() {
         return;
     };
     let images = cluster.import_hearth();
-    let devices = ["node-1", "node-2"].map(|node| {
-        let device = DEVICE.replace(',', "\\,");
-        format!("agent.virtualDevices.{node}={device}")
-    });
+    let devices = values();
     let values: Vec<&str> = devices.iter().map(String::as_str).collect();
     release::install_with(&cluster, &images, 1, &values);
     are_measured(&cluster);
@@ -42,6 +39,14 @@ fn virtual_devices_stream_experts_through_kills_a_rollout_and_a_loss() {
     sharing::a_gpu_goes_by_priority_and_idleness(&cluster);
 }
 
+/// Returns values of the chart that give each node its device.
+pub(crate) fn values() -> [String; 2] {
+    ["node-1", "node-2"].map(|node| {
+        let device = DEVICE.replace(',', "\\,");
+        format!("agent.virtualDevices.{node}={device}")
+    })
+}
+
 fn are_measured(cluster: &Cluster) {
     for node in ["node-1", "node-2"] {
         let profile = cluster.get("nodeprofile", "", node).expect("a profile");
@@ -53,14 +58,19 @@ fn are_measured(cluster: &Cluster) {
     }
 }
 
-/// The devices of two nodes read each prompt together (DSLP). A follower that is killed twice is away until its kubelet has waited.
-fn read_prompts_together_also_when_one_dies(cluster: &Cluster) {
+/// Returns a deployment whose prompts the devices of both nodes read together.
+pub(crate) fn together() -> Value {
     let spec = json!({
         "model": {"source": {"builtin": {"name": "hearth-demo"}}, "contextLength": 512},
         "prefill": {"mode": "DistributedStreamLoading", "chunkedBelowTokens": 0},
         "decode": {"maxBatch": 4},
     });
-    cluster.apply(&deployment("together", spec).to_string());
+    deployment("together", spec)
+}
+
+/// The devices of two nodes read each prompt together (DSLP). A follower that is killed twice is away until its kubelet has waited.
+fn read_prompts_together_also_when_one_dies(cluster: &Cluster) {
+    cluster.apply(&together().to_string());
     let plan = plan_of(cluster, &wait_until_settled(cluster, "together"));
     let ranks = plan["ranks"].as_array().expect("ranks");
     let peers: Vec<_> = ranks.iter().filter(|it| it["peers"].is_object()).collect();

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use crate::deployment::{
-    AutoscalingSpec, EndpointType, InferenceDeploymentSpec, PlacementSpec, PrefillMode,
+    AutoscalingSpec, EndpointType, InferenceDeploymentSpec, PlacementSpec, PrefillMode, Strategy,
 };
 use crate::error::{FieldError, counted};
 use crate::model::{HttpSource, ModelSource};
@@ -37,7 +37,8 @@ pub enum Target {
 
 /// Returns an error for every field of the spec that asks for a capability that this engine has, but not at `target`.
 ///
-/// Pure. An empty result for a spec that passes the schema's rules means that nothing in it would be ignored.
+/// Pure. An empty result for a spec that passes the schema's rules means that nothing in it would be ignored, but for what a ring
+/// lacks: the planner refuses that, at either target.
 pub fn unsupported(spec: &InferenceDeploymentSpec, target: Target) -> Vec<FieldError> {
     let mut errors = Vec::new();
     source(&spec.model.source, target, &mut errors);
@@ -104,6 +105,10 @@ fn files(http: &HttpSource, errors: &mut Vec<FieldError>) {
 }
 
 fn pools(spec: &InferenceDeploymentSpec, target: Target, errors: &mut Vec<FieldError>) {
+    // What helps another strategy, a ring would refuse, too.
+    if spec.strategy == Strategy::PipedRing {
+        return;
+    }
     if let Some(gpus @ 2..) = spec.prefill.gpus_per_worker
         && target == Target::Machine
         && spec.prefill.mode != PrefillMode::DistributedStreamLoading

@@ -46,4 +46,18 @@ impl InferencePlanSpec {
         members.sort_by_key(|(_, group)| group.place);
         members.into_iter().map(|(rank, _)| rank).collect()
     }
+
+    /// Names of the nodes with ranks: of a ring in its order, the head's first, and others by name.
+    pub fn nodes(&self) -> Vec<&str> {
+        let place = |rank: &PlanRank| rank.ring.as_ref().map_or(u32::MAX, |ring| ring.place);
+        let mut ranks: Vec<&PlanRank> = self.ranks.iter().collect();
+        ranks.sort_by_key(|rank| (place(rank), &rank.node));
+        let mut nodes = Vec::new();
+        for rank in ranks {
+            if !nodes.contains(&&*rank.node) {
+                nodes.push(&*rank.node);
+            }
+        }
+        nodes
+    }
 }

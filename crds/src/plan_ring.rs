@@ -20,6 +20,20 @@ pub struct PlanRing {
     pub flight_tokens: u32,
 }
 
+impl PlanRing {
+    /// Its layers in words: `0-3, 12`.
+    pub fn layers(&self) -> String {
+        let windows = self.windows.iter().map(|window| {
+            let last = window.first_layer + window.layers.saturating_sub(1);
+            match window.layers {
+                0 | 1 => window.first_layer.to_string(),
+                _ => format!("{}-{last}", window.first_layer),
+            }
+        });
+        windows.collect::<Vec<_>>().join(", ")
+    }
+}
+
 /// Rows of a flight where a plan does not say it.
 pub const USUAL_FLIGHT_TOKENS: u32 = 64;
 

@@ -377,7 +377,7 @@ fn a_worker_that_says_nothing_while_it_starts_is_named_and_not_waited_for_at_the
 fn what_is_wrong_on_every_machine_is_refused_before_this_one_is_measured() {
     type Edit = fn(&mut Value);
     let as_it_is: Edit = |_| {};
-    let cases: [(&str, Edit, &[&str], &[&str]); 6] = [
+    let cases: [(&str, Edit, &[&str], &[&str]); 7] = [
         (
             "plan",
             |spec| {
@@ -420,27 +420,61 @@ fn what_is_wrong_on_every_machine_is_refused_before_this_one_is_measured() {
             &["memory is \"0\""],
         ),
         (
+            "plan",
+            as_it_is,
+            &["--node", "attic:memory=2Gi", "--node", "cellar:memory=1"],
+            &[
+                "memory is \"1\": 128 MiB of a node stay free",
+                "cellar:memory=2Gi",
+            ],
+        ),
+        (
             "up",
             as_it_is,
             &["--profiles", "nodes.yaml"],
             &["'--profiles <FILE>'", "'hearth plan --profiles FILE'"],
         ),
     ];
-    let directory = tempfile::tempdir().expect("directory");
     for (command, edit, arguments, expected) in cases {
-        let file = deployment(directory.path(), edit);
-        let (code, _, stderr) = run(hearth()
-            .args([command, "-f"])
-            .arg(&file)
-            .args(arguments)
-            .arg("--state-dir")
-            .arg(directory.path()));
-        assert_ne!(code, 0, "{stderr}");
-        for words in expected {
-            assert!(stderr.contains(words), "no {words:?} in {stderr}");
-        }
-        assert!(!stderr.contains("this machine:"), "{stderr}");
+        refused_unmeasured(command, edit, arguments, expected);
     }
+}
+
+/// Other strategies' advice would be refused by a ring, too.
+#[test]
+fn what_a_ring_lacks_is_refused_in_its_own_words() {
+    let edit = |spec: &mut Value| {
+        spec["strategy"] = json!("PipedRing");
+        spec["prefill"] = json!({"gpusPerWorker": 2});
+        spec["decode"] = json!({"scaling": {"mode": "Auto"}});
+    };
+    let expected = [
+        "spec.prefill.gpusPerWorker is 2\n  a ring reads prompts itself",
+        "spec.decode.scaling.mode is not \"Static\"\n  a ring is one decode worker",
+    ];
+    refused_unmeasured("plan", edit, &[], &expected);
+}
+
+/// Asserts that a command refuses a deployment before it measures this machine, and what it says.
+fn refused_unmeasured(
+    command: &str,
+    edit: impl FnOnce(&mut Value),
+    arguments: &[&str],
+    expected: &[&str],
+) {
+    let directory = tempfile::tempdir().expect("directory");
+    let file = deployment(directory.path(), edit);
+    let (code, _, stderr) = run(hearth()
+        .args([command, "-f"])
+        .arg(&file)
+        .args(arguments)
+        .arg("--state-dir")
+        .arg(directory.path()));
+    assert_ne!(code, 0, "{stderr}");
+    for words in expected {
+        assert!(stderr.contains(words), "no {words:?} in {stderr}");
+    }
+    assert!(!stderr.contains("this machine:"), "{stderr}");
 }
 
 #[tokio::test]

@@ -52,6 +52,7 @@ pub use error::{Advice, AskedBy, PlanError};
 pub use gpus::GpuOffer;
 pub use input::PlanInput;
 pub use link::LINK_EFFICIENCY;
+pub use memory::LEAST_RESERVE_BYTES;
 pub use numerics::mixed_pools;
 pub use plan::{check_model, check_spec, plan};
 pub use predict::{

@@ -40,8 +40,8 @@ const DENSE_PARTS: u64 = 16;
 const VECTOR_WIDTHS: u64 = 5;
 /// Bytes to which each of the six parts of an expert in a slot is aligned.
 const SLOT_ALIGNMENT_BYTES: u64 = 256;
-/// Minimum of a node's memory that is left to other programs.
-const LEAST_RESERVE_BYTES: u64 = 128 << 20;
+/// Minimum of a node's memory that is left to other programs, in bytes: one with no more holds nothing.
+pub const LEAST_RESERVE_BYTES: u64 = 128 << 20;
 
 /// Memory demand of a deployment, wherever its ranks run.
 #[derive(Clone, Copy, Debug)]

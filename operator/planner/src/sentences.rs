@@ -1,5 +1,7 @@
 //! Sentences that plans of every topology have.
 
+use std::collections::BTreeMap;
+
 use hearth_crds::{
     ModelFacts, NodeProfileStatus, ObjectivesSpec, PlanPrediction, PlanRank, PlanRole,
     STREAMED_DENSE_VERSION,
@@ -27,9 +29,15 @@ pub(crate) fn gateways(ranks: &[PlanRank], why: &mut Vec<String>) {
     }
 }
 
-/// Warns of nodes that were busy while they were measured, and of those whose workers are of an earlier version.
-pub(crate) fn moment(nodes: &[&NodeProfileStatus], facts: &ModelFacts, why: &mut Vec<String>) {
+/// Warns of nodes with ranks that were busy while they were measured, and of nodes whose workers are of an earlier version.
+pub(crate) fn moment(
+    nodes: &[&NodeProfileStatus],
+    facts: &ModelFacts,
+    ranks: &[PlanRank],
+    why: &mut Vec<String>,
+) {
     let is_moe = facts.experts > 0;
+    let mut busy: BTreeMap<u32, Vec<&str>> = BTreeMap::new();
     for node in nodes {
         if is_moe && !node.gpus.is_empty() && node.reads_up_to() < STREAMED_DENSE_VERSION {
             why.push(format!(
@@ -37,12 +45,21 @@ pub(crate) fn moment(nodes: &[&NodeProfileStatus], facts: &ModelFacts, why: &mut
                 node.node
             ));
         }
-        if let Some(percent) = node.busy_percent {
-            why.push(format!(
-                "warning: other programs had {percent} % of the CPUs of {} while it was measured: predictions for it are too slow",
-                node.node
-            ));
+        if let Some(percent) = node.busy_percent
+            && ranks.iter().any(|rank| rank.node == node.node)
+        {
+            busy.entry(percent).or_default().push(&node.node);
         }
+    }
+    for (percent, nodes) in busy {
+        let (were, them) = match nodes.len() {
+            1 => ("it was", "it"),
+            _ => ("they were", "them"),
+        };
+        why.push(format!(
+            "warning: other programs had {percent} % of the CPUs of {} while {were} measured: predictions for {them} are too slow",
+            nodes.join(", ")
+        ));
     }
 }
 

@@ -337,7 +337,7 @@ fn a_refusal_says_what_each_node_and_gpu_had_and_what_fits() {
     let (text, advice) = refused(|_| {}, &two_boxes(5));
     insta::assert_snapshot!(text, @r"
     the model fits no ring of the nodes: weights take 28.8 GiB, and KV 768 MiB (one context of 8192 tokens)
-      there is room for CPUs of attic 4.0 GiB (of 4.8 GiB, the rest for processes and gateways), RTX 3080 of attic 9.7 GiB (of 10.5 GiB, the rest for activations and padding), CPUs of cellar 4.1 GiB (of 4.8 GiB, the rest for processes and gateways), RTX 4060 of cellar 5.7 GiB (of 6.5 GiB, the rest for activations and padding); the disks of attic, cellar were not measured, so that all of their layers must fit
+      each was tried as the head; with CPUs of attic as it, there is room for CPUs of attic 4.0 GiB (of 4.8 GiB, the rest for processes and gateways), RTX 3080 of attic 9.7 GiB (of 10.5 GiB, the rest for activations and padding), CPUs of cellar 4.1 GiB (of 4.8 GiB, the rest for processes), RTX 4060 of cellar 5.7 GiB (of 6.5 GiB, the rest for activations and padding); the disks of attic, cellar were not measured, so that all of their layers must fit; with 21600 MiB more, cellar could serve the model alone
       measure the disks of attic, cellar, from which layers may be read at 0.2 GB/s and more (hearth-worker profile --disk DIRECTORY --probe-disk; in a cluster the agent says why it has not), or free 7344 MiB on cellar, add a node, or use a smaller model
     ");
     assert!(matches!(

@@ -6,7 +6,7 @@ mod support;
 use hearth_crds::{InferencePlanSpec, NodeProfileStatus, PlanResidency, ResidencyPolicy};
 use hearth_planner::plan;
 use support::rings::{check, machine, members};
-use support::{GIB, plan_input, plan_input_here, qwen3_30b, spec};
+use support::{GIB, MIB, plan_input, plan_input_here, qwen3_30b, spec};
 
 const RING: &str = "strategy: PipedRing\n";
 
@@ -65,4 +65,61 @@ fn an_embedding_takes_memory_only_where_all_weights_are_in_it() {
     let head = of_head(&plan);
     assert_eq!(head.policy, ResidencyPolicy::Resident);
     assert_eq!(head.budget_bytes, head.weight_bytes);
+}
+
+/// A head needs more than others, and who could do without them is not short of much more.
+#[test]
+fn a_refusal_names_the_head_that_was_tried_and_who_could_serve_alone() {
+    let mut nodes = [machine("attic", 8, 4), machine("cellar", 8, 6)];
+    for node in &mut nodes {
+        node.disks.clear();
+        node.memory.total_bytes = 64 * GIB;
+    }
+    let (facts, spec) = (qwen3_30b(), spec(RING));
+    let error = plan(&plan_input(&spec, &facts, &nodes)).unwrap_err();
+    let text = error.to_string();
+    let head = "each was tried as the head; with attic as it, there is room for attic ";
+    assert!(text.contains(head), "{text}");
+    let begin = text.rfind("; with ").unwrap();
+    let words = &text[begin + "; with ".len()..];
+    let (mib, rest) = words
+        .split_once(" MiB more, cellar could serve the model alone")
+        .unwrap();
+    assert!(rest.starts_with('\n'), "{text}");
+    nodes[1].memory.available_bytes += mib.parse::<u64>().unwrap() * MIB;
+    let alone = plan(&plan_input(&spec, &facts, &nodes[1..])).unwrap();
+    assert_eq!(alone.nodes(), ["cellar"]);
+}
+
+#[test]
+fn a_ring_names_its_nodes_in_its_order_and_only_its_own_as_busy() {
+    let mut nodes = [
+        machine("attic", 8, 3),
+        machine("cellar", 8, 30),
+        machine("office", 8, 1),
+    ];
+    for node in &mut nodes {
+        node.disks.clear();
+        node.busy_percent = Some(40);
+    }
+    // The head reads the output head, too.
+    nodes[0].memory.read_one_thread_gbps /= 4.0;
+    nodes[0].memory.read_all_threads_gbps /= 4.0;
+    nodes[2].memory.available_bytes = 128 * MIB;
+    let (facts, spec) = (qwen3_30b(), spec(RING));
+    let plan = plan(&plan_input(&spec, &facts, &nodes)).unwrap();
+    assert_eq!(plan.nodes(), ["cellar", "attic"]);
+    let topology = &plan.why[0];
+    assert!(
+        topology.starts_with("piped ring over cellar, attic "),
+        "{topology}"
+    );
+    let is_busy = |line: &&String| line.contains("other programs had");
+    let busy: Vec<&String> = plan.why.iter().filter(is_busy).collect();
+    assert_eq!(
+        busy,
+        [
+            "warning: other programs had 40 % of the CPUs of attic, cellar while they were measured: predictions for them are too slow"
+        ]
+    );
 }

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use hearth_crds::InferencePlanSpec;
+use hearth_crds::{InferencePlanSpec, PlanRing};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -14,9 +14,9 @@ use crate::http;
 use crate::terminal::table::{self, OutputFormat};
 use crate::terminal::ui::{self, milliseconds};
 use crate::up::state::StateArgs;
-use crate::up::state::{Running, RunningProcess, StateDir};
+use crate::up::state::{Running, RunningProcess, StateDir, awaited};
 
-const EXAMPLES: &str = "Examples:\n  hearth status\n  hearth status -o json";
+const EXAMPLES: &str = "Examples:\n  hearth status\n  hearth status demo\n  hearth status -o json";
 /// Longest time that an endpoint may take to respond.
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -24,6 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct StatusArgs {
+    /// Show this deployment alone, with the state of each of its workers
+    name: Option<String>,
     /// table, json or yaml
     #[arg(short, long, value_enum, default_value_t)]
     output: OutputFormat,
@@ -44,6 +46,8 @@ struct Status {
     measured: Option<Measured>,
     predicted_ttft_ms: Option<f64>,
     predicted_tpot_ms: Option<f64>,
+    #[serde(skip)]
+    plan: Option<InferencePlanSpec>,
 }
 
 /// Means since the gateway started.
@@ -61,18 +65,27 @@ pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Resul
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let mut all = Vec::new();
-    for running in state.running()? {
+    let of = |running: Running| {
         let plan = state.deployment(&running.name).read_plan().ok();
-        all.push(runtime.block_on(inspect(running, plan.as_ref())));
+        runtime.block_on(inspect(running, plan))
+    };
+    if let Some(name) = &args.name {
+        let status = of(state.choose(Some(name))?);
+        let in_detail = || {
+            let rows = rows(std::slice::from_ref(&status));
+            format!("{rows}\n\n{}", workers(&status))
+        };
+        args.output.print(&status, in_detail)?;
+        return Ok(ExitCode::SUCCESS);
     }
+    let all: Vec<Status> = state.running()?.into_iter().map(of).collect();
     if all.is_empty() && args.output == OutputFormat::Table {
         ui::say(format_args!(
             "nothing runs on this machine; looked in {}\n  start something: hearth up -f manifests/examples/demo.yaml",
             state.path().display()
         ));
     } else {
-        args.output.print(&all, || rows(&all))?;
+        args.output.print(&all, || rows_and_members(&all))?;
     }
     Ok(if all.is_empty() {
         ExitCode::FAILURE
@@ -81,7 +94,7 @@ pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Resul
     })
 }
 
-async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
+async fn inspect(running: Running, plan: Option<InferencePlanSpec>) -> Status {
     let base = running.endpoint.trim_end_matches("/v1").to_owned();
     let client = http::client(&base, running.certificate.as_deref(), Some(PATIENCE));
     let (mut serving, mut waits_for, mut metrics) = (false, Vec::new(), None);
@@ -94,9 +107,13 @@ async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
         waits_for = members.map(str::to_owned).collect();
     }
     // A gateway hears of them some seconds later.
-    let hung = hung_members(&running, plan);
+    let hung = hung_members(&running, plan.as_ref());
     serving &= hung.is_empty();
     waits_for.extend(hung);
+    if !serving {
+        let members = members_of_ring(&running, plan.as_ref());
+        waits_for.extend(awaited(members).map(str::to_owned));
+    }
     waits_for.sort();
     waits_for.dedup();
     let url = running.metrics.as_deref();
@@ -111,24 +128,32 @@ async fn inspect(running: Running, plan: Option<&InferencePlanSpec>) -> Status {
         serving,
         waits_for,
         measured: metrics.as_deref().map(measured),
-        predicted_ttft_ms: plan.map(|plan| plan.predicted.ttft_ms),
-        predicted_tpot_ms: plan.map(|plan| plan.predicted.tpot_ms),
+        predicted_ttft_ms: plan.as_ref().map(|plan| plan.predicted.ttft_ms),
+        predicted_tpot_ms: plan.as_ref().map(|plan| plan.predicted.tpot_ms),
+        plan,
     }
 }
 
 /// Names of processes that hang and that no answer goes on without: members of rings, and the only decode workers.
 fn hung_members(running: &Running, plan: Option<&InferencePlanSpec>) -> Vec<String> {
-    let all_hang = processes_of(running, "decode").all(|process| process.hung);
-    let is_in_ring = |rank: &str| {
-        let rank = plan.and_then(|plan| plan.rank(rank));
+    let decode = || processes_of(running, "decode");
+    let all_hang = decode().all(|process| process.hung);
+    let decode = decode().filter(|_| all_hang);
+    let stages = members_of_ring(running, plan).filter(|process| process.role != "decode");
+    let hung = decode.chain(stages).filter(|process| process.hung);
+    hung.map(|process| process.rank.clone()).collect()
+}
+
+/// Processes that are members of a ring.
+fn members_of_ring<'r>(
+    running: &'r Running,
+    plan: Option<&'r InferencePlanSpec>,
+) -> impl Iterator<Item = &'r RunningProcess> {
+    let is_in_ring = move |process: &&RunningProcess| {
+        let rank = plan.and_then(|plan| plan.rank(&process.rank));
         rank.is_some_and(|rank| rank.ring.is_some())
     };
-    let hung = running.processes.iter().filter(|process| process.hung);
-    let needed = hung.filter(|process| match &*process.role {
-        "decode" => all_hang,
-        _ => is_in_ring(&process.rank),
-    });
-    needed.map(|process| process.rank.clone()).collect()
+    running.processes.iter().filter(is_in_ring)
 }
 
 fn measured(metrics: &str) -> Measured {
@@ -173,6 +198,38 @@ fn rows(all: &[Status]) -> String {
             running.endpoint.clone(),
         ]
     });
+    table::plain(&header, rows)
+}
+
+/// The deployments, and the workers of those that do not serve and have a group: which of its members is missing.
+fn rows_and_members(all: &[Status]) -> String {
+    let mut parts = vec![rows(all)];
+    let has_group = |plan: &InferencePlanSpec| plan.ranks.iter().any(|rank| rank.group().is_some());
+    let starting = all.iter().filter(|status| {
+        let plan = status.plan.as_ref();
+        !status.serving && plan.is_some_and(has_group)
+    });
+    parts.extend(starting.map(|status| format!("{}:\n{}", status.running.name, workers(status))));
+    parts.join("\n\n")
+}
+
+/// Each process with its state.
+fn workers(status: &Status) -> String {
+    let rows = status.running.processes.iter().map(|process| {
+        let plan = status.plan.as_ref();
+        let rank = plan.and_then(|plan| plan.rank(&process.rank));
+        let ring = rank.and_then(|rank| rank.ring.as_ref());
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+        [
+            process.rank.clone(),
+            or_dash(rank.map(|rank| rank.node.clone())),
+            or_dash(ring.map(PlanRing::layers)),
+            process.state().to_owned(),
+            process.restarts.to_string(),
+            or_dash(process.pid.map(|pid| pid.to_string())),
+        ]
+    });
+    let header = ["WORKER", "NODE", "LAYERS", "STATE", "RESTARTS", "PROCESS"];
     table::plain(&header, rows)
 }
 

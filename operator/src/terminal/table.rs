@@ -81,13 +81,10 @@ pub(crate) fn age(since_s: i64) -> String {
 
 /// One-line summary of the plan.
 pub(crate) fn headline(plan: &InferencePlanSpec) -> String {
-    let mut nodes: Vec<&str> = plan.ranks.iter().map(|rank| rank.node.as_str()).collect();
-    nodes.sort_unstable();
-    nodes.dedup();
     format!(
         "{} on {}, TTFT {} at {} tokens, TPOT {}",
         plan.topology(),
-        nodes.join(", "),
+        plan.nodes().join(", "),
         milliseconds(plan.predicted.ttft_ms),
         plan.predicted.ttft_prompt_tokens,
         milliseconds(plan.predicted.tpot_ms),

@@ -7,7 +7,7 @@ use anyhow::bail;
 use hearth_crds::{
     GpuProfile, LinkProfile, MemoryQuantity, NodeProfileStatus, NumaNodeProfile, format_bytes,
 };
-use hearth_planner::{Advice, PlanError, format_cpu_list};
+use hearth_planner::{Advice, LEAST_RESERVE_BYTES, PlanError, format_cpu_list};
 
 const FORM: &str = "write a name, its memory, its CPUs where it has not all, and how many GPUs it has, as in attic:memory=2Gi,cpus=0-3,gpus=1";
 /// GB/s and round trip in microseconds between two processes of this machine.
@@ -53,9 +53,10 @@ impl FromStr for BoxArg {
         let quantity: MemoryQuantity = memory
             .parse()
             .map_err(|error| format!("memory is {memory:?}: {error}"))?;
-        if quantity.bytes() == 0 {
+        if quantity.bytes() <= LEAST_RESERVE_BYTES {
             return Err(format!(
-                "memory is {memory:?}: a node has some, as in {name}:memory=2Gi"
+                "memory is {memory:?}: {} of a node stay free, so that it would hold nothing: write more, as in {name}:memory=2Gi",
+                format_bytes(LEAST_RESERVE_BYTES)
             ));
         }
         let gpus = gpus.unwrap_or_else(|| "0".to_owned());
@@ -287,8 +288,6 @@ pub(crate) fn as_arguments(
 fn part(machine: &NodeProfileStatus, it: &BoxArg, boxes: &[BoxArg]) -> NodeProfileStatus {
     let mut node = machine.clone();
     node.node.clone_from(&it.name);
-    // It is said once.
-    node.busy_percent = node.busy_percent.filter(|_| it == &boxes[0]);
     if let Some(cpus) = &it.cpus {
         node.cpus.retain(|cpu| cpus.contains(&cpu.id));
         for numa in &mut node.numa_nodes {
@@ -409,6 +408,7 @@ mod tests {
             (&["Attic:memory=1Gi"], "\"Attic\""),
             (&["attic:memory=lots"], "memory is \"lots\""),
             (&["attic:memory=0"], "memory is \"0\""),
+            (&["attic:memory=128Mi"], "128 MiB of a node stay free"),
             (&["attic:cpus=0"], "attic:memory=2Gi"),
             (&["attic:memory=1Gi,cpus=3-1"], "cpus is \"3-1\""),
             (&["attic:memory=1Gi,cpus=9"], "no such CPU"),
@@ -469,18 +469,26 @@ mod tests {
     fn what_is_certain_is_refused_before_the_machine_is_measured() {
         let device = Some("virtual:memory=1Gi,count=2");
         for (texts, device, words) in [
-            (&["a:memory=1Mi", "a:memory=1Mi"][..], None, "given twice"),
-            (&["a:memory=1Mi,gpus=1"], None, "this machine has 0"),
-            (&["a:memory=1Mi,cpus=4095"], None, "no such CPU"),
+            (
+                &["a:memory=129Mi", "a:memory=129Mi"][..],
+                None,
+                "given twice",
+            ),
+            (&["a:memory=129Mi,gpus=1"], None, "this machine has 0"),
+            (&["a:memory=129Mi,cpus=4095"], None, "no such CPU"),
             (&["a:memory=99999Gi"], None, "this machine has"),
-            (&["a:memory=1Mi,gpus=3"], device, "this machine has 2"),
-            (&["a:memory=1Mi"], device, "--virtual-device has no effect"),
+            (&["a:memory=129Mi,gpus=3"], device, "this machine has 2"),
+            (
+                &["a:memory=129Mi"],
+                device,
+                "--virtual-device has no effect",
+            ),
         ] {
             let boxes: Result<Vec<BoxArg>, _> = texts.iter().map(|text| text.parse()).collect();
             let error = check_on(&boxes.expect("nodes"), device, false).expect_err(words);
             assert!(error.to_string().contains(words), "{error}");
         }
-        let boxes = ["a:memory=1Mi,cpus=0,gpus=2".parse().expect("a node")];
+        let boxes = ["a:memory=129Mi,cpus=0,gpus=2".parse().expect("a node")];
         check_on(&boxes, device, false).expect("what there is");
         check_on(&boxes, None, true).expect("GPUs that are not known yet");
         check_on(&[], device, false).expect("the machine itself");

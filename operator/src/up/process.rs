@@ -54,8 +54,8 @@ pub(crate) enum ProcessEventKind {
     Loading(u32),
     /// It is ready to serve.
     Ready,
-    /// It does not serve yet, and has not reported for [`LATE`].
-    Late,
+    /// It does not serve yet, and has not reported for [`LATE`] (true), or reports again.
+    Late(bool),
     /// It has read prompts whose experts were streamed.
     Streamed(StreamedPrompts),
     /// It has stopped reporting (true), or reports again.
@@ -213,7 +213,7 @@ async fn follow(
             }
             () = tokio::time::sleep_until(heard + LATE), if ready_at.is_none() && !is_late => {
                 is_late = true;
-                tell(ProcessEventKind::Late);
+                tell(ProcessEventKind::Late(true));
             }
             () = tokio::time::sleep_until(heard + SILENCE), if ready_at.is_some() && !is_ended => {
                 is_ended = true;
@@ -226,6 +226,9 @@ async fn follow(
                     heard = Instant::now();
                     if std::mem::take(&mut is_silent) {
                         tell(ProcessEventKind::Hung(false));
+                    }
+                    if std::mem::take(&mut is_late) {
+                        tell(ProcessEventKind::Late(false));
                     }
                 },
                 Ok(None) | Err(_) => lines = None,
@@ -311,7 +314,7 @@ mod tests {
         let kept = tokio::spawn(keep(spec, sender, wanted));
         let mut next = async || events.recv().await.map(|event| event.kind);
         assert!(matches!(next().await, Some(ProcessEventKind::Started(_))));
-        assert!(matches!(next().await, Some(ProcessEventKind::Late)));
+        assert!(matches!(next().await, Some(ProcessEventKind::Late(true))));
         assert!(begin.elapsed() >= LATE && begin.elapsed() < 2 * LATE);
         assert!(tokio::time::timeout(10 * LATE, next()).await.is_err());
         want.send_replace(Wanted::Killed);

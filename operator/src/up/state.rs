@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
-use hearth_crds::InferencePlanSpec;
+use hearth_crds::{InferencePlanSpec, PlanRole};
 use rustix::fs::{CWD, RenameFlags, rename, renameat_with};
 use serde::{Deserialize, Serialize};
 
@@ -64,7 +64,7 @@ pub(crate) struct Running {
 }
 
 /// One process of a running deployment.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct RunningProcess {
     /// Name of the rank in the plan.
@@ -78,8 +78,57 @@ pub(crate) struct RunningProcess {
     /// Whether it was ready and then stopped reporting.
     #[serde(default)]
     pub(crate) hung: bool,
+    /// Whether it is not ready yet, and says nothing.
+    #[serde(default)]
+    pub(crate) silent: bool,
+    /// Whether its engine has failed.
+    #[serde(default)]
+    pub(crate) failed: bool,
     /// Number of restarts.
     pub(crate) restarts: u32,
+}
+
+impl RunningProcess {
+    /// Notes that it has ended.
+    pub(crate) fn end(&mut self) {
+        *self = Self {
+            rank: std::mem::take(&mut self.rank),
+            role: std::mem::take(&mut self.role),
+            restarts: self.restarts,
+            ..Self::default()
+        };
+    }
+
+    /// What it does, in a word.
+    pub(crate) fn state(&self) -> &'static str {
+        match self {
+            Self { hung: true, .. } => "Hung",
+            Self { ready: true, .. } => "Ready",
+            Self { failed: true, .. } => "Failed",
+            Self { silent: true, .. } => "Silent",
+            Self {
+                pid: None,
+                restarts: 1..,
+                ..
+            } => "Restarting",
+            _ => "Starting",
+        }
+    }
+}
+
+/// Names of the processes that are waited for: of a ring its stages that are not ready, without which no head is, and without such
+/// ones all others that are not.
+pub(crate) fn awaited<'p>(
+    processes: impl Iterator<Item = &'p RunningProcess>,
+) -> impl Iterator<Item = &'p str> {
+    let not_ready = processes.filter(|process| !process.ready);
+    let (stages, others): (Vec<_>, Vec<_>) =
+        not_ready.partition(|process| process.role == PlanRole::Stage.as_str());
+    let awaited = match stages.is_empty() {
+        true => others,
+        false => stages,
+    };
+    awaited.into_iter().map(|process| &*process.rank)
 }
 
 impl StateDir {
@@ -387,8 +436,8 @@ mod tests {
                 role: "decode".to_owned(),
                 pid: Some(2),
                 ready: true,
-                hung: false,
                 restarts,
+                ..RunningProcess::default()
             }],
         }
     }

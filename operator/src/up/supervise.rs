@@ -212,22 +212,20 @@ impl Deployment {
 
     fn take(&mut self, event: ProcessEvent) -> anyhow::Result<()> {
         let ProcessEvent { rank, kind } = event;
-        let Some(process) = self
-            .running
-            .processes
-            .iter_mut()
-            .find(|process| process.rank == rank)
-        else {
+        let mut processes = self.running.processes.iter_mut();
+        let Some(process) = processes.find(|process| process.rank == rank) else {
             return Ok(());
         };
         let had_died = process.restarts > 0;
         match kind {
             ProcessEventKind::Started(pid) => process.pid = Some(pid),
-            ProcessEventKind::Loading(_)
-            | ProcessEventKind::Late
-            | ProcessEventKind::Streamed(_) => {
+            ProcessEventKind::Loading(_) | ProcessEventKind::Streamed(_) => {
                 self.tell_progress(&rank, &kind);
                 return Ok(());
+            }
+            ProcessEventKind::Late(is_late) => {
+                process.silent = is_late;
+                self.tell_late(&rank, is_late);
             }
             ProcessEventKind::Ready => {
                 process.ready = true;
@@ -245,6 +243,7 @@ impl Deployment {
             }
             ProcessEventKind::Unhealthy(has_failed) => {
                 process.ready = !has_failed;
+                process.failed = has_failed;
                 self.tell_failed(&rank, has_failed);
             }
             ProcessEventKind::Died {
@@ -255,9 +254,7 @@ impl Deployment {
                 is_refused,
                 is_lost,
             } => {
-                process.pid = None;
-                process.ready = false;
-                process.hung = false;
+                process.end();
                 process.restarts += 1;
                 if is_refused {
                     self.failed_starts.insert(rank.clone(), MAX_FAILED_STARTS);
@@ -275,10 +272,7 @@ impl Deployment {
                 self.draining.insert(rank);
             }
             ProcessEventKind::CutOff(answers) => self.cut_off += answers,
-            ProcessEventKind::Stopped => {
-                process.pid = None;
-                process.ready = false;
-            }
+            ProcessEventKind::Stopped => process.end(),
         }
         self.publish();
         Ok(())
@@ -471,10 +465,7 @@ fn describe(args: &UpArgs, prepared: &Prepared) -> Running {
     let process = |rank: &PlanRank| RunningProcess {
         rank: rank.name.clone(),
         role: rank.role.as_str().to_owned(),
-        pid: None,
-        ready: false,
-        hung: false,
-        restarts: 0,
+        ..RunningProcess::default()
     };
     Running {
         name: prepared.plan.deployment.name.clone(),

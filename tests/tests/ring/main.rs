@@ -7,7 +7,9 @@ mod planned;
 mod steps;
 
 use std::cell::Cell;
+use std::fs::Permissions;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -15,7 +17,7 @@ use harness::{
     AGAIN, Ring, answers, answers_that_begin, dense_model, expected, expected_of, streams,
     wait_until,
 };
-use hearth_tests::{RING_MEMBERS, RingMember, Up, UpOptions, hearth, root, run};
+use hearth_tests::{RING_MEMBERS, RingMember, Up, UpOptions, hearth, root, run, worker};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -291,26 +293,26 @@ async fn a_head_that_is_told_to_end_leaves_its_answers_to_others_once_a_member_s
 }
 
 /// The example of a ring, whose members are `decode-0`, `stage-0` and `stage-1`.
-fn up_on_three_nodes() -> Up {
+fn on_three_nodes() -> UpOptions {
     let nodes = [
         "attic:memory=420Mi",
         "cellar:memory=350Mi",
         "office:memory=300Mi",
     ];
-    Up::start(&UpOptions {
+    UpOptions {
         file: Some(root().join("manifests/examples/demo-ring.yaml")),
         arguments: nodes
             .iter()
             .flat_map(|node| ["--node".to_owned(), (*node).to_owned()])
             .collect(),
         ..UpOptions::default()
-    })
+    }
 }
 
 #[tokio::test]
 async fn hearth_up_runs_a_ring_on_one_machine_that_stands_for_three() {
     let want = expected(0..4).await;
-    let up = up_on_three_nodes();
+    let up = Up::start(&on_three_nodes());
     for rank in ["gateway-0", "decode-0", "stage-0", "stage-1"] {
         assert!(up.pid(rank) > 0);
     }
@@ -329,7 +331,7 @@ async fn hearth_up_runs_a_ring_on_one_machine_that_stands_for_three() {
 
 #[test]
 fn hearth_chat_and_hearth_status_say_which_member_answers_wait_for() {
-    let up = up_on_three_nodes();
+    let up = Up::start(&on_three_nodes());
     let of_up = |command: &str| {
         let mut hearth = hearth();
         hearth.arg(command).arg("--state-dir").arg(up.state_dir());
@@ -358,6 +360,7 @@ fn hearth_chat_and_hearth_status_say_which_member_answers_wait_for() {
     assert!(said.any(|line| line.ends_with("the answer waits for stage-0")));
     assert_eq!(up.status()["waitsFor"], json!(["stage-0"]));
     assert!(table().contains("False: waits for stage-0"), "{}", table());
+    assert!(in_state(&table(), "stage-0", "Hung"), "{}", table());
 
     up.signal("stage-0", Signal::CONT);
     let answer = chat.wait_with_output().expect("an answer");
@@ -368,4 +371,72 @@ fn hearth_chat_and_hearth_status_say_which_member_answers_wait_for() {
         status["waitsFor"] == json!([]) && status["serving"] == true
     });
     assert!(!table().contains("waits for"), "{}", table());
+
+    let named = |name: &str| run(of_up("status").arg(name));
+    let (code, detail, _) = named("demo-ring");
+    assert_eq!(code, 0);
+    for rank in ["gateway-0", "decode-0", "stage-0", "stage-1"] {
+        assert!(in_state(&detail, rank, "Ready"), "{detail}");
+    }
+    let (code, _, error) = named("nobody");
+    assert_eq!(code, 1);
+    assert!(
+        error.contains("nobody does not run here; these do: demo-ring"),
+        "{error}"
+    );
+}
+
+/// Whether a table of workers shows one in a state.
+fn in_state(table: &str, rank: &str, state: &str) -> bool {
+    let words = |line: &str| {
+        line.split_whitespace()
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    let mut rows = table.lines().map(words);
+    rows.any(|row| {
+        row.first().is_some_and(|first| first == rank) && row.iter().any(|word| word == state)
+    })
+}
+
+/// One that is stopped, before it is known to hang.
+#[test]
+fn who_does_not_end_at_ctrl_c_is_named() {
+    let mut up = Up::start(&on_three_nodes());
+    up.signal("stage-1", Signal::STOP);
+    up.signal_up(Signal::INT);
+    assert_eq!(up.wait(), 0);
+    let output = up.output();
+    assert!(
+        output.contains("stopping waits for stage-1, which does not answer"),
+        "{output}"
+    );
+}
+
+#[test]
+fn hearth_status_names_the_members_of_a_ring_before_it_serves() {
+    let directory = tempfile::tempdir().expect("directory");
+    let script = directory.path().join("worker");
+    let real = worker().get_program().to_string_lossy().into_owned();
+    let text = format!(
+        "#!/bin/sh\ncase \"$*\" in *'--rank stage-1 '*) exec sleep 600;; esac\nexec '{real}' \"$@\"\n"
+    );
+    std::fs::write(&script, text).expect("the script");
+    std::fs::set_permissions(&script, Permissions::from_mode(0o755)).expect("a program");
+    let up = Up::spawn(&UpOptions {
+        environment: vec![("HEARTH_WORKER".to_owned(), script.display().to_string())],
+        ..on_three_nodes()
+    });
+    let table = || {
+        let mut status = hearth();
+        status.arg("status").arg("--state-dir").arg(up.state_dir());
+        run(&mut status).1
+    };
+    for state in ["Starting", "Silent"] {
+        wait_until(state, || in_state(&table(), "stage-1", state));
+        let table = table();
+        assert!(table.contains("False: waits for stage-"), "{table}");
+        assert!(in_state(&table, "decode-0", "Starting"), "{table}");
+    }
+    assert!(in_state(&table(), "stage-0", "Ready"), "{}", table());
 }

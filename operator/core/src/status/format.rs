@@ -1,7 +1,5 @@
 //! Wording of a status: places, latencies, addresses.
 
-use std::collections::BTreeSet;
-
 use hearth_crds::{
     EndpointType, InferenceDeploymentSpec, InferencePlan, LatencyStatus, PlanRole, format_bytes,
 };
@@ -81,12 +79,7 @@ pub(crate) fn sight_words(observed: &Observed) -> String {
 
 /// `hybrid on attic and office`.
 pub(crate) fn topology(plan: &InferencePlan) -> String {
-    let nodes: BTreeSet<&str> = plan
-        .spec
-        .ranks
-        .iter()
-        .map(|rank| rank.node.as_str())
-        .collect();
+    let nodes = plan.spec.nodes();
     format!("{} on {}", plan.spec.topology(), list(nodes.into_iter()))
 }
 

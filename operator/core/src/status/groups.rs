@@ -244,7 +244,7 @@ fn member(
     GroupMember {
         rank: rank.name.clone(),
         node: rank.node.clone(),
-        layers: rank.ring.as_ref().map(layers),
+        layers: rank.ring.as_ref().map(PlanRing::layers),
         pod: pod.map(str::to_owned),
         state: state.to_owned(),
         reason,
@@ -262,16 +262,4 @@ fn told_before(input: &StatusInput<'_>, rank: &PlanRank, reason: &str) -> Option
             && member.reason.as_deref() == Some(reason)
     });
     member?.message.clone()
-}
-
-/// A ring's layers of a rank: `0-3, 12`.
-fn layers(ring: &PlanRing) -> String {
-    let windows = ring.windows.iter().map(|window| {
-        let last = window.first_layer + window.layers.saturating_sub(1);
-        match window.layers {
-            0 | 1 => window.first_layer.to_string(),
-            _ => format!("{}-{last}", window.first_layer),
-        }
-    });
-    windows.collect::<Vec<_>>().join(", ")
 }

@@ -55,9 +55,10 @@ impl RingPlanning<'_> {
         let room_bytes: u64 = devices
             .map(|device| device.memory_bytes.saturating_sub(device.buffer_bytes))
             .sum();
+        let has_gateways = |n: usize| n == members.all[0].n || self.input.spec.gateway.replicas > 1;
         let rooms = members.all.iter().zip(&problem.devices);
         let rooms: Vec<String> = rooms
-            .map(|(member, device)| account(member, device.buffer_bytes))
+            .map(|(member, device)| account(member, device.buffer_bytes, has_gateways(member.n)))
             .collect();
         let no_head = self.no_head(members);
         let lack = match (&no_head, room_bytes < self.all_bytes()) {
@@ -65,7 +66,11 @@ impl RingPlanning<'_> {
             (None, true) => Lack::Total,
             (None, false) => Lack::Other,
         };
-        let room = format!("there is room for {}", rooms.join(", "));
+        let tried = match &*members.all {
+            [_] => String::new(),
+            all => format!("each was tried as the head; with {} as it, ", all[0].name),
+        };
+        let room = format!("{tried}there is room for {}", rooms.join(", "));
         let mut accounts = vec![no_head.unwrap_or(room)];
         accounts.extend(must_fit(members));
         accounts.extend(left_out(members));
@@ -119,12 +124,14 @@ impl RingPlanning<'_> {
 
     /// The error where there are accounts of too little room, with advice that was found, and with more memory where that is what
     /// is lacking or nothing else was found.
-    fn no_room(&self, accounts: String, mut advice: Vec<Advice>, lack: Lack) -> PlanError {
+    fn no_room(&self, mut accounts: String, mut advice: Vec<Advice>, lack: Lack) -> PlanError {
         let fits = |demand: &Demand<'_>| RingPlanning { demand, ..*self }.fits();
         advice.extend(smaller_kv(self.demand, fits));
         if lack != Lack::Other || advice.is_empty() {
             let more = self.more_memory(lack);
-            advice.push(more.unwrap_or(Advice::SmallerModel));
+            let (more, alone) = more.unwrap_or((Advice::SmallerModel, String::new()));
+            accounts += &alone;
+            advice.push(more);
         }
         PlanError::NoRoomInRing {
             weights_bytes: self.demand.facts.bytes.total(),
@@ -165,47 +172,49 @@ impl RingPlanning<'_> {
         fits.then(|| Advice::MeasureDisks(nodes.join(", ")))
     }
 
-    /// The least more memory of one node, of those with the most, with which a ring fits: of what others use there now.
-    fn more_memory(&self, lack: Lack) -> Option<Advice> {
+    /// The least more memory of one node, of those with the most, with which a ring fits: of what others use there now; and what is
+    /// said of the memory with which that node could do without the others.
+    fn more_memory(&self, lack: Lack) -> Option<(Advice, String)> {
         let nodes = self.estimator.nodes();
         let may_be_in = nodes.iter().enumerate();
         let may_be_in = may_be_in.filter(|(_, node)| node.reads_up_to() >= RING_VERSION);
         let (n, most) = may_be_in.max_by_key(|(_, node)| node.memory.available_bytes)?;
         let memory = &most.memory;
         let used_bytes = memory.total_bytes.saturating_sub(memory.available_bytes);
-        let fits = |mib: u64| {
+        let with_more = |mib: u64| {
             let mut freed = NodeProfileStatus::clone(most);
             freed.memory.available_bytes += mib << 20;
-            let mut nodes = nodes.to_vec();
-            nodes[n] = &freed;
-            let estimator = &self.estimator.with_nodes(&nodes);
+            freed
+        };
+        let fits_on = |nodes: &[&NodeProfileStatus]| {
+            let estimator = &self.estimator.with_nodes(nodes);
             RingPlanning { estimator, ..*self }.fits()
         };
-        // To a sixteenth.
-        let least = |most_mib: u64| {
-            let (mut less, mut enough) = (0, most_mib);
-            if enough == 0 || !fits(enough) {
-                return None;
-            }
-            while enough - less > enough / 16 + 1 {
-                let middle = less.midpoint(enough);
-                match fits(middle) {
-                    true => enough = middle,
-                    false => less = middle,
-                }
-            }
-            Some(enough << 20)
+        let fits = |mib: u64| {
+            let freed = with_more(mib);
+            let mut nodes = nodes.to_vec();
+            nodes[n] = &freed;
+            fits_on(&nodes)
         };
         let name = &most.node;
-        let freed = least(used_bytes >> 20).map(|bytes| Advice::FreeMemoryOf(name.clone(), bytes));
-        freed.or_else(|| {
-            let all_bytes = self.all_bytes() + self.host_bytes(0, 1);
-            let more = match lack {
-                Lack::Head => least(all_bytes >> 20),
-                Lack::Total | Lack::Other => None,
-            };
-            more.map(|bytes| Advice::MoreMemoryOf(name.clone(), bytes))
-        })
+        let alone = |most_bytes: u64| {
+            let alone_mib = least_mib(most_bytes >> 20, |mib| fits_on(&[&with_more(mib)]));
+            let alone_mib = alone_mib.filter(|_| nodes.len() > 1);
+            alone_mib.map_or_else(String::new, |mib| {
+                format!("; with {mib} MiB more, {name} could serve the model alone")
+            })
+        };
+        if let Some(mib) = least_mib(used_bytes >> 20, fits) {
+            let advice = Advice::FreeMemoryOf(name.clone(), mib << 20);
+            return Some((advice, alone(used_bytes)));
+        }
+        if lack != Lack::Head {
+            return None;
+        }
+        let all_bytes = self.all_bytes() + self.host_bytes(0, 1);
+        let mib = least_mib(all_bytes >> 20, fits)?;
+        let advice = Advice::MoreMemoryOf(name.clone(), mib << 20);
+        Some((advice, alone(all_bytes)))
     }
 
     /// Whether some ring has room, of all that may be members or of the CPUs alone, by greedy splits alone.
@@ -235,6 +244,22 @@ impl RingPlanning<'_> {
     }
 }
 
+/// The least MiB up to `most` that are enough, to a sixteenth; `None` if none are.
+fn least_mib(most: u64, is_enough: impl Fn(u64) -> bool) -> Option<u64> {
+    let (mut less, mut enough) = (0, most);
+    if enough == 0 || !is_enough(enough) {
+        return None;
+    }
+    while enough - less > enough / 16 + 1 {
+        let middle = less.midpoint(enough);
+        match is_enough(middle) {
+            true => enough = middle,
+            false => less = middle,
+        }
+    }
+    Some(enough)
+}
+
 /// Who cannot be a member, each with the reason.
 fn left_out(members: &Members<'_>) -> Vec<String> {
     let mut why = [&*members.refused_cpus, &*members.refused_gpus].concat();
@@ -245,12 +270,13 @@ fn left_out(members: &Members<'_>) -> Vec<String> {
 }
 
 /// What a member has.
-fn account(member: &Member<'_>, buffer_bytes: u64) -> String {
+fn account(member: &Member<'_>, buffer_bytes: u64, has_gateways: bool) -> String {
     let left = format_bytes(member.memory_bytes().saturating_sub(buffer_bytes));
     let all = format_bytes(member.memory_bytes());
     let rest = match &member.gpu {
         Some(_) => "activations and padding",
-        None => "processes and gateways",
+        None if has_gateways => "processes and gateways",
+        None => "processes",
     };
     format!("{} {left} (of {all}, the rest for {rest})", member.name)
 }

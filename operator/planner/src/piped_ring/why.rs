@@ -26,7 +26,7 @@ pub(super) fn write(
     let mut why = Vec::new();
     topology(chosen, instead, &mut why);
     gateways(ranks, &mut why);
-    moment(draft.nodes, draft.demand.facts, &mut why);
+    moment(draft.nodes, draft.demand.facts, ranks, &mut why);
     if !chosen.members.too_old.is_empty() {
         why.push(format!("warning: {}", too_old(&chosen.members.too_old)));
     }

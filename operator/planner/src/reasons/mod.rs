@@ -32,7 +32,7 @@ pub(crate) fn write(
     let mut why = Vec::new();
     topology(draft, ranks, &mut why);
     gateways(ranks, &mut why);
-    moment(draft.nodes, draft.demand.facts, &mut why);
+    moment(draft.nodes, draft.demand.facts, ranks, &mut why);
     weights(draft, ranks, &mut why);
     unmeasured_disks(draft, ranks, &mut why);
     kv(draft, ranks, &mut why);

@@ -1,5 +1,6 @@
 //! The end: the gateway first, so that its streams still reach their workers; then the workers, which have nothing to lose any more.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use hearth_crds::{END_MARGIN, PlanRole};
@@ -12,6 +13,9 @@ use crate::up::state::RunningProcess;
 
 /// Time in which a process that goes on says that it ends.
 const ANSWER: Duration = Duration::from_secs(2);
+
+/// Time after which whoever has not ended is named.
+const TOLD_AFTER: Duration = Duration::from_secs(1);
 
 /// How a wait for processes to end went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +77,13 @@ impl Deployment {
         let ranks = self.names(role, |_| true);
         self.want(&self.names(role, |process| process.ready), Wanted::Stopped);
         self.want(&self.names(role, |process| !process.ready), Wanted::Killed);
-        let waited = self.until_ended(&ranks, ANSWER, None, signals).await;
+        let mut waited = self.until_ended(&ranks, TOLD_AFTER, None, signals).await;
+        if waited == Waited::Late {
+            let told = unended(&self.running.processes, &ranks, &self.draining);
+            self.prepared.steps.warn(&told);
+            let left = ANSWER - TOLD_AFTER;
+            waited = self.until_ended(&ranks, left, None, signals).await;
+        }
         if waited != Waited::Late {
             return waited;
         }
@@ -151,6 +161,29 @@ fn missing(processes: &[RunningProcess], open_choices: Option<u64>) -> String {
     wrong.collect::<Vec<_>>().join(", and ")
 }
 
+/// Which of `ranks` have not ended [`TOLD_AFTER`] they were told to, who hangs meanwhile, and how long that may take. Those that
+/// are `draining` have said that they end.
+fn unended(processes: &[RunningProcess], ranks: &[String], draining: &BTreeSet<String>) -> String {
+    let alive = || processes.iter().filter(|it| it.pid.is_some());
+    let ends = |it: &RunningProcess| draining.contains(&it.rank) && !it.hung;
+    let awaited = alive().filter_map(|it| match (it.hung, ranks.contains(&it.rank)) {
+        (true, _) => Some(format!("{}, which hangs", it.rank)),
+        (false, true) if ends(it) => Some(format!("{}, which ends", it.rank)),
+        (false, true) => Some(format!("{}, which does not answer", it.rank)),
+        (false, false) => None,
+    });
+    let awaited: Vec<String> = awaited.collect();
+    let limit = match alive().any(|it| ranks.contains(&it.rank) && ends(it)) {
+        true => ANSWER + END_MARGIN,
+        false => ANSWER,
+    };
+    format!(
+        "stopping waits for {}: {} s at most",
+        awaited.join(", and "),
+        (limit - TOLD_AFTER).as_secs()
+    )
+}
+
 /// What is said at last. `open_choices` is what the gateway had when it was told to end; `None`: it did not say.
 fn last_line(gateway: Waited, open_choices: Option<u64>, cut_off: u64, grace: Duration) -> String {
     let seconds = grace.as_secs();
@@ -189,7 +222,7 @@ mod tests {
             pid: Some(1),
             ready,
             hung,
-            restarts: 0,
+            ..RunningProcess::default()
         }
     }
 
@@ -207,6 +240,25 @@ mod tests {
         // What it has in flight is not known.
         let gateway = [process("gateway-0", PlanRole::Gateway, false, true)];
         assert_eq!(missing(&gateway, None), "gateway-0, which hangs");
+    }
+
+    #[test]
+    fn whoever_does_not_end_is_named_with_the_time_that_it_may_take() {
+        let [head, mut stage] = [("decode-0", PlanRole::Decode), ("stage-0", PlanRole::Stage)]
+            .map(|(rank, role)| process(rank, role, true, false));
+        let told = |processes: &[RunningProcess], rank: &str, draining: &[&str]| {
+            let draining = draining.iter().map(|rank| (*rank).to_owned()).collect();
+            unended(processes, &[rank.to_owned()], &draining)
+        };
+        assert_eq!(
+            told(&[head.clone(), stage.clone()], "stage-0", &["decode-0"]),
+            "stopping waits for stage-0, which does not answer: 1 s at most"
+        );
+        stage.hung = true;
+        assert_eq!(
+            told(&[head, stage], "decode-0", &["decode-0"]),
+            "stopping waits for decode-0, which ends, and stage-0, which hangs: 5 s at most"
+        );
     }
 
     #[test]

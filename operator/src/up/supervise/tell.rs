@@ -1,10 +1,8 @@
 //! What is said of processes while they run.
 
-use hearth_crds::PlanRole;
-
 use super::Deployment;
 use crate::up::process::{LATE, ProcessEventKind};
-use crate::up::state::RunningProcess;
+use crate::up::state::{RunningProcess, awaited};
 
 impl Deployment {
     /// Shows what a process does meanwhile.
@@ -13,7 +11,6 @@ impl Deployment {
             ProcessEventKind::Loading(percent) => {
                 self.spinner.say(format!("{rank} warming up   {percent} %"));
             }
-            ProcessEventKind::Late => self.tell_late(rank),
             ProcessEventKind::Streamed(streamed) => {
                 let words = format!("{rank} read {streamed}");
                 let steps = &self.prepared.steps;
@@ -24,7 +21,10 @@ impl Deployment {
     }
 
     /// Reports that a process does not serve yet and says nothing.
-    fn tell_late(&self, rank: &str) {
+    pub(super) fn tell_late(&self, rank: &str, is_late: bool) {
+        if !is_late {
+            return;
+        }
         let log = self.prepared.directory.log(rank);
         self.spinner.suspend(|| {
             self.prepared.steps.warn(&format!(
@@ -58,16 +58,9 @@ impl Deployment {
     }
 }
 
-/// That a process is ready, and which ones are waited for: of a ring its stages, without which no head is ready.
+/// That a process is ready, and which ones are waited for.
 pub(super) fn ready(rank: &str, processes: &[RunningProcess]) -> String {
-    let not_ready = processes.iter().filter(|process| !process.ready);
-    let (stages, others): (Vec<_>, Vec<_>) =
-        not_ready.partition(|process| process.role == PlanRole::Stage.as_str());
-    let waits_for = match stages.is_empty() {
-        true => others,
-        false => stages,
-    };
-    let names: Vec<&str> = waits_for.iter().map(|process| &*process.rank).collect();
+    let names: Vec<&str> = awaited(processes.iter()).collect();
     match names.is_empty() {
         true => format!("{rank} is ready"),
         false => format!("{rank} is ready; waiting for {}", names.join(", ")),
@@ -90,10 +83,8 @@ mod tests {
             let process = |(rank, role): (&str, &str)| RunningProcess {
                 rank: rank.to_owned(),
                 role: role.to_owned(),
-                pid: None,
                 ready: !missing.contains(&rank),
-                hung: false,
-                restarts: 0,
+                ..RunningProcess::default()
             };
             all.map(process)
         };

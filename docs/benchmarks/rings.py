@@ -85,6 +85,10 @@ class Bench:
         command = [self.hearth, "plan", "-f", str(self.file), "--profiles", str(file), "-o", "json"]
         return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
+    def prompt(self, endpoint, tokens, seed):
+        """A prompt of so many tokens that shares no prefix with those of other seeds."""
+        return drawn_prompt(tokens, self.config["vocab_size"], seed) if self.by_token else prompt_of(endpoint, tokens, seed)
+
     def serve(self, bed, plan, prompt_tokens=16):
         """Medians of milliseconds to the first token and between tokens, and the text, of a ring that starts cold. Prints what its
         members read."""
@@ -93,8 +97,7 @@ class Bench:
         try:
             complete(endpoint, "a b c d", 3)
             seeds = range(1, 1 + self.args.answers)
-            vocab = self.config["vocab_size"]
-            prompts = [drawn_prompt(prompt_tokens, vocab, seed) if self.by_token else prompt_of(endpoint, prompt_tokens, seed) for seed in seeds]
+            prompts = [self.prompt(endpoint, prompt_tokens, seed) for seed in seeds]
             answers, reads = [], []
             for prompt, seed in zip(prompts, seeds):
                 read = [bed.read_bytes()]
@@ -320,29 +323,38 @@ def pressure(bench):
     pages of files that nobody has read since."""
     say("weights", "tokens of each prompt", "node", "memory taken", "at most", "pages of others still in memory")
     say(*["---"] * 6)
-    with bench.bed(SHORT) as bed:
-        bed.beside_bytes = BYSTANDER_BYTES
-        plan = bench.plan(bed.profiles(bench.worker))
-        show(plan)
-        mapped = copy.deepcopy(plan)
-        for rank in members(mapped):  # for the kernel to keep what it likes
-            rank["residency"]["policy"] = "Resident"
-            rank["residency"].pop("readAheadBytes", None)
-        cases = itertools.product({"the plan's": plan, "mapped alone": mapped}.items(), PRESSURE_PROMPT_TOKENS)
-        for (name, plan), prompt_tokens in cases:
-            bed.forget()
-            with contextlib.ExitStack() as stack:
-                bystanders = [stack.enter_context(Bystander(node, bench.model.parent, BYSTANDER_BYTES)) for node in bed.nodes]
-                before = {node.name: node.unreclaimable_bytes() for node in bed.nodes}
-                endpoint = bed.start(bench.worker, copy.deepcopy(plan), bench.folder)
-                with Highest(bed.nodes) as highest:
-                    for seed in range(bench.args.answers):
-                        complete(endpoint, prompt_of(endpoint, prompt_tokens, seed), bench.args.tokens, seed)
-                for node, bystander in zip(bed.nodes, bystanders):
-                    taken = [bytes - before[node.name] for bytes in (node.unreclaimable_bytes(), highest.bytes[node.name])]
-                    taken = [f"{bytes / 2**20:.0f} MiB, {bytes / (node.memory_mib << 20):.1%}" for bytes in taken]
-                    say(name, prompt_tokens, node.name, *taken, f"{bystander.resident():.0%}")
-                bed.stop()
+    for kind in bench.args.pressed or PRESSED:
+        nodes, config = PRESSED[kind]
+        bench.use(config, by_token=config == MOE)
+        with bench.bed(nodes) as bed:
+            bed.beside_bytes = BYSTANDER_BYTES
+            plan = bench.plan(bed.profiles(bench.worker))
+            show(plan)
+            mapped = copy.deepcopy(plan)
+            for rank in members(mapped):  # for the kernel to keep what it likes
+                rank["residency"]["policy"] = "Resident"
+                rank["residency"].pop("readAheadBytes", None)
+            cases = itertools.product({"the plan's": plan, "mapped alone": mapped}.items(), PRESSURE_PROMPT_TOKENS)
+            for (name, plan), prompt_tokens in cases:
+                press(bench, bed, plan, (f"{kind}, {name}", prompt_tokens))
+
+
+def press(bench, bed, plan, case):
+    """Measures one plan of a bed; `case`: its name and the tokens of each prompt."""
+    bed.forget()
+    prompt_tokens = case[1]
+    with contextlib.ExitStack() as stack:
+        bystanders = [stack.enter_context(Bystander(node, bench.model.parent, BYSTANDER_BYTES)) for node in bed.nodes]
+        before = {node.name: node.unreclaimable_bytes() for node in bed.nodes}
+        with Highest(bed.nodes) as highest:
+            endpoint = bed.start(bench.worker, copy.deepcopy(plan), bench.folder)
+            for seed in range(bench.args.answers):
+                complete(endpoint, bench.prompt(endpoint, prompt_tokens, seed), bench.args.tokens, seed)
+        for node, bystander in zip(bed.nodes, bystanders):
+            taken = [bytes - before[node.name] for bytes in (node.unreclaimable_bytes(), highest.bytes[node.name])]
+            taken = [f"{bytes / 2**20:.0f} MiB, {bytes / (node.memory_mib << 20):.1%}" for bytes in taken]
+            say(*case, node.name, *taken, f"{bystander.resident():.0%}")
+        bed.stop()
 
 
 def processes(bench):
@@ -380,6 +392,8 @@ MOE_BEDS = {
     "experts": two((1900, 500), (1700, 500)),
     "short of experts": two((1500, 800), (1300, 800)),
 }
+# Rings whose nodes have no room for all of their weights.
+PRESSED = {"dense": (SHORT, DENSE), "experts": (MOE_BEDS["short of experts"], MOE)}
 # Of these, beds that must not keep what a prompt's tokens have chosen: each token chooses experts of its own.
 BY_TOKEN = ["short of experts"]
 CPUS = 2
@@ -454,6 +468,7 @@ def main():
     parser.add_argument("--answers", type=int, default=3, help="answers of each ring, of which the median counts")
     beds = [*BEDS, *MOE_BEDS]
     parser.add_argument("--beds", nargs="+", choices=beds, help="of the predictions (default: all) and, but for those with experts, of the rounds")
+    parser.add_argument("--pressed", nargs="+", choices=PRESSED, help="models of the pressure (default: both)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before it was done"))  # and leaves nothing behind
     with tempfile.TemporaryDirectory(prefix="hearth-rings.", dir="/var/tmp", ignore_cleanup_errors=True) as folder:

@@ -51,7 +51,7 @@ pub struct MmapPrefetchOptions {
     /// for good. A stage of a ring can read as much while other members compute.
     pub read_ahead: ReadAhead,
     /// Whether released pages leave the page cache at once. Where memory is too short for all modules the kernel would drop
-    /// them soon, but only when it needs their memory, and by then it gives up reading ahead. Of a model without experts.
+    /// them soon, but only when it needs their memory: by then it gives up reading ahead, and takes other processes' pages too.
     pub is_short: bool,
     /// Size of one piece of advice in bytes; `None` uses the size that the kernel honours for the files' device.
     pub advice_bytes: Option<usize>,
@@ -121,11 +121,7 @@ impl<B: Backend> MmapPrefetch<B> {
         check_budget(&modules, &sizes, budget_bytes)?;
         let store = Store::open(checkpoint, &modules, &*backend, |_| {})?;
         let pages = releasable_pages(checkpoint, &modules)?;
-        // Which experts are needed next is not known: those that stay in the page cache may be.
-        let has_experts = sizes
-            .iter()
-            .any(|(kind, _)| matches!(kind, Kind::Expert { .. }));
-        let cached = match is_short && !has_experts {
+        let cached = match is_short {
             true => cached_pages(checkpoint, &sizes, &pages)?,
             false => pages.iter().map(|_| Vec::new()).collect(),
         };

@@ -51,6 +51,11 @@ fn disk_folder() -> tempfile::TempDir {
 fn write_checkpoint(dir: &Path) -> (ModelConfig, Checkpoint, Vec<ModuleSpec>) {
     let json = r#"{"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024,
         "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 64}"#;
+    write_random(dir, json)
+}
+
+/// Writes random weights for a configuration.
+fn write_random(dir: &Path, json: &str) -> (ModelConfig, Checkpoint, Vec<ModuleSpec>) {
     fs::write(dir.join("config.json"), json).unwrap();
     let config = ModelConfig::parse(json).unwrap();
     let specs = modules(&config).unwrap();
@@ -275,6 +280,42 @@ fn released_pages_leave_the_page_cache_where_memory_is_short() {
     assert_eq!(kept, all, "memory is not short");
     // Its ends share pages with neighbours.
     assert!(left <= 2, "{left} of {all} pages are left");
+}
+
+#[test]
+fn released_experts_leave_the_page_cache_where_memory_is_short() {
+    let dir = disk_folder();
+    // Eight experts of 768 KiB in each of two layers, half of which a token chooses.
+    let json = r#"{"model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
+        "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": true,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+        "max_position_embeddings": 64}"#;
+    let (config, checkpoint, specs) = write_random(dir.path(), json);
+    let experts = specs
+        .iter()
+        .filter(|spec| matches!(spec.id, ModuleId::Expert(..)));
+    let experts: Vec<&str> = experts
+        .flat_map(|spec| spec.tensors.iter().map(|tensor| tensor.name.as_str()))
+        .collect();
+    let budget = 3 * largest(&specs, &checkpoint);
+    let tokens: Vec<u32> = (0..16).map(|n| 31 * n + 5).collect();
+    let mut cached = Vec::new();
+    for is_short in [false, true] {
+        let options = MmapPrefetchOptions {
+            is_short,
+            ..within(budget, 0)
+        };
+        let policy = MmapPrefetch::open(&checkpoint, specs.clone(), backend(), options).unwrap();
+        forward(&config, Arc::new(policy), &tokens, &mut ());
+        let pages = experts.iter().map(|name| cached_pages(&checkpoint, name).0);
+        cached.push(4096 * pages.sum::<usize>() as u64);
+    }
+    let [kept, left] = cached[..] else {
+        panic!("{cached:?}");
+    };
+    assert!(kept > 3 * budget, "memory is not short: {kept} of {budget}");
+    // The kernel reads beyond what is asked for.
+    assert!(left < budget + budget / 2, "{left} of {budget}");
 }
 
 #[test]

@@ -21,6 +21,9 @@ use crate::device::{GpuBackend, HostOptions};
 
 /// Number of modules beyond the running one that `MmapPrefetch` requests from the kernel.
 const PREFETCH_MODULES: usize = 8;
+/// Rows of a tile of a prompt where memory is too short to keep the weights: what a prompt is computed in is others' memory. Half
+/// as many take half of it, and a seventh more time, since a core reads the weights more often.
+const MAPPED_TILE_ROWS: usize = 64;
 
 /// How weights stay in memory, and who is told of it.
 pub(super) type Keep<'a, 'p> = (ResidentOptions<'a>, &'p mut dyn FnMut(LoadProgress));
@@ -68,7 +71,12 @@ impl Files<'_> {
             ResidencyPolicy::MmapPrefetch {
                 budget_bytes,
                 read_ahead,
-            } => self.prefetched(&backend, self.modules.clone(), (budget_bytes, read_ahead))?,
+            } => {
+                let reading = (budget_bytes, read_ahead);
+                let residency = self.prefetched(&backend, self.modules.clone(), reading)?;
+                let loaded = self.model(backend, residency)?;
+                return Ok(in_row_tiles(loaded, MAPPED_TILE_ROWS));
+            }
             ResidencyPolicy::StreamLoading(_) => anyhow::bail!(
                 "--residency stream-loading has no effect on the CPU, which computes where the weights are\n  use --residency resident or mmap-prefetch, or --device virtual:memory=8Gi"
             ),
@@ -101,10 +109,7 @@ impl Files<'_> {
             ResidencyPolicy::StreamLoading(rings) => {
                 let residency = (slots.streamed)(&self, &backend, rings)?;
                 let loaded = self.model(backend, residency)?;
-                Ok(LoadedOn {
-                    model: loaded.model.in_row_tiles(STREAMED_TILE_ROWS as usize),
-                    ..loaded
-                })
+                Ok(in_row_tiles(loaded, STREAMED_TILE_ROWS as usize))
             }
             ResidencyPolicy::HostExperts {
                 budget,
@@ -349,6 +354,14 @@ impl Files<'_> {
             modelled_host: None,
             checkpoint: self.checkpoint,
         })
+    }
+}
+
+/// Runs attention and dense feed-forward blocks in tiles of `rows` rows.
+fn in_row_tiles<B: Backend>(loaded: LoadedOn<B>, rows: usize) -> LoadedOn<B> {
+    LoadedOn {
+        model: loaded.model.in_row_tiles(rows),
+        ..loaded
     }
 }
 

@@ -58,6 +58,18 @@ const KEPT_BUFFERS: usize = 48;
 /// Time after which a buffer that nobody uses is released: the memory that a long prompt needs is others' while its answer is decoded.
 const KEPT_FOR: Duration = Duration::from_secs(2);
 
+/// Bytes released at once from which on the allocator gives them back to the system: it looks at all memory that is free.
+const TRIMMED_BYTES: usize = 1 << 20;
+
+/// Gives freed memory back to the system; small buffers stay with the allocator else.
+fn trim() {
+    // SAFETY: no requirements; it takes the allocator's locks.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 impl FreeList {
     /// Takes a buffer of at least `n` elements with unspecified contents. Prefers the smallest that fits, and
     /// skips those that are far too large.
@@ -88,8 +100,21 @@ impl FreeList {
     }
 
     fn give_back(&self, buffer: AlignedBuf, since: Instant) {
+        let released_bytes = self.keep(buffer, since);
+        if released_bytes >= TRIMMED_BYTES {
+            trim();
+        }
+    }
+
+    /// Adds a buffer; returns the bytes of those that are released in turn.
+    fn keep(&self, buffer: AlignedBuf, since: Instant) -> usize {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        buffers.retain(|kept| since.saturating_duration_since(kept.since) <= KEPT_FOR);
+        let mut released = 0;
+        buffers.retain(|kept| {
+            let is_kept = since.saturating_duration_since(kept.since) <= KEPT_FOR;
+            released += if is_kept { 0 } else { kept.len() };
+            is_kept
+        });
         buffers.push(Kept { buffer, since });
         if buffers.len() > KEPT_BUFFERS {
             let smallest = (0..buffers.len()).min_by_key(|&i| buffers[i].len());
@@ -97,6 +122,7 @@ impl FreeList {
                 buffers.swap_remove(i);
             }
         }
+        released * size_of::<f32>()
     }
 }
 

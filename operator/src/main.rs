@@ -75,7 +75,10 @@ fn hinted(mut error: clap::Error, command: &clap::Command) -> clap::Error {
     let (name, option) = match error.kind() {
         ErrorKind::InvalidSubcommand => (named(ContextKind::InvalidSubcommand), None),
         ErrorKind::UnknownArgument => (
-            std::env::args().nth(1).unwrap_or_default(),
+            std::env::args_os()
+                .nth(1)
+                .and_then(|name| name.into_string().ok())
+                .unwrap_or_default(),
             Some(named(ContextKind::InvalidArg)),
         ),
         _ => return error,
@@ -94,7 +97,11 @@ fn hinted(mut error: clap::Error, command: &clap::Command) -> clap::Error {
     let needed = needed.map(|it| it.get_id().as_str().to_uppercase());
     let words: Vec<String> = [name].into_iter().chain(needed).chain(option).collect();
     let (words, plugin, own) = (words.join(" "), remote::PLUGIN, remote::OWN);
-    let hint = format!("{plugin} {words} shows this of a cluster, and so does {own} {words}");
+    let hint = format!("{own} {words} shows this of a cluster, and so does {plugin} {words}");
+    let hint = match words.starts_with("plan ") {
+        true => format!("hearth plan -f FILE says why by itself; {hint}"),
+        false => hint,
+    };
     let hints = ContextValue::StyledStrs(vec![hint.into()]);
     error.insert(ContextKind::Suggested, hints);
     error

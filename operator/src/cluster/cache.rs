@@ -297,8 +297,8 @@ impl State {
         };
     }
 
-    /// Stores a node's measured profile; `None` removes it. What the node's store has is read from here alone, and nothing is decided
-    /// because of it.
+    /// Stores a node's measured profile; `None` removes it. What the node's store has is read from here alone, and no deployment
+    /// is looked at because of it.
     pub(crate) fn put_profile(
         &mut self,
         name: &str,

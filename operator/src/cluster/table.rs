@@ -106,8 +106,8 @@ impl<T: PartialEq> Table<T> {
                     return Put::Stale;
                 }
                 // One state, however it is read: while a rollback has brought an older definition and not yet the older operator, the
-                // API server leaves out fields that it still stores.
-                if version == row.version {
+                // API server leaves out fields that it still stores. Versions that are no numbers, 0 here, say nothing.
+                if version == row.version && version > 0 {
                     return Put::Same;
                 }
                 row.version = version;

@@ -98,7 +98,7 @@ fn pull(named: &str, environment: &Environment) -> anyhow::Result<ExitCode> {
         }
         Err(error) if error.is::<Stopped>() => {
             ui::say(format_args!(
-                "{error}; hearth models pull {named} goes on from there, hearth models rm {named} removes it"
+                "{error}; hearth models pull {named} goes on from there, hearth models list shows what is there"
             ));
             Ok(ExitCode::from(STOPPED))
         }

@@ -402,7 +402,7 @@ impl Screen<'_> {
     /// What has arrived, in words.
     fn kept(&self) -> String {
         match self.here {
-            (0, _) => "what has arrived is kept".to_owned(),
+            (0, _) => "nothing has arrived meanwhile".to_owned(),
             (bytes, None) => format!("{} that have arrived are kept", ui::bytes(bytes)),
             (bytes, Some(total_bytes)) => format!(
                 "{} of {} that have arrived are kept",

@@ -60,11 +60,11 @@ impl Collected {
             keep_only(&temporary, Path::new(""), &names)?;
             remove_file(&cache.part(&key))?;
             remove_file(&cache.part_facts(&key))?;
-            cache.forget_begun(&key)?;
             cache.note_about(&key, &about)?;
             // From here on its bytes are elsewhere.
             lock.promise_nothing();
             put(&temporary, &target)?;
+            cache.forget_begun(&key)?;
             cache.note_use(&key, SystemTime::now());
             lock.remove();
             tracing::info!(

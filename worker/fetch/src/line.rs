@@ -82,28 +82,17 @@ impl Line<'_> {
         bytes.filter(|bytes| *bytes > 0)
     }
 
-    /// Whether the hub gives a file of this length and SHA-256 to whoever has these credentials: it is asked for the first byte.
+    /// Whether the hub gives a file of this length and SHA-256 to whoever has these credentials: it is asked for the first byte, once.
+    /// What it refuses, or that it does not answer, is told when the file is asked for, which another node may then give.
     ///
     /// # Errors
-    /// [`FetchError::Lost`] if it does not answer; what it refuses is told when the file is asked for.
+    /// [`FetchError::BadUrl`] and its like, before it is asked.
     pub(crate) async fn gives(&self, sha256: &str, bytes: u64) -> Result<bool, FetchError> {
-        let mut tried = Tried {
-            failures: 0,
-            idle_since: Instant::now(),
-        };
         self.check_url()?;
-        loop {
-            self.reporter.tell(Phase::Connecting, 0, None);
-            self.guard.begin(&self.place.url);
-            match self.first_byte(sha256, tried.idle_since).await {
-                Ok(whole_bytes) => return Ok(whole_bytes == Some(bytes)),
-                Err(Failure::Final(_)) => return Ok(false),
-                Err(Failure::Lost { reason, asked }) => {
-                    tried.failures += 1;
-                    self.wait(Here::default(), tried, reason, asked).await?;
-                }
-            }
-        }
+        self.reporter.tell(Phase::Connecting, 0, None);
+        self.guard.begin(&self.place.url);
+        let whole_bytes = self.first_byte(sha256, Instant::now()).await;
+        Ok(whole_bytes.is_ok_and(|whole_bytes| whole_bytes == Some(bytes)))
     }
 
     /// Asks for the first byte of a file; returns the file's length, if the answer tells it.

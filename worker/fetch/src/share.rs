@@ -130,7 +130,15 @@ fn link(from: &Path, target: &Path, room: &Room) -> Result<bool, FetchError> {
     let what = format!("{} MiB to copy from another model", bytes.div_ceil(1 << 20));
     room.make(Need::of_unpacked(bytes), &what, SystemTime::now())?;
     let failed = FetchError::in_cache(target);
-    fs::copy(from, target).map_err(&failed)?;
+    match fs::copy(from, target) {
+        Ok(_) => {}
+        // The other model went.
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            remove_file(target)?;
+            return Ok(false);
+        }
+        Err(error) => return Err(failed(error)),
+    }
     set_mode(target, FILE_MODE)?;
     File::open(target)
         .and_then(|file| file.sync_data())

@@ -256,7 +256,7 @@ impl Source {
     }
 
     /// Who may have what is fetched ([`Source::held_by`]); `None` if that is not known.
-    pub(crate) fn holder(&self) -> Option<&str> {
+    pub fn holder(&self) -> Option<&str> {
         self.holder.as_deref()
     }
 

@@ -142,6 +142,8 @@ impl<B: Backend> Stage<B> {
             rows,
         });
         let stream = backend.upload(rows, hidden, &values)?;
+        // The window needs the memory.
+        drop(values);
         let stream = self
             .model
             .window(window.clone(), stream, spans.clone(), &mut self.kv)?;

@@ -44,14 +44,14 @@ pub enum Held {
 }
 
 impl WeightFile {
-    /// Opens the file. `boot` identifies this boot of this machine (`/proc/sys/kernel/random/boot_id`): other machines
-    /// also see the locks on a shared file system, but do not share our memory.
+    /// Opens the file. `whose` identifies this boot of this machine (`/proc/sys/kernel/random/boot_id`), since other machines
+    /// also see the locks on a shared file system, but do not share our memory; and the model, since others may have the file.
     ///
     /// # Errors
     /// An error if it cannot be opened.
-    pub fn open(path: &Path, boot: &str) -> io::Result<Self> {
+    pub fn open(path: &Path, whose: &str) -> io::Result<Self> {
         let hasher = BuildHasherDefault::<DefaultHasher>::default();
-        let place = i64::from(hasher.hash_one(boot) as u32) * 2;
+        let place = i64::from(hasher.hash_one(whose) as u32) * 2;
         Ok(Self {
             file: File::open(path)?,
             at: FIRST_BYTE + place,

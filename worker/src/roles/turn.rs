@@ -2,6 +2,7 @@
 //! first. If the plan assigns the weights to NUMA nodes, only one of those maps them at a time, since pages are
 //! allocated where they are first touched.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -166,7 +167,13 @@ fn open(directory: &Path) -> Option<WeightFile> {
         return None;
     }
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    WeightFile::open(&path, boot.trim()).ok()
+    WeightFile::open(&path, &whose(boot.trim(), directory)?).ok()
+}
+
+/// Identifies this boot of this machine and the model: models may have files in common, but each has a directory of its own.
+fn whose(boot: &str, directory: &Path) -> Option<String> {
+    let inode = std::fs::metadata(directory).ok()?.ino();
+    Some(format!("{boot} {inode}"))
 }
 
 #[cfg(test)]
@@ -176,6 +183,27 @@ mod tests {
     use std::thread;
 
     use super::*;
+
+    /// Two revisions of a model may have a weights file in common.
+    #[test]
+    fn models_with_one_file_do_not_see_each_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = |name: &str| {
+            let directory = folder.path().join(name);
+            std::fs::create_dir(&directory).unwrap();
+            directory
+        };
+        let [old, new] = ["old", "new"].map(directory);
+        std::fs::write(old.join("model.safetensors"), b"weights").unwrap();
+        std::fs::hard_link(old.join("model.safetensors"), new.join("model.safetensors")).unwrap();
+        let Some(loaded) = open(&old) else {
+            eprintln!("SKIPPED: {} is an overlay", old.display());
+            return;
+        };
+        loaded.say_loaded().unwrap();
+        assert_eq!(open(&old).unwrap().held().unwrap(), Held::Loaded);
+        assert_eq!(open(&new).unwrap().held().unwrap(), Held::Nowhere);
+    }
 
     #[test]
     fn one_worker_reads_the_weights_and_others_wait_until_it_has_or_is_gone() {

@@ -267,7 +267,13 @@ impl Fetches {
         let place = (key.clone(), poll.node.clone());
         let before = self.seen.get(&place);
         // An agent that goes on where the one before it was learns how far that is after its first answer.
-        let is_blank = matches!(view, FetchView::Fetching { total_bytes: 0, .. });
+        let blank = FetchView::Fetching {
+            bytes: 0,
+            total_bytes: 0,
+            bytes_per_second: 0,
+            from_node: None,
+        };
+        let is_blank = view == blank;
         let stood = before.filter(|_| is_blank).and_then(Seen::standing);
         let view = stood.unwrap_or(view);
         let before = before.and_then(|seen| seen.view.as_ref());

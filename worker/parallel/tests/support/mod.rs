@@ -14,6 +14,8 @@ use hearth_residency::{MmapPrefetch, MmapPrefetchOptions, PrefetchEvent, ReadAhe
 
 const BLOCK_TOKENS: usize = 16;
 const BLOCKS: usize = 12;
+/// Rows of a tile where weights pass through memory.
+const SHORT_TILE_ROWS: usize = 7;
 /// Lengths of the prompts.
 const PROMPTS: [usize; 2] = [37, 20];
 
@@ -87,6 +89,10 @@ impl Files {
             }
         };
         let model = Model::new(self.config.clone(), backend, policy).unwrap();
+        let model = match self.is_short {
+            true => model.in_row_tiles(SHORT_TILE_ROWS),
+            false => model,
+        };
         match self.expands {
             true => model
                 .with_expanded_latents(ExpansionRoom::of(1 << 16))

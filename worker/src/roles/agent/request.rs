@@ -239,6 +239,44 @@ mod tests {
         assert!(checked(&both).is_err());
     }
 
+    /// Files of other models stand for downloads of the same holder, or of what is certainly for everybody.
+    #[test]
+    fn who_may_share_files_is_known_or_nobody_does() {
+        let hub = |holder: &str, token: &str| ModelRequest {
+            key: hub_store_key("a/b", "main", holder),
+            holder: holder.to_owned(),
+            hub: Some(v1::HubRepository {
+                endpoint: "https://hub.lan".to_owned(),
+                repo: "a/b".to_owned(),
+                revision: "main".to_owned(),
+                commit: String::new(),
+            }),
+            credentials: (!token.is_empty()).then(|| v1::Credentials {
+                token: token.to_owned(),
+                ..v1::Credentials::default()
+            }),
+            ..ModelRequest::default()
+        };
+        let url = |url: &str| ModelRequest {
+            key: store_key(url, &"ab".repeat(32), ""),
+            url: url.to_owned(),
+            sha256: "ab".repeat(32),
+            ..ModelRequest::default()
+        };
+        for (request, holder) in [
+            (hub("", ""), Some("")),
+            (hub("", "hf_secret"), None),
+            (hub("one/hub", "hf_secret"), Some("one/hub")),
+            (hub("one/hub", ""), Some("one/hub")),
+        ] {
+            let source = checked(&request).unwrap().1.unwrap();
+            assert_eq!(source.holder(), holder, "{request:?}");
+        }
+        // An archive is no set of files.
+        let archive = checked(&url("http://nas/m.tar")).unwrap().1.unwrap();
+        assert_eq!(archive.holder(), None);
+    }
+
     fn file(url: &str, path: &str) -> v1::HttpFile {
         v1::HttpFile {
             url: url.to_owned(),

@@ -216,7 +216,10 @@ fn what_only_the_plugin_has_is_answered_with_a_hint_to_it() {
             &["top"][..],
             Some("hearth cluster top shows this of a cluster, and so does kubectl hearth top"),
         ),
-        (&["plan", "--why"], Some("hearth plan -f FILE says why by itself; hearth cluster plan NAME --why")),
+        (
+            &["plan", "--why"],
+            Some("hearth plan -f FILE says why by itself; hearth cluster plan NAME --why"),
+        ),
         (&["tip"], None),
         (&["plan", "--what"], None),
     ] {

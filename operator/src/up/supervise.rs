@@ -225,7 +225,9 @@ impl Deployment {
             }
             ProcessEventKind::Late(is_late) => {
                 process.silent = is_late;
-                self.tell_late(&rank, is_late);
+                if is_late {
+                    self.tell_late(&rank);
+                }
             }
             ProcessEventKind::Ready => {
                 process.ready = true;

@@ -256,27 +256,35 @@ fn drop_what_the_kernel_may(path: &Path) {
     assert_eq!(result, 0);
 }
 
-#[test]
-fn released_pages_leave_the_page_cache_where_memory_is_short() {
-    let dir = disk_folder();
-    let (config, checkpoint, specs) = write_checkpoint(dir.path());
-    let budget = largest(&specs, &checkpoint);
-    let mut cached = Vec::new();
-    for is_short in [false, true] {
+/// Pages of some tensors in the page cache after a pass within a budget: where memory is not short, and where it is.
+fn left_of(
+    (config, checkpoint, specs): &(ModelConfig, Checkpoint, Vec<ModuleSpec>),
+    budget: u64,
+    tokens: &[u32],
+    names: &[&str],
+) -> [usize; 2] {
+    [false, true].map(|is_short| {
         let options = MmapPrefetchOptions {
             is_short,
             ..within(budget, 0)
         };
-        let policy = MmapPrefetch::open(&checkpoint, specs.clone(), backend(), options).unwrap();
-        forward(&config, Arc::new(policy), &[5, 80, 311], &mut ());
-        cached.push(cached_pages(
-            &checkpoint,
-            "model.layers.1.mlp.gate_proj.weight",
-        ));
-    }
-    let [(kept, all), (left, _)] = cached[..] else {
-        panic!("{cached:?}");
-    };
+        let policy = MmapPrefetch::open(checkpoint, specs.clone(), backend(), options).unwrap();
+        forward(config, Arc::new(policy), tokens, &mut ());
+        names
+            .iter()
+            .map(|name| cached_pages(checkpoint, name).0)
+            .sum()
+    })
+}
+
+#[test]
+fn released_pages_leave_the_page_cache_where_memory_is_short() {
+    let dir = disk_folder();
+    let written = write_checkpoint(dir.path());
+    let name = "model.layers.1.mlp.gate_proj.weight";
+    let budget = largest(&written.2, &written.1);
+    let [kept, left] = left_of(&written, budget, &[5, 80, 311], &[name]);
+    let all = cached_pages(&written.1, name).1;
     assert_eq!(kept, all, "memory is not short");
     // Its ends share pages with neighbours.
     assert!(left <= 2, "{left} of {all} pages are left");
@@ -290,29 +298,16 @@ fn released_experts_leave_the_page_cache_where_memory_is_short() {
         "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": true,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
         "max_position_embeddings": 64}"#;
-    let (config, checkpoint, specs) = write_random(dir.path(), json);
-    let experts = specs
-        .iter()
-        .filter(|spec| matches!(spec.id, ModuleId::Expert(..)));
+    let written = write_random(dir.path(), json);
+    let specs = written.2.iter();
+    let experts = specs.filter(|spec| matches!(spec.id, ModuleId::Expert(..)));
     let experts: Vec<&str> = experts
         .flat_map(|spec| spec.tensors.iter().map(|tensor| tensor.name.as_str()))
         .collect();
-    let budget = 3 * largest(&specs, &checkpoint);
+    let budget = 3 * largest(&written.2, &written.1);
     let tokens: Vec<u32> = (0..16).map(|n| 31 * n + 5).collect();
-    let mut cached = Vec::new();
-    for is_short in [false, true] {
-        let options = MmapPrefetchOptions {
-            is_short,
-            ..within(budget, 0)
-        };
-        let policy = MmapPrefetch::open(&checkpoint, specs.clone(), backend(), options).unwrap();
-        forward(&config, Arc::new(policy), &tokens, &mut ());
-        let pages = experts.iter().map(|name| cached_pages(&checkpoint, name).0);
-        cached.push(4096 * pages.sum::<usize>() as u64);
-    }
-    let [kept, left] = cached[..] else {
-        panic!("{cached:?}");
-    };
+    let pages = left_of(&written, budget, &tokens, &experts);
+    let [kept, left] = pages.map(|pages| 4096 * pages as u64);
     assert!(kept > 3 * budget, "memory is not short: {kept} of {budget}");
     // The kernel reads beyond what is asked for.
     assert!(left < budget + budget / 2, "{left} of {budget}");

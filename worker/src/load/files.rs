@@ -21,8 +21,8 @@ use crate::device::{GpuBackend, HostOptions};
 
 /// Number of modules beyond the running one that `MmapPrefetch` requests from the kernel.
 const PREFETCH_MODULES: usize = 8;
-/// Rows of a tile of a prompt where memory is too short to keep the weights: what a prompt is computed in is others' memory. Half
-/// as many take half of it, and a seventh more time, since a core reads the weights more often.
+/// Rows of a tile of a prompt where memory is too short to keep the weights: what a prompt is computed in is others' memory. They
+/// cost 7 % of a prompt's time where its weights are at hand, since a core reads them more often, and half as many twice that.
 const MAPPED_TILE_ROWS: usize = 64;
 
 /// How weights stay in memory, and who is told of it.

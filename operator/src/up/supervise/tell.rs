@@ -21,10 +21,7 @@ impl Deployment {
     }
 
     /// Reports that a process does not serve yet and says nothing.
-    pub(super) fn tell_late(&self, rank: &str, is_late: bool) {
-        if !is_late {
-            return;
-        }
+    pub(super) fn tell_late(&self, rank: &str) {
         let log = self.prepared.directory.log(rank);
         self.spinner.suspend(|| {
             self.prepared.steps.warn(&format!(

@@ -26,6 +26,7 @@ mod up;
 use commands::{chat, cluster as remote, convert, logs, models, plan, probe, status, trace};
 use environment::Environment;
 use terminal::ui;
+use up::interrupts::{STOPPED, Stopped};
 
 /// Allocator that halves memory use here: the operator holds many small long-lived objects next to large short-lived
 /// ones. `.cargo/config.toml` configures it.
@@ -44,6 +45,10 @@ fn main() -> ExitCode {
     };
     match outcome {
         Ok(code) => code,
+        Err(error) if error.is::<Stopped>() => {
+            ui::say(error);
+            ExitCode::from(STOPPED)
+        }
         Err(error) => {
             ui::print_error(&error);
             up::worker::exit_code(&error)
@@ -58,9 +63,21 @@ fn is_plugin(called: &OsStr) -> bool {
 
 /// Parses the arguments of the process; ends it with 2 if they are wrong.
 fn parsed<A: FromArgMatches>(mut command: clap::Command) -> A {
+    let arguments_alone = without_variables(command.clone());
     let matches = command.try_get_matches_from_mut(std::env::args_os());
-    let matches = matches.unwrap_or_else(|error| hinted(error, &command).exit());
+    let matches = matches.unwrap_or_else(|error| {
+        // The usage of an error has every argument that is given, by a variable, too, as if it had to be.
+        let alone = arguments_alone.try_get_matches_from(std::env::args_os());
+        let same = alone.err().filter(|alone| alone.kind() == error.kind());
+        hinted(same.unwrap_or(error), &command).exit()
+    });
     A::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())
+}
+
+/// The same command, which reads no argument from the environment.
+fn without_variables(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(|argument| argument.env(None::<&str>));
+    command.mut_subcommands(without_variables)
 }
 
 /// The error with a hint, if the plugin has what this machine's commands do not: `hearth top`, `hearth plan --why`.

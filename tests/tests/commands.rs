@@ -374,6 +374,41 @@ fn an_interrupt_while_it_starts_leaves_nothing() {
 }
 
 #[test]
+fn an_interrupt_while_the_machine_is_measured_says_what_it_ends() {
+    let mut up = Up::spawn(&UpOptions {
+        arguments: vec!["--measure".to_owned()],
+        ..UpOptions::default()
+    });
+    up.wait_for_output("measuring this machine");
+    up.signal_up(Signal::INT);
+    assert_eq!(up.wait(), 130, "{}", up.output());
+    let said = up.output();
+    assert!(
+        said.ends_with("\nstopped while measuring this machine\n"),
+        "{said}"
+    );
+}
+
+#[test]
+fn wrong_calls_are_told_what_is_lacking_and_no_more() {
+    for (words, expected) in [
+        (&["plan"][..], "Usage: hearth plan --file <FILE>\n"),
+        (&["models", "rm"], "Usage: hearth models rm <MODEL>\n"),
+        (
+            &["models", "rm", ""],
+            "a value is required for '<MODEL>' but none was supplied",
+        ),
+    ] {
+        let (code, _, stderr) = run(hearth()
+            .args(words)
+            .env("HEARTH_STATE_DIR", "/nowhere")
+            .env("HEARTH_VIRTUAL_DEVICE", "virtual:memory=1Gi"));
+        assert_eq!(code, 2, "{stderr}");
+        assert!(stderr.contains(expected), "no {expected:?} in {stderr}");
+    }
+}
+
+#[test]
 fn port_0_is_one_that_answers() {
     let state = tempfile::tempdir().expect("directory");
     let (code, stdout, stderr) = run(hearth()

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use hearth_tests::{Up, UpOptions, deployment, hearth, root, run};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use server::Fault;
 use server::hub::HubServer;
@@ -290,6 +291,34 @@ async fn a_download_that_is_stopped_is_listed_and_removed() {
     );
     let (_, _, stderr) = models(&["list"]);
     assert!(stderr.contains("no model is in"), "{stderr}");
+}
+
+/// To `hearth up` alone, as a service manager sends it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_signal_during_a_fetch_ends_it_and_says_so() {
+    let hub = demo_hub().await;
+    hub.pace(Duration::from_millis(200));
+    let directory = tempfile::tempdir().expect("directory");
+    let cache = directory.path().join("cache");
+    let source = json!({"huggingFace": {"repo": REPO}});
+    let first = || {
+        let (_, stdout, _) = models(&["list", "-o", "json"], directory.path(), &cache, &hub, "");
+        serde_json::from_str::<Value>(&stdout).expect("JSON")[0].clone()
+    };
+    let mut up = Up::spawn(&UpOptions {
+        file: Some(deployment(directory.path(), |spec| {
+            spec["model"]["source"] = source;
+        })),
+        environment: environment(&cache, &hub),
+        ..UpOptions::default()
+    });
+    until("a file", || first()["bytes"].as_u64() > Some(0));
+    up.signal_up(Signal::TERM);
+    assert_eq!(up.wait(), 130, "{}", up.output());
+    let said = up.output();
+    assert!(said.contains("was stopped: "), "{said}");
+    assert!(said.ends_with("that have arrived are kept\n"), "{said}");
+    assert_eq!(first()["partial"]["is_running"], false);
 }
 
 #[test]

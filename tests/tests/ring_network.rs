@@ -94,14 +94,18 @@ ask disturbed first
 $tc -s qdisc show dev near | grep -o 'dropped [0-9]*'
 shape rate 25mbit
 # What the rows of a long prompt usually take.
+usual_from=$(cut -d . -f 1 /proc/uptime)
 ask usual fourth
+usual_s=$(($(cut -d . -f 1 /proc/uptime) - usual_from))
+# Messages then take some tenths of a second over any link, and one of 250 kbit/s is not ten times as slow.
+[ $usual_s -lt 60 ] || echo "BUSY: $usual_s s instead of some 20 s"
 tell USUAL
 during slow second shape rate 250kbit
 # What has been slow is told anew once it has not been for 5 s.
 sleep 6
 named=$(cat /*.log | grep -c ': slow: the way from ' || true)
 tell SLOW
-if [ $named = 0 ]; then
+if [ $named = 0 ] && [ $usual_s -lt 60 ]; then
     # Where others keep the machine busy, messages usually take so long that this is not ten times as long.
     during slower fifth shape rate 150kbit
     sleep 6
@@ -204,7 +208,10 @@ fn assert_slow_and_lost(output: &str, endpoints: &[String]) {
     };
     let (slow, lost) = (": slow: the way from ", "is lost");
     let of_slow = told("SLOW ", slow) + told("SLOWER ", slow);
-    assert!(of_slow > 0, "no slow way was named");
+    match output.contains("BUSY: ") {
+        true => println!("the machine is busy: whether a slow way is named is not judged"),
+        false => assert!(of_slow > 0, "no slow way was named"),
+    }
     let of_crawled = told("CRAWLED ", slow) + told("CRAWLED ", lost);
     assert!(of_crawled > 0, "nothing was said of a way that crawled");
     match output.contains("STOOD STILL") {

@@ -377,7 +377,7 @@ fn a_worker_that_says_nothing_while_it_starts_is_named_and_not_waited_for_at_the
 fn what_is_wrong_on_every_machine_is_refused_before_this_one_is_measured() {
     type Edit = fn(&mut Value);
     let as_it_is: Edit = |_| {};
-    let cases: [(&str, Edit, &[&str], &[&str]); 7] = [
+    let cases: [(&str, Edit, &[&str], &[&str]); 8] = [
         (
             "plan",
             |spec| {
@@ -422,11 +422,17 @@ fn what_is_wrong_on_every_machine_is_refused_before_this_one_is_measured() {
         (
             "plan",
             as_it_is,
-            &["--node", "attic:memory=2Gi", "--node", "cellar:memory=1"],
+            &["--node", "attic:memory=2Gi", "--node", "cellar:memory=1Mi"],
             &[
-                "memory is \"1\": 128 MiB of a node stay free",
+                "memory is \"1Mi\": 128 MiB of a node stay free",
                 "cellar:memory=2Gi",
             ],
+        ),
+        (
+            "plan",
+            as_it_is,
+            &["--node", "attic:memory=420"],
+            &["memory is \"420\", which is in bytes: write a unit, as in attic:memory=420Mi"],
         ),
         (
             "up",

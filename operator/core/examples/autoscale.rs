@@ -9,7 +9,7 @@ use hearth_controller_core::testing::traffic::shapes::Shape;
 use hearth_controller_core::testing::traffic::{Outcome, World, simulate};
 
 /// Times as measured on the Zen 4 machine of docs/benchmarks.md (Qwen3-MoE in FP8, one thread): 256 prompt tokens in 1783 ms,
-/// steps of 19.5 ms with one stream and 89.7 ms with eight. `start_s` is an assumption.
+/// steps of 19.5 ms with one stream and 89.7 ms with eight. `start_s` is a parameter.
 fn world(start_s: f64) -> World {
     World {
         prefill_ms_per_token: 1783.0 / 256.0,

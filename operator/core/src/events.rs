@@ -11,17 +11,22 @@ use crate::conditions::{
 };
 use crate::decision::Transition;
 
-/// Transitions from the old status to the new one.
+/// Transitions from the old status to the new one. With `numbers_alone` the new plan was made for what the old one was, apart from
+/// the numbers of workers: what is told of these tells of the plan, too.
 pub(crate) fn transitions(
     old: Option<&InferenceDeploymentStatus>,
     new: &InferenceDeploymentStatus,
+    numbers_alone: bool,
 ) -> Vec<Transition> {
     let change = Change { old, new };
+    let scaled = change.scaled();
     let mut events = Vec::new();
-    events.extend(change.planned());
+    if scaled.is_empty() || !numbers_alone {
+        events.extend(change.planned());
+    }
     events.extend(change.refused());
     events.extend(change.model());
-    events.extend(change.scaled());
+    events.extend(scaled);
     events.extend(change.zero());
     events.extend(change.gateway());
     let members = change.members();

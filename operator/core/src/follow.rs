@@ -27,7 +27,7 @@ use crate::sharing::unneeded_in_the_way;
 /// Seconds that a worker is taken to need until it is ready, before one has been seen to start.
 const UNKNOWN_START_S: f64 = 60.0;
 /// The shortest and the longest such time, in seconds.
-const START_S: [f64; 2] = [5.0, 600.0];
+pub(crate) const START_S: [f64; 2] = [5.0, 600.0];
 /// The most workers of a pool.
 const MOST: u32 = 64;
 

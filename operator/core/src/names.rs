@@ -32,6 +32,8 @@ pub const ANNOTATION_RANK_HASH: &str = "hearth.dev/rank-hash";
 pub const ANNOTATION_FORM: &str = "hearth.dev/form";
 /// Annotation of gateways: the workers that requests may go to, as JSON; shown to the container as a file.
 pub const ANNOTATION_ROUTES: &str = "hearth.dev/routes";
+/// Annotation: when the routes were last changed.
+pub const ANNOTATION_ROUTED: &str = "hearth.dev/routed";
 /// Annotation: serial of the newest certificate; a change makes the kubelet renew the Secret's files at once.
 pub const ANNOTATION_CERTIFICATE: &str = "hearth.dev/certificate";
 /// Annotation of inspect Pods: digest of the model source.

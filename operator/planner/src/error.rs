@@ -37,6 +37,8 @@ pub enum Advice {
     FreeMemory(u64),
     /// Nothing in the spec helps: this node of a ring needs this many more bytes.
     FreeMemoryOf(String, u64),
+    /// Nothing in the spec helps: a ring of several members needs this many more bytes of each of these nodes.
+    FreeMemoryOfNodes(Vec<(String, u64)>),
     /// Nothing in the spec helps: this node must be one with this many more bytes, so that it can be the head of a ring.
     MoreMemoryOf(String, u64),
     /// Nothing in the spec helps: the disks of these nodes must be measured, so that a ring may read from them.
@@ -45,6 +47,8 @@ pub enum Advice {
     Argument(String),
     /// Nothing in the spec helps, and no amount of memory of one node.
     SmallerModel,
+    /// Change what rules out a ring of the nodes, which would have room: each field with what to write.
+    Ring(String),
     /// Nothing in the spec helps: Pods must request this much less CPU of the node, in thousandths of a CPU.
     FreeCpu(u64),
     /// Nothing in the spec helps: the machine needs this many more cores.
@@ -105,6 +109,13 @@ impl fmt::Display for Advice {
                 "free {} MiB on {node}, add a node, or use a smaller model",
                 bytes.div_ceil(1 << 20)
             ),
+            Self::FreeMemoryOfNodes(nodes) => {
+                let of_node = |(node, bytes): &(String, u64)| {
+                    format!("{} MiB on {node}", bytes.div_ceil(1 << 20))
+                };
+                let all: Vec<String> = nodes.iter().map(of_node).collect();
+                write!(f, "free {} for a ring, or add a node", all.join(" and "))
+            }
             Self::MoreMemoryOf(node, bytes) => write!(
                 f,
                 "give {node} {} MiB more memory, add a larger node, or use a smaller model",
@@ -117,6 +128,10 @@ impl fmt::Display for Advice {
                 disks::REMEDY
             ),
             Self::Argument(argument) => write!(f, "write {argument}"),
+            Self::Ring(why) => write!(
+                f,
+                "let a piped ring of the nodes hold the model, for which there is room ({why})"
+            ),
             Self::SmallerModel => f.write_str("add a node, or use a smaller model"),
             Self::FreeMemory(bytes) => {
                 write!(f, "free {}, or use a smaller model", format_bytes(*bytes))

@@ -42,9 +42,6 @@ pub struct Device {
     pub memory_bytes: u64,
     /// Of these, bytes of the buffers for computation (the paper's `c^cpu`).
     pub buffer_bytes: u64,
-    /// Bytes of memory that are set aside and not in use while a token is computed: the page cache keeps in them what was read
-    /// of weights without room, where experts are among these.
-    pub page_cache_bytes: u64,
     /// Read bandwidth of the disk with the weights, through mapped pages, in GB/s.
     pub disk_read_gbps: f64,
     /// Milliseconds to map a GB of weights that were read, and to unmap others for them.
@@ -448,7 +445,6 @@ mod tests {
             name: name.to_owned(),
             memory_bytes: 1000,
             buffer_bytes: 10,
-            page_cache_bytes: 0,
             disk_read_gbps: 1.0,
             map_ms_per_gb: 20.0,
             must_fit: false,

@@ -8,10 +8,8 @@
 //! cannot stay. A window may be larger than that room: nothing is read so early that it would have to be read again
 //! (prefetch-release). A device that has experts reads these first, and never ahead, as they are known only when their
 //! layer runs. Where even the other weights have no room beside those of one layer, a part of them is read at each token,
-//! too, and not ahead either: the experts are in the way. What was read for it stays in the page cache as long as memory that is
-//! set aside is not used, and is mapped again from there, so that a token reads what exceeds both; a prompt uses that memory, and
-//! reads all that has no room. What passes through leaves the page cache at once. A device whose layers all fit reads nothing
-//! after the first token.
+//! too, and not ahead either: the experts are in the way. What leaves memory leaves the page cache with it, so that all that
+//! has no room is read. A device whose layers all fit reads nothing after the first token.
 //!
 //! Architecture invariant: no clock; the same windows give the same times.
 
@@ -151,8 +149,6 @@ struct Lane {
     windows: usize,
     /// What a token reads from disk.
     absent: Parts,
-    /// What is not mapped, which a prompt reads.
-    unmapped: Parts,
     ms_per_byte: f64,
     /// Milliseconds to map a byte that was read and to unmap another one.
     map_ms_per_byte: f64,
@@ -227,9 +223,8 @@ impl<'a> Simulator<'a> {
         let own_ms = self.own_ms(windows);
         let chosen_share = self.problem.chosen_share();
         let read_ms = |(device, share): (usize, &Share)| {
-            let absent_bytes = self.absent_bytes(device, share);
-            let experts = absent_bytes.min(share.expert_bytes);
-            let read = experts as f64 * chosen_share + (absent_bytes - experts) as f64;
+            let experts = share.overflow_bytes.min(share.expert_bytes);
+            let read = experts as f64 * chosen_share + (share.overflow_bytes - experts) as f64;
             read / self.problem.devices[device].disk_read_gbps / 1e6
         };
         let reads_ms = shares.iter().enumerate().map(read_ms).fold(0.0, f64::max);
@@ -284,19 +279,8 @@ impl<'a> Simulator<'a> {
         })
     }
 
-    /// Bytes of a device's weights that are not in memory.
-    fn absent_bytes(&self, device: usize, share: &Share) -> u64 {
-        match share.expert_bytes {
-            0 => share.overflow_bytes,
-            _ => {
-                let cached_bytes = self.problem.devices[device].page_cache_bytes;
-                share.overflow_bytes.saturating_sub(cached_bytes)
-            }
-        }
-    }
-
-    /// The parts of a device's weights of which `lacking_bytes` have no room.
-    fn parts(&self, share: &Share, lacking_bytes: u64) -> Parts {
+    /// The parts of a device's weights that a token reads from disk.
+    fn absent(&self, share: &Share) -> Parts {
         let part = |bytes: u64, of: u64| match of {
             0 => 0.0,
             _ => (bytes as f64 / of as f64).min(1.0),
@@ -304,16 +288,18 @@ impl<'a> Simulator<'a> {
         let dense_bytes = share.stored_bytes - share.expert_bytes;
         if share.expert_bytes == 0 {
             return Parts {
-                dense: part(lacking_bytes + share.read_ahead_bytes, dense_bytes),
+                dense: part(share.overflow_bytes + share.read_ahead_bytes, dense_bytes),
                 experts: 0.0,
             };
         }
         // The experts of the layer at work take room, even where no others do.
         let at_work = self.most_chosen_bytes.min(share.expert_bytes);
-        let beyond = lacking_bytes.saturating_sub(share.expert_bytes - at_work);
+        let beyond = share
+            .overflow_bytes
+            .saturating_sub(share.expert_bytes - at_work);
         Parts {
             dense: part(beyond, dense_bytes),
-            experts: part(lacking_bytes, share.expert_bytes),
+            experts: part(share.overflow_bytes, share.expert_bytes),
         }
     }
 
@@ -324,8 +310,7 @@ impl<'a> Simulator<'a> {
             Lane {
                 share,
                 windows: own.count(),
-                absent: self.parts(&share, self.absent_bytes(device, &share)),
-                unmapped: self.parts(&share, share.overflow_bytes),
+                absent: self.absent(&share),
                 ms_per_byte: 1.0 / rates.disk_read_gbps / 1e6,
                 map_ms_per_byte: rates.map_ms_per_gb / 1e9,
                 ahead_bytes: 0.0,
@@ -382,9 +367,8 @@ impl<'a> Simulator<'a> {
             let (dense, routed) = (layer.dense_bytes() as f64, layer.routed_bytes as f64);
             let passing = dense * lane.absent.dense;
             let chosen = routed * lane.absent.experts;
-            let mapped = dense * lane.unmapped.dense + routed * lane.unmapped.experts;
             let compute_ms = self.problem.devices[window.device].cpus.token_ms[index]
-                + mapped * lane.map_ms_per_byte;
+                + (passing + chosen) * lane.map_ms_per_byte;
             now_ms += lane.wait_ms(passing) + chosen * lane.ms_per_byte + compute_ms;
             lane.read_ahead(compute_ms, passing);
         }
@@ -484,8 +468,7 @@ impl<'a> Simulator<'a> {
             };
             cpus.clone().map(of_layer).sum()
         };
-        // Its activations are where the page cache would keep some of them.
-        let read = bytes(lane.unmapped);
+        let read = bytes(lane.absent);
         let disk_ms = read * lane.ms_per_byte;
         let compute_ms = compute_ms + read * lane.map_ms_per_byte;
         if !lane.share.reads_ahead() {

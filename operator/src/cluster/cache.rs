@@ -166,8 +166,9 @@ impl State {
     }
 
     /// Takes the nodes of a deployment's plan again, for workers that start after there were none.
-    pub(crate) fn take_again(&mut self, uid: &str) {
+    pub(crate) fn take_again(&mut self, uid: &str, now: Timestamp) {
         if let Some(uid) = self.suspended.take(uid) {
+            self.sharing.begin(&uid, now);
             self.recount(&uid);
         }
     }

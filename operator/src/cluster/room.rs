@@ -358,7 +358,7 @@ mod tests {
         assert!(put(&mut state, 2, true).waiting, "others have room");
         assert_eq!(held(&state), BTreeMap::new());
         // Before its Pods are there, and before its status is written.
-        state.take_again("0b1c");
+        state.take_again("0b1c", Timestamp::now());
         assert_eq!(held(&state), before);
         put(&mut state, 3, false);
         assert_eq!(held(&state), before);

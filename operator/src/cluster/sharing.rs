@@ -29,6 +29,8 @@ pub(crate) struct Sharing {
     /// Nodes that the workers of some will have once others have ended theirs: kept when some of these have gone, since that room is not
     /// for anybody.
     awaited: HashMap<Key, BTreeSet<String>>,
+    /// When the nodes of some were taken again, which their status does not say yet; by uid.
+    begun: HashMap<Arc<str>, Timestamp>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +79,9 @@ impl Sharing {
         let is_leaving = status.is_some_and(InferenceDeploymentStatus::is_at_zero);
         let is_ready =
             conditions::of(status, DECODE_READY).is_some_and(|ready| ready.status == "True");
+        if !is_leaving {
+            self.begun.remove(uid);
+        }
         let spec = &deployment.spec;
         // Workers that an autoscaler ends make room, too, but for nobody in particular.
         let may_end = spec.may_rest() || (spec.may_be_emptied() && is_leaving);
@@ -98,9 +103,15 @@ impl Sharing {
         giver.has_some() && !before.is_some_and(|before| before.has_some())
     }
 
+    /// Notes that the nodes of a deployment's plan are taken again.
+    pub(crate) fn begin(&mut self, uid: &Arc<str>, now: Timestamp) {
+        self.begun.insert(Arc::clone(uid), now);
+    }
+
     /// Forgets a deployment; returns those that it asked.
     pub(crate) fn forget(&mut self, key: &Key, uid: &str) -> Vec<Key> {
         self.givers.remove(uid);
+        self.begun.remove(uid);
         self.awaited.remove(key);
         let asked = self.askers.remove(key);
         asked.into_iter().flat_map(|asked| asked.of).collect()
@@ -238,6 +249,10 @@ impl State {
         let workers: Vec<&PodView> = pods.filter(|pod| is_worker(pod)).collect();
         // Its nodes were taken again, which its status does not say yet.
         let has_begun = giver.is_leaving && !self.suspended.contains(uid);
+        let begun = self.sharing.begun.get(uid).filter(|_| has_begun);
+        if begun.is_some_and(|since| age(*since, now) >= giver.longest_start) {
+            return None;
+        }
         let may_end = giver.may_end(idle_s) && !has_begun && !workers.is_empty();
         if !may_end && !has_begun && !giver.may_start(now) {
             return None;
@@ -376,8 +391,10 @@ mod tests {
         state.put_plan(of_plan, Ok(&plan));
         assert_eq!(neighbours(&state, 1000), []);
         // It has been given its nodes again, and its status is not written yet.
-        state.take_again("uid");
+        state.take_again("uid", seconds(1000));
         assert!(neighbours(&state, 1000)[0].is_starting);
+        assert_eq!(neighbours(&state, 1599).len(), 1);
+        assert_eq!(neighbours(&state, 1600), [], "it never is");
 
         assert!(!put(&mut state, 2, &woken(seconds(1000))).waiting);
         let found = neighbours(&state, 1100);

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde_json::{Value, json};
 
+use super::status::waits_by_up;
 use crate::environment::Environment;
 use crate::http::openai::Client;
 use crate::terminal::ui;
@@ -74,43 +75,60 @@ pub(crate) fn run(args: &ChatArgs, environment: &Environment) -> anyhow::Result<
         .enable_all()
         .build()?;
     runtime.block_on(async {
-        let client = connect(args, environment).await?;
-        talk(&client, &args.talk).await
+        let (client, local) = connect(args, environment).await?;
+        let waits = || match &local {
+            Some((state, name)) => waits_by_up(state, name),
+            None => Vec::new(),
+        };
+        talk(&client, &args.talk, &waits).await
     })
 }
 
-/// Asks the one question, or talks until the end of input.
+/// Asks the one question, or talks until the end of input. Besides the endpoint, `waits` tells whom answers wait for.
 ///
 /// # Errors
 /// The endpoint's, or that it cannot be reached.
-pub(crate) async fn talk(client: &Client, args: &TalkArgs) -> anyhow::Result<()> {
+pub(crate) async fn talk(
+    client: &Client,
+    args: &TalkArgs,
+    waits: &dyn Fn() -> Vec<String>,
+) -> anyhow::Result<()> {
     let mut messages = Vec::new();
     if let Some(system) = &args.system {
         messages.push(json!({"role": "system", "content": system}));
     }
     match &args.message {
-        Some(message) => turn(client, &mut messages, message).await,
-        None => converse(client, &mut messages).await,
+        Some(message) => turn(client, &mut messages, message, waits).await,
+        None => converse(client, &mut messages, waits).await,
     }
 }
 
-async fn connect(args: &ChatArgs, environment: &Environment) -> anyhow::Result<Client> {
+/// Connects to the endpoint; with the name of a deployment of this machine, and where its state is.
+async fn connect(
+    args: &ChatArgs,
+    environment: &Environment,
+) -> anyhow::Result<(Client, Option<(StateDir, String)>)> {
     let key = args.talk.api_key.as_deref();
     let Some(url) = &args.url else {
-        let running = StateDir::locate(args.state.state_dir.as_deref(), environment)?
-            .choose(args.name.as_deref())?;
+        let state = StateDir::locate(args.state.state_dir.as_deref(), environment)?;
+        let running = state.choose(args.name.as_deref())?;
         let trusted = args.ca.as_ref().or(running.certificate.as_ref());
-        return Client::new(&running.endpoint, &running.served_name, key, trusted);
+        let client = Client::new(&running.endpoint, &running.served_name, key, trusted)?;
+        return Ok((client, Some((state, running.name))));
     };
     let model = args.model.as_deref().unwrap_or_default();
     let mut client = Client::new(url, model, key, args.ca.as_ref())?;
     if args.model.is_none() {
         client.model = client.first_model().await?;
     }
-    Ok(client)
+    Ok((client, None))
 }
 
-async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<()> {
+async fn converse(
+    client: &Client,
+    messages: &mut Vec<Value>,
+    waits: &dyn Fn() -> Vec<String>,
+) -> anyhow::Result<()> {
     let terminal = std::io::stdin().is_terminal();
     if terminal {
         ui::say(format_args!(
@@ -134,7 +152,7 @@ async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<
             continue;
         }
         let before = messages.len();
-        if let Err(error) = turn(client, messages, line).await {
+        if let Err(error) = turn(client, messages, line, waits).await {
             if !terminal {
                 return Err(error);
             }
@@ -145,7 +163,12 @@ async fn converse(client: &Client, messages: &mut Vec<Value>) -> anyhow::Result<
     Ok(())
 }
 
-async fn turn(client: &Client, messages: &mut Vec<Value>, text: &str) -> anyhow::Result<()> {
+async fn turn(
+    client: &Client,
+    messages: &mut Vec<Value>,
+    text: &str,
+    waits: &dyn Fn() -> Vec<String>,
+) -> anyhow::Result<()> {
     messages.push(json!({"role": "user", "content": text}));
     let (mut answer, heard) = (String::new(), Cell::new(Instant::now()));
     let stream = client.stream(messages, |piece| {
@@ -155,7 +178,7 @@ async fn turn(client: &Client, messages: &mut Vec<Value>, text: &str) -> anyhow:
     });
     tokio::select! {
         ended = stream => ended?,
-        never = tell_waits(client, &heard) => match never {},
+        never = tell_waits(client, &heard, waits) => match never {},
     }
     ui::print_data("\n")?;
     messages.push(json!({"role": "assistant", "content": answer}));
@@ -163,14 +186,19 @@ async fn turn(client: &Client, messages: &mut Vec<Value>, text: &str) -> anyhow:
 }
 
 /// Says whom the answer waits for when nothing of it has been heard for a while, each member once.
-async fn tell_waits(client: &Client, heard: &Cell<Instant>) -> Infallible {
+async fn tell_waits(
+    client: &Client,
+    heard: &Cell<Instant>,
+    waits: &dyn Fn() -> Vec<String>,
+) -> Infallible {
     let mut told = Vec::new();
     loop {
         tokio::time::sleep(SILENCE).await;
         if heard.get().elapsed() < SILENCE {
             continue;
         }
-        for member in client.waits_for().await {
+        let by_endpoint = client.waits_for().await;
+        for member in by_endpoint.into_iter().chain(waits()) {
             if !told.contains(&member) {
                 ui::say(format_args!("  the answer waits for {member}"));
                 told.push(member);

@@ -5,13 +5,15 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 use hearth_crds::StoredModel;
 
 use crate::environment::Environment;
 use crate::terminal::table::{self, OutputFormat, age};
 use crate::terminal::ui::{self, Steps};
-use crate::up::fetched::{self, Stopped, Wanted};
+use crate::up::fetched::{self, Wanted};
+use crate::up::interrupts::{Interrupts, STOPPED, Stopped};
 use crate::up::state::{StateArgs, StateDir};
 use crate::up::worker;
 
@@ -23,8 +25,6 @@ const EXAMPLES: &str = "Examples:\n  hearth models pull Qwen/Qwen3-0.6B\n  heart
      HEARTH_STATE_DIR is the directory of running deployments, whose models rm leaves";
 /// Digits of a commit or a checksum that a table shows.
 const SHORT_DIGITS: usize = 12;
-/// Exit code of a command that Ctrl-C has ended, as shells have it.
-const STOPPED: u8 = 130;
 /// The worker's tool.
 const TOOL: &str = "models";
 
@@ -54,16 +54,19 @@ enum Models {
     /// Keep a model when room is made for others, until it is unpinned
     Pin {
         /// Its name or its key, as list shows them
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         model: String,
     },
     /// Take back pin
     Unpin {
         /// Its name or its key, as list shows them
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         model: String,
     },
     /// Remove a model that is neither in use nor pinned, or what has arrived of one, from the cache
     Rm {
         /// Its name or its key, as list shows them
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         model: String,
     },
 }
@@ -91,7 +94,8 @@ fn pull(named: &str, environment: &Environment) -> anyhow::Result<ExitCode> {
         has_token: environment.has_model_token,
     };
     let steps = Steps::new(environment);
-    match fetched::fetch_until_stopped(&wanted, repo, environment, &steps) {
+    let interrupts = Interrupts::listen()?;
+    match fetched::fetch(&wanted, repo, environment, &steps, &interrupts) {
         Ok(directory) => {
             ui::print_data(&format!("{}\n", directory.display()))?;
             Ok(ExitCode::SUCCESS)
@@ -274,7 +278,7 @@ fn stored(
     if let Some((flag, key)) = change {
         arguments.extend([flag, key].map(OsStr::new));
     }
-    let told = worker::ask(environment, &arguments, |_| {});
+    let told = worker::ask(environment, &Interrupts::default(), &arguments, |_| {});
     match change {
         Some(_) => told.map_err(|error| fetched::of_cache(error, environment)),
         None => told,

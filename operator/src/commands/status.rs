@@ -39,7 +39,8 @@ pub(crate) struct StatusArgs {
 struct Status {
     #[serde(flatten)]
     running: Running,
-    /// Whether the endpoint reports that it is ready.
+    /// Whether the endpoint reports that it is ready, and no process hangs that answers need; `ready` is whether `hearth up` has
+    /// reported so, too.
     serving: bool,
     /// Members of workers' groups that answers wait for.
     waits_for: Vec<String>,
@@ -75,7 +76,7 @@ pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Resul
             let rows = rows(std::slice::from_ref(&status));
             format!("{rows}\n\n{}", workers(&status))
         };
-        args.output.print(&status, in_detail)?;
+        args.output.print(&as_printed(&status)?, in_detail)?;
         return Ok(ExitCode::SUCCESS);
     }
     let all: Vec<Status> = state.running()?.into_iter().map(of).collect();
@@ -85,7 +86,8 @@ pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Resul
             state.path().display()
         ));
     } else {
-        args.output.print(&all, || rows_and_members(&all))?;
+        let printed: Vec<Value> = all.iter().map(as_printed).collect::<anyhow::Result<_>>()?;
+        args.output.print(&printed, || rows_and_members(&all))?;
     }
     Ok(if all.is_empty() {
         ExitCode::FAILURE
@@ -94,7 +96,7 @@ pub(crate) fn run(args: &StatusArgs, environment: &Environment) -> anyhow::Resul
     })
 }
 
-async fn inspect(running: Running, plan: Option<InferencePlanSpec>) -> Status {
+async fn inspect(mut running: Running, plan: Option<InferencePlanSpec>) -> Status {
     let base = running.endpoint.trim_end_matches("/v1").to_owned();
     let client = http::client(&base, running.certificate.as_deref(), Some(PATIENCE));
     let (mut serving, mut waits_for, mut metrics) = (false, Vec::new(), None);
@@ -108,9 +110,10 @@ async fn inspect(running: Running, plan: Option<InferencePlanSpec>) -> Status {
     }
     // A gateway hears of them some seconds later.
     let hung = hung_members(&running, plan.as_ref());
-    serving &= hung.is_empty();
+    serving &= hung.is_empty() && !is_gateway_hung(&running);
     waits_for.extend(hung);
-    if !serving {
+    running.ready &= serving;
+    if !running.ready {
         let members = members_of_ring(&running, plan.as_ref());
         waits_for.extend(awaited(members).map(str::to_owned));
     }
@@ -132,6 +135,19 @@ async fn inspect(running: Running, plan: Option<InferencePlanSpec>) -> Status {
         predicted_tpot_ms: plan.as_ref().map(|plan| plan.predicted.tpot_ms),
         plan,
     }
+}
+
+/// Names of processes that answers of a deployment wait for, as its `hearth up` tells: a gateway cannot know them before its workers
+/// have answered once.
+pub(super) fn waits_by_up(state: &StateDir, name: &str) -> Vec<String> {
+    let Ok(running) = state.choose(Some(name)) else {
+        return Vec::new();
+    };
+    let plan = state.deployment(name).read_plan().ok();
+    let mut waits_for = hung_members(&running, plan.as_ref());
+    let members = members_of_ring(&running, plan.as_ref());
+    waits_for.extend(awaited(members).map(str::to_owned));
+    waits_for
 }
 
 /// Names of processes that hang and that no answer goes on without: members of rings, and the only decode workers.
@@ -207,23 +223,45 @@ fn rows_and_members(all: &[Status]) -> String {
     let has_group = |plan: &InferencePlanSpec| plan.ranks.iter().any(|rank| rank.group().is_some());
     let starting = all.iter().filter(|status| {
         let plan = status.plan.as_ref();
-        !status.serving && plan.is_some_and(has_group)
+        !status.running.ready && plan.is_some_and(has_group)
     });
     parts.extend(starting.map(|status| format!("{}:\n{}", status.running.name, workers(status))));
     parts.join("\n\n")
 }
 
+/// A deployment as `-o json` prints it: each process has its node, its layers and its state, as the table does.
+fn as_printed(status: &Status) -> anyhow::Result<Value> {
+    let mut printed = serde_json::to_value(status)?;
+    let processes = printed["processes"].as_array_mut().into_iter().flatten();
+    for (printed, process) in processes.zip(&status.running.processes) {
+        let (node, layers) = place(status, process);
+        printed["node"] = node.into();
+        printed["layers"] = layers.into();
+        printed["state"] = process.state().into();
+    }
+    Ok(printed)
+}
+
+/// Node and layers of a process by the plan.
+fn place(status: &Status, process: &RunningProcess) -> (Option<String>, Option<String>) {
+    let plan = status.plan.as_ref();
+    let rank = plan.and_then(|plan| plan.rank(&process.rank));
+    let ring = rank.and_then(|rank| rank.ring.as_ref());
+    (
+        rank.map(|rank| rank.node.clone()),
+        ring.map(PlanRing::layers),
+    )
+}
+
 /// Each process with its state.
 fn workers(status: &Status) -> String {
     let rows = status.running.processes.iter().map(|process| {
-        let plan = status.plan.as_ref();
-        let rank = plan.and_then(|plan| plan.rank(&process.rank));
-        let ring = rank.and_then(|rank| rank.ring.as_ref());
+        let (node, layers) = place(status, process);
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         [
             process.rank.clone(),
-            or_dash(rank.map(|rank| rank.node.clone())),
-            or_dash(ring.map(PlanRing::layers)),
+            or_dash(node),
+            or_dash(layers),
             process.state().to_owned(),
             process.restarts.to_string(),
             or_dash(process.pid.map(|pid| pid.to_string())),
@@ -233,15 +271,19 @@ fn workers(status: &Status) -> String {
     table::plain(&header, rows)
 }
 
-/// Readiness reported by the endpoint, with whom it waits for, unless its process hangs.
+/// Readiness, with whom answers wait for, unless the gateway's process hangs.
 fn ready(status: &Status) -> String {
-    let is_hung = processes_of(&status.running, "gateway").any(|process| process.hung);
-    match (is_hung, status.serving, &*status.waits_for) {
+    let is_hung = is_gateway_hung(&status.running);
+    match (is_hung, status.running.ready, &*status.waits_for) {
         (true, ..) => "hung".to_owned(),
         (false, true, _) => "True".to_owned(),
         (false, false, []) => "False".to_owned(),
         (false, false, members) => format!("False: waits for {}", members.join(", ")),
     }
+}
+
+fn is_gateway_hung(running: &Running) -> bool {
+    processes_of(running, "gateway").any(|process| process.hung)
 }
 
 fn pool(running: &Running, role: &str) -> String {

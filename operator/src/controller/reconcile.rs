@@ -308,7 +308,7 @@ impl Reconciler {
             self.notifier.cache.lock().reserve(&uid, plan);
         }
         if starts_again(&decision) {
-            self.notifier.cache.lock().take_again(&uid);
+            self.notifier.cache.lock().take_again(&uid, now);
         }
         (observed, decision)
     }

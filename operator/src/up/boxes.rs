@@ -54,6 +54,12 @@ impl FromStr for BoxArg {
             .parse()
             .map_err(|error| format!("memory is {memory:?}: {error}"))?;
         if quantity.bytes() <= LEAST_RESERVE_BYTES {
+            if memory.parse() == Ok(quantity.bytes()) && quantity.bytes() > 0 {
+                let unit = if quantity.bytes() > 128 { "Mi" } else { "Gi" };
+                return Err(format!(
+                    "memory is {memory:?}, which is in bytes: write a unit, as in {name}:memory={memory}{unit}"
+                ));
+            }
             return Err(format!(
                 "memory is {memory:?}: {} of a node stay free, so that it would hold nothing: write more, as in {name}:memory=2Gi",
                 format_bytes(LEAST_RESERVE_BYTES)
@@ -265,21 +271,25 @@ pub(crate) fn as_arguments(
         PlanError::InsufficientMemory { node, advice, .. } => (node.clone(), advice),
         _ => return error,
     };
-    for advice in advice {
-        let (name, more_bytes) = match &*advice {
-            Advice::FreeMemoryOf(name, bytes) => (name, *bytes),
-            Advice::FreeMemory(bytes) => (&node, *bytes),
-            _ => continue,
-        };
-        let it = boxes.iter().find(|it| it.name == *name);
-        let memory = nodes.iter().find(|node| node.node == *name);
-        let (Some(it), Some(memory)) = (it, memory.map(|node| &node.memory)) else {
-            continue;
-        };
+    let argument = |name: &str, more_bytes: u64| {
+        let it = boxes.iter().find(|it| it.name == name)?;
+        let memory = &nodes.iter().find(|node| node.node == name)?.memory;
         let bytes = memory.available_bytes.saturating_add(more_bytes);
         let bytes = bytes.div_ceil(1 << 20) << 20;
-        if bytes <= memory.total_bytes {
-            *advice = Advice::Argument(it.with_memory(bytes));
+        (bytes <= memory.total_bytes).then(|| it.with_memory(bytes))
+    };
+    for advice in advice {
+        let arguments: Option<Vec<String>> = match &*advice {
+            Advice::FreeMemoryOf(name, bytes) => argument(name, *bytes).map(|it| vec![it]),
+            Advice::FreeMemory(bytes) => argument(&node, *bytes).map(|it| vec![it]),
+            Advice::FreeMemoryOfNodes(more) => more
+                .iter()
+                .map(|(name, bytes)| argument(name, *bytes))
+                .collect(),
+            _ => None,
+        };
+        if let Some(arguments) = arguments {
+            *advice = Advice::Argument(arguments.join(" "));
         }
     }
     error
@@ -409,6 +419,8 @@ mod tests {
             (&["attic:memory=lots"], "memory is \"lots\""),
             (&["attic:memory=0"], "memory is \"0\""),
             (&["attic:memory=128Mi"], "128 MiB of a node stay free"),
+            (&["attic:memory=420"], "as in attic:memory=420Mi"),
+            (&["attic:memory=2"], "as in attic:memory=2Gi"),
             (&["attic:cpus=0"], "attic:memory=2Gi"),
             (&["attic:memory=1Gi,cpus=3-1"], "cpus is \"3-1\""),
             (&["attic:memory=1Gi,cpus=9"], "no such CPU"),
@@ -457,6 +469,11 @@ mod tests {
         assert_eq!(
             more("office", 1024),
             "write --node office:memory=3Gi,gpus=1"
+        );
+        let both = ["attic", "office"].map(|name| (name.to_owned(), 1 << 30));
+        assert_eq!(
+            words(Advice::FreeMemoryOfNodes(both.to_vec())),
+            "write --node attic:memory=2Gi,cpus=0-2 --node office:memory=3Gi,gpus=1"
         );
         let too_much = more("office", 6 << 10);
         assert!(

@@ -3,7 +3,6 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
@@ -11,13 +10,12 @@ use std::time::Instant;
 use anyhow::{Context, anyhow, bail};
 use hearth_crds::{HttpSource, ModelSource, format_remaining};
 use rustix::fs::{Access, access};
-use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use crate::environment::Environment;
-use crate::signals;
 use crate::terminal::ui::{self, Busy, Steps};
+use crate::up::interrupts::{Interrupts, Stopped};
 use crate::up::worker;
 
 /// A line of `hearth-worker fetch --json`.
@@ -81,65 +79,35 @@ pub(crate) fn wanted<'a>(
     }))
 }
 
-/// A fetch that SIGTERM or Ctrl-C has ended.
-#[derive(Debug, thiserror::Error)]
-#[error("the fetch of {name} was stopped: {kept}")]
-pub(crate) struct Stopped {
-    name: String,
-    /// What has arrived, in words.
-    kept: String,
-}
-
 /// Returns the directory of the model, fetching it if it is not in the cache. `name` is the model's.
 ///
 /// # Errors
-/// The worker's own message; the directory of the cache cannot be used.
+/// The worker's own message; the directory of the cache cannot be used; [`Stopped`].
 pub(crate) fn fetch(
     wanted: &Wanted<'_>,
     name: &str,
     environment: &Environment,
     steps: &Steps,
+    interrupts: &Interrupts,
 ) -> anyhow::Result<PathBuf> {
-    let fetched = follow(wanted, name, environment, steps, |_| Ok(()));
+    let fetched = follow(wanted, name, environment, steps, interrupts);
     fetched.map_err(|error| of_cache(error, environment))
 }
 
-/// The same; SIGTERM and Ctrl-C end the fetch, and from then on not this process.
-///
-/// # Errors
-/// The same, and [`Stopped`].
-pub(crate) fn fetch_until_stopped(
-    wanted: &Wanted<'_>,
-    name: &str,
-    environment: &Environment,
-    steps: &Steps,
-) -> anyhow::Result<PathBuf> {
-    let fetched = follow(wanted, name, environment, steps, |child| {
-        // From a terminal it has got the signal itself.
-        let pid = Pid::from_child(child);
-        signals::hand_over(move || {
-            let _ = kill_process(pid, Signal::TERM);
-        })
-    });
-    fetched.map_err(|error| of_cache(error, environment))
-}
-
-/// Runs the worker's tool, and shows how far it is; `begun` gets the process.
+/// Runs the worker's tool, and shows how far it is.
 fn follow(
     wanted: &Wanted<'_>,
     name: &str,
     environment: &Environment,
     steps: &Steps,
-    begun: impl FnOnce(&Child) -> anyhow::Result<()>,
+    interrupts: &Interrupts,
 ) -> anyhow::Result<PathBuf> {
     let program = worker::program(environment)?;
     let (mut command, list) = command(&program, wanted, environment)?;
-    let mut child = command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = interrupts
+        .spawn(&mut command)
         .with_context(|| format!("{} cannot be run", program.display()))?;
-    begun(&child)?;
     if let (Some(list), Some(mut input)) = (list, child.stdin.take()) {
         // A worker that has ended before it read all says why.
         let _ = input.write_all(&list);
@@ -155,16 +123,13 @@ fn follow(
     };
     let (directory, errors) = hear(&mut child, &mut screen)?;
     screen.bar.finish();
-    let status = child.wait()?;
+    let Some(status) = interrupts.wait(&mut child)? else {
+        let kept = screen.kept();
+        return Err(Stopped(format!("the fetch of {name} was stopped: {kept}")).into());
+    };
     if let Some(directory) = directory.filter(|_| status.success()) {
         screen.done(&directory);
         return Ok(directory);
-    }
-    let ends = [Signal::INT, Signal::TERM].map(|signal| Some(signal.as_raw()));
-    if ends.contains(&status.signal()) {
-        let kept = screen.kept();
-        let name = name.to_owned();
-        return Err(Stopped { name, kept }.into());
     }
     Err(worker::failure(&program, TOOL, status, &errors))
 }
@@ -236,7 +201,7 @@ pub(crate) fn note_use(directory: &Path, environment: &Environment) {
     let mut arguments: Vec<&OsStr> = ["models", "--json", "--in"].map(OsStr::new).to_vec();
     arguments.extend([cache.as_os_str(), OsStr::new("--used"), &key]);
     // Without the record the model merely goes a little earlier.
-    let _ = worker::ask::<IgnoredAny>(environment, &arguments, |_| {});
+    let _ = worker::ask::<IgnoredAny>(environment, &Interrupts::default(), &arguments, |_| {});
 }
 
 /// The directory of this user's models, which may not exist yet.

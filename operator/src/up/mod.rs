@@ -5,6 +5,7 @@ mod boxes;
 pub(crate) mod fetched;
 mod files;
 mod hint;
+pub(crate) mod interrupts;
 mod ports;
 mod prepare;
 mod process;

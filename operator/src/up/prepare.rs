@@ -14,12 +14,14 @@ use hearth_crds::{
 };
 use hearth_planner::{CpuOffer, GpuOffer, PlanInput};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use super::boxes::{self, BoxArg};
 use super::{MachineArgs, UpArgs, files, profiles};
 use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::terminal::{table, ui};
+use crate::up::interrupts::{Interrupts, Stopped};
 use crate::up::ports::FreePorts;
 use crate::up::state::{DeploymentDir, StateDir};
 use crate::up::{ports, source, worker};
@@ -42,6 +44,8 @@ pub(crate) struct Prepared {
     pub(crate) started: Instant,
     /// Progress shown to the user.
     pub(crate) steps: Steps,
+    /// Who gets SIGTERM and Ctrl-C until the processes run.
+    pub(crate) interrupts: Interrupts,
     /// The deployment.
     deployment: InferenceDeployment,
     /// What the plan was made from, and the next one will be.
@@ -106,6 +110,42 @@ struct Inspected {
     chat_template: bool,
 }
 
+/// The worker's tools: what they do is shown, and SIGTERM and Ctrl-C end them.
+struct Tools<'a> {
+    environment: &'a Environment,
+    steps: &'a Steps,
+    interrupts: Interrupts,
+}
+
+impl<'a> Tools<'a> {
+    /// Begins to listen for the signals.
+    fn new(environment: &'a Environment, steps: &'a Steps) -> anyhow::Result<Self> {
+        Ok(Self {
+            environment,
+            steps,
+            interrupts: Interrupts::listen()?,
+        })
+    }
+
+    /// The directory of a deployment's model.
+    fn dereference(&self, deployment: &InferenceDeployment) -> anyhow::Result<PathBuf> {
+        let source = &deployment.spec.model.source;
+        source::dereference(source, self.environment, self.steps, &self.interrupts)
+    }
+
+    /// Asks a tool; `what` says what it does.
+    fn ask<T: DeserializeOwned>(&self, what: &str, arguments: &[&OsStr]) -> anyhow::Result<T> {
+        let mut busy = self.steps.busy(what);
+        let hear = |part: &str| busy.say(format!("{what}: {part}"));
+        let answer = worker::ask(self.environment, &self.interrupts, arguments, hear);
+        busy.finish();
+        answer.map_err(|error| match error.is::<Stopped>() {
+            true => Stopped(format!("stopped while {what}")).into(),
+            false => error,
+        })
+    }
+}
+
 /// Dereferences, validates and plans.
 ///
 /// # Errors
@@ -118,7 +158,8 @@ pub(crate) fn plan(
     steps: &Steps,
 ) -> anyhow::Result<Planned> {
     let deployment = deployment(file, Target::Machine)?;
-    let found = find(&deployment, state, machine, environment, steps)?;
+    let tools = Tools::new(environment, steps)?;
+    let found = find(&deployment, state, machine, &tools)?;
     let name = deployment.metadata.name.as_deref().unwrap_or_default();
     found.plan(&deployment, state.deployment(name).next_generation())
 }
@@ -148,9 +189,10 @@ pub(crate) fn plan_for_nodes(
         );
     }
     let profiles = profiles::read(profiles)?;
-    let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
+    let tools = Tools::new(environment, steps)?;
+    let directory = tools.dereference(&deployment)?;
     let found = Found {
-        inspected: inspect(&deployment, &directory, environment, steps)?,
+        inspected: inspect(&deployment, &directory, &tools)?,
         directory,
         profiles,
         boxes: Vec::new(),
@@ -192,17 +234,16 @@ fn find(
     deployment: &InferenceDeployment,
     state: &StateDir,
     machine: &MachineArgs,
-    environment: &Environment,
-    steps: &Steps,
+    tools: &Tools<'_>,
 ) -> anyhow::Result<Found> {
     hearth_planner::check_spec(&deployment.spec)?;
     boxes::check(&machine.nodes, machine.virtual_device.as_deref())?;
-    say_valid(deployment, steps);
-    let directory = source::dereference(&deployment.spec.model.source, environment, steps)?;
-    let inspected = inspect(deployment, &directory, environment, steps)?;
+    say_valid(deployment, tools.steps);
+    let directory = tools.dereference(deployment)?;
+    let inspected = inspect(deployment, &directory, tools)?;
     // Measuring takes seconds on a busy machine.
     hearth_planner::check_model(&deployment.spec, &inspected.facts)?;
-    let profile = measure(&directory, state, machine, environment, steps)?;
+    let profile = measure(&directory, state, machine, tools)?;
     Ok(Found {
         inspected,
         directory,
@@ -230,19 +271,16 @@ fn say_valid(deployment: &InferenceDeployment, steps: &Steps) {
 fn inspect(
     deployment: &InferenceDeployment,
     directory: &Path,
-    environment: &Environment,
-    steps: &Steps,
+    tools: &Tools<'_>,
 ) -> anyhow::Result<Inspected> {
-    let mut busy = steps.busy("reading the model's headers and its tokenizer");
     let facts = ["facts", "--serving", "--json", "--model"].map(OsStr::new);
-    let inspected: Inspected = worker::ask(
-        environment,
+    let inspected: Inspected = tools.ask(
+        "reading the model's headers and its tokenizer",
         &[&facts[..], &[directory.as_os_str()]].concat(),
-        |_| {},
     )?;
-    busy.finish();
     let model_name = deployment.spec.model.source.default_name();
-    steps.done(&format!("model {}", model(&inspected.facts, &model_name)));
+    let text = format!("model {}", model(&inspected.facts, &model_name));
+    tools.steps.done(&text);
     Ok(inspected)
 }
 
@@ -279,11 +317,9 @@ fn measure(
     model: &Path,
     state: &StateDir,
     args: &MachineArgs,
-    environment: &Environment,
-    steps: &Steps,
+    tools: &Tools<'_>,
 ) -> anyhow::Result<NodeProfileStatus> {
     let started = jiff::Timestamp::now();
-    let mut busy = steps.busy("measuring this machine");
     let kept = state.profile();
     let parent = std::process::id().to_string();
     let mut arguments = ["profile", "--json", "--progress", "--with-parent", &parent]
@@ -295,17 +331,15 @@ fn measure(
         arguments.extend([OsStr::new("--virtual-device"), OsStr::new(device)]);
     }
     arguments.extend([OsStr::new("--disk"), model.as_os_str()]);
-    let profile: NodeProfileStatus = worker::ask(environment, &arguments, |what| {
-        busy.say(format!("measuring this machine: {what}"));
-    })?;
-    busy.finish();
+    let profile: NodeProfileStatus = tools.ask("measuring this machine", &arguments)?;
     let measured: Option<jiff::Timestamp> = profile.measured_at.parse().ok();
     let when = measured
         .filter(|at| at.as_second() < started.as_second())
         .map_or_else(String::new, |at| format!(" (measured {at})"));
-    steps.done(&format!("this machine: {}{when}", machine(&profile)));
+    let text = format!("this machine: {}{when}", machine(&profile));
+    tools.steps.done(&text);
     if let Some(percent) = profile.busy_percent {
-        steps.warn(&format!(
+        tools.steps.warn(&format!(
             "other programs had {percent} % of the CPUs meanwhile: predictions are pessimistic, and the next start measures again"
         ));
     }
@@ -354,7 +388,9 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
         ports::check_free(args.metrics, &args.file.display().to_string(), &flag)?;
     }
     files::check(args)?;
-    let found = find(&deployment, &state, &args.machine, environment, &steps)?;
+    let tools = Tools::new(environment, &steps)?;
+    let found = find(&deployment, &state, &args.machine, &tools)?;
+    let interrupts = tools.interrupts;
     let directory = state.deployment(name);
     let Planned {
         name,
@@ -391,6 +427,7 @@ pub(crate) fn prepare(args: &UpArgs, environment: &Environment) -> anyhow::Resul
         can_chat,
         started,
         steps,
+        interrupts,
         deployment,
         found,
         lost_gpus: BTreeMap::new(),

@@ -9,6 +9,7 @@ use hearth_crds::ModelSource;
 use crate::environment::Environment;
 use crate::terminal::ui::Steps;
 use crate::up::fetched;
+use crate::up::interrupts::Interrupts;
 
 /// Directories searched for built-in models, first match wins: `HEARTH_MODELS`, `share/hearth/models` next to the
 /// programs, `models/` of the source tree that the programs were built in, and the system's share directories.
@@ -41,6 +42,7 @@ pub(crate) fn dereference(
     source: &ModelSource,
     environment: &Environment,
     steps: &Steps,
+    interrupts: &Interrupts,
 ) -> anyhow::Result<PathBuf> {
     if let Some(builtin) = &source.builtin {
         if let Some(named) = &environment.models
@@ -77,7 +79,8 @@ pub(crate) fn dereference(
         return on_host(&host_path.path);
     }
     if let Some(wanted) = fetched::wanted(source, environment)? {
-        return fetched::fetch(&wanted, &source.default_name(), environment, steps);
+        let name = source.default_name();
+        return fetched::fetch(&wanted, &name, environment, steps, interrupts);
     }
     bail!(
         "spec.model.source names nothing that hearth up can open\n  write builtin: {{name: hearth-demo}}, hostPath: {{path: /models/NAME}}, huggingFace: {{repo: OWNER/NAME}} or http: {{url, sha256}}"

@@ -84,6 +84,9 @@ pub(crate) struct RunningProcess {
     /// Whether its engine has failed.
     #[serde(default)]
     pub(crate) failed: bool,
+    /// Whether it was told to end, and has.
+    #[serde(default)]
+    pub(crate) ended: bool,
     /// Number of restarts.
     pub(crate) restarts: u32,
 }
@@ -106,6 +109,7 @@ impl RunningProcess {
             Self { ready: true, .. } => "Ready",
             Self { failed: true, .. } => "Failed",
             Self { silent: true, .. } => "Silent",
+            Self { ended: true, .. } => "Ended",
             Self {
                 pid: None,
                 restarts: 1..,
@@ -444,6 +448,22 @@ mod tests {
 
     fn environment() -> Environment {
         Environment::read(|name| (name == "HOME").then(|| "/home/ann".into()))
+    }
+
+    #[test]
+    fn a_process_that_has_ended_is_not_told_as_one_that_starts() {
+        let mut process = running(0).processes.remove(0);
+        assert_eq!(process.state(), "Ready");
+        process.end();
+        assert_eq!(
+            process.state(),
+            "Starting",
+            "it died before it was restarted"
+        );
+        process.restarts = 1;
+        assert_eq!(process.state(), "Restarting");
+        process.ended = true;
+        assert_eq!(process.state(), "Ended");
     }
 
     #[test]

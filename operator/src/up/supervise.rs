@@ -36,6 +36,7 @@ pub(super) async fn supervise(
 ) -> anyhow::Result<ExitCode> {
     // First of all: what is said and written from here on is also cleared away.
     let mut signals = ShutdownSignals::new()?;
+    prepared.interrupts.leave();
     prepared.announce()?;
     let model = PathBuf::from(&prepared.plan.model.path);
     // While a worker is started again, too, nothing removes the model.
@@ -274,7 +275,10 @@ impl Deployment {
                 self.draining.insert(rank);
             }
             ProcessEventKind::CutOff(answers) => self.cut_off += answers,
-            ProcessEventKind::Stopped => process.end(),
+            ProcessEventKind::Stopped => {
+                process.end();
+                process.ended = true;
+            }
         }
         self.publish();
         Ok(())

@@ -9,6 +9,7 @@ use anyhow::{Context, bail};
 use serde::de::DeserializeOwned;
 
 use crate::environment::Environment;
+use crate::up::interrupts::{Interrupts, Stopped};
 
 /// Finds the worker's program: `HEARTH_WORKER`, otherwise next to this program, otherwise on the PATH.
 ///
@@ -42,25 +43,26 @@ const PROGRESS: &str = "measuring ";
 /// Runs a tool of the worker that prints one JSON object. `hear` is called with its progress.
 ///
 /// # Errors
-/// The tool's own message if it fails.
+/// The tool's own message if it fails; [`Stopped`].
 pub(crate) fn ask<T: DeserializeOwned>(
     environment: &Environment,
+    interrupts: &Interrupts,
     arguments: &[&OsStr],
     mut hear: impl FnMut(&str),
 ) -> anyhow::Result<T> {
     let program = program(environment)?;
-    let mut child = Command::new(&program)
+    let mut command = Command::new(&program);
+    command
         .args(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .with_context(|| {
-            format!(
-                "{} cannot be run\n  HEARTH_WORKER, or the directory of hearth, must hold the hearth-worker program",
-                program.display()
-            )
-        })?;
+        .stderr(Stdio::piped());
+    let mut child = interrupts.spawn(&mut command).with_context(|| {
+        format!(
+            "{} cannot be run\n  HEARTH_WORKER, or the directory of hearth, must hold the hearth-worker program",
+            program.display()
+        )
+    })?;
     // Read by another thread: a full pipe would block the child.
     let stdout = child.stdout.take();
     let answer = std::thread::spawn(move || {
@@ -78,10 +80,13 @@ pub(crate) fn ask<T: DeserializeOwned>(
             None => words.extend([&line, "\n"]),
         }
     }
-    let status = child.wait()?;
+    let status = interrupts.wait(&mut child)?;
     let answer = answer.join().unwrap_or_default();
     let tool = arguments.first().map(|tool| tool.to_string_lossy());
     let tool = tool.as_deref().unwrap_or_default();
+    let Some(status) = status else {
+        return Err(Stopped(format!("hearth-worker {tool} was stopped")).into());
+    };
     if !status.success() {
         return Err(failure(&program, tool, status, words.as_bytes()));
     }

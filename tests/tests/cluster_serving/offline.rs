@@ -33,11 +33,29 @@ fn a_bundle_is_all_that_nodes_without_internet_need() {
     let unpacked = unpacked(directory.path());
     for node in cluster.list("nodes", "", "") {
         let name = node["metadata"]["name"].as_str().expect("a name");
+        has_no_way_out(&cluster, name);
         is_installed_on(&cluster, name, &unpacked);
     }
     let packed = unpacked.join(format!("hearth-{VERSION}.tgz"));
     release::install_chart(&cluster, packed.to_str().expect("a path"), &[]);
     sources::serves(&cluster, "offline", &json!({"huggingFace": {"repo": REPO}}));
+}
+
+/// Nothing that a node asks leaves the cluster: there is no route, and the answer is that at once.
+fn has_no_way_out(cluster: &Cluster, name: &str) {
+    let node = cluster.node_named(name);
+    let connects = |address: &str, port: u16| {
+        let connect = format!("exec 3<>/dev/tcp/{address}/{port}");
+        let output = node.exec(&["timeout", "10", "env", "LC_ALL=C", "bash", "-c", &connect]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.code(), said)
+    };
+    let kubelet = connects(&node.address(), 10250);
+    assert_eq!(kubelet.0, Some(0), "its own kubelet: {}", kubelet.1);
+    // An address of the internet that RFC 5737 keeps for documents: with a route, nobody would answer, and 10 s would pass.
+    let (code, said) = connects("192.0.2.1", 443);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("unreachable"), "{said}");
 }
 
 /// Runs the bundle's script on a node, and finds the images there, pinned.

@@ -352,6 +352,13 @@ fn hearth_chat_and_hearth_status_say_which_member_answers_wait_for() {
         processes.any(|it| it["rank"] == "stage-0" && it["hung"] == true)
     });
     assert_eq!(status["serving"], false, "{status:#}");
+    assert_eq!(status["ready"], false, "{status:#}");
+    let mut processes = status["processes"].as_array().into_iter().flatten();
+    let stage = processes.find(|it| it["rank"] == "stage-0").expect("it");
+    assert_eq!(stage["state"], "Hung", "{status:#}");
+    for place in ["node", "layers"] {
+        assert!(stage[place].is_string(), "{status:#}");
+    }
     let waits_for = status["waitsFor"].as_array().expect("names");
     assert!(waits_for.contains(&json!("stage-0")), "{status:#}");
     let said = BufReader::new(chat.stderr.take().expect("what it says")).lines();
@@ -368,7 +375,7 @@ fn hearth_chat_and_hearth_status_say_which_member_answers_wait_for() {
     assert!(!answer.stdout.trim_ascii().is_empty());
     wait_until("nobody is waited for", || {
         let status = up.status();
-        status["waitsFor"] == json!([]) && status["serving"] == true
+        status["waitsFor"] == json!([]) && status["ready"] == true
     });
     assert!(!table().contains("waits for"), "{}", table());
 
@@ -439,4 +446,18 @@ fn hearth_status_names_the_members_of_a_ring_before_it_serves() {
         assert!(in_state(&table, "decode-0", "Starting"), "{table}");
     }
     assert!(in_state(&table(), "stage-0", "Ready"), "{}", table());
+    let silent = up.status();
+    assert_eq!(silent["ready"], false, "{silent:#}");
+    assert_eq!(silent["waitsFor"], json!(["stage-1"]), "{silent:#}");
+
+    let mut chat = hearth();
+    chat.args(["chat", "--message", "What is Hearth?", "--state-dir"]);
+    chat.arg(up.state_dir()).stdin(Stdio::null());
+    chat.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut chat = chat.spawn().expect("hearth chat");
+    let said = BufReader::new(chat.stderr.take().expect("what it says")).lines();
+    let mut said = said.map_while(Result::ok);
+    assert!(said.any(|line| line.ends_with("the answer waits for stage-1")));
+    chat.kill().expect("its end");
+    chat.wait().expect("its end");
 }

@@ -2,9 +2,9 @@
 
 use std::cell::Cell;
 
-use hearth_tests::{Up, UpOptions, root};
+use hearth_tests::{Up, UpOptions, deployment, hearth, root, run};
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::harness::{expected, streams};
 
@@ -48,4 +48,32 @@ async fn a_planned_ring_has_layers_on_a_device_and_on_the_cpus_beside_it() {
         }
     };
     assert_eq!(streams(&up.v1(), 0..4, kill).await, want, "{name}");
+}
+
+/// Following the advice makes the ring.
+#[test]
+fn what_rules_out_a_ring_is_said_where_no_node_holds_the_model() {
+    let directory = tempfile::tempdir().expect("directory");
+    let plan = |decode: Value| {
+        let file = deployment(directory.path(), |spec| spec["decode"] = decode);
+        run(hearth()
+            .args(["plan", "-o", "json", "-f"])
+            .arg(&file)
+            .args(["--node", "attic:memory=420Mi"])
+            .args(["--node", "cellar:memory=420Mi", "--state-dir"])
+            .arg(directory.path()))
+    };
+    let cache = json!({"memory": "200Mi"});
+    let (code, _, stderr) = plan(json!({"replicas": 2, "kvCache": cache}));
+    assert_eq!(code, 1, "{stderr}");
+    for words in [
+        "let a piped ring of the nodes hold the model, for which there is room (spec.decode.replicas is 2: ",
+        ": write 1)",
+    ] {
+        assert!(stderr.contains(words), "no {words:?} in {stderr}");
+    }
+    let (code, plan, stderr) = plan(json!({"replicas": 1, "kvCache": cache}));
+    assert_eq!(code, 0, "{stderr}");
+    let plan: Value = serde_json::from_str(&plan).expect("a plan");
+    assert_eq!(members(&plan).len(), 2, "{plan:#}");
 }

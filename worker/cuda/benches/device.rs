@@ -419,7 +419,9 @@ fn first_use(gpu: &CudaBackend) {
     let chosen = gpu
         .route(&gpu.columns(&y, 1, 0, 2).unwrap(), None, spec)
         .unwrap();
-    drop(gpu.silu_mul(&y, &y).unwrap());
+    let gate = gpu.columns(&y, 1, 0, 2).unwrap();
+    let up = gpu.columns(&y, 1, 0, 2).unwrap();
+    drop(gpu.silu_mul(gate, &up).unwrap());
     let mut out = gpu.banked_experts(&x, &chosen, &bank).unwrap();
     gpu.add_assign(&mut out, &y).unwrap();
     gpu.download(&out).unwrap();

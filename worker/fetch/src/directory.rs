@@ -73,6 +73,13 @@ impl Contents {
         contents
     }
 
+    /// Of both.
+    pub(crate) fn and(mut self, other: Self) -> Self {
+        self.bytes += other.bytes;
+        self.linked.extend(other.linked);
+        self
+    }
+
     /// Bytes of all of them.
     pub(crate) fn sum_bytes(&self) -> u64 {
         self.bytes + self.linked.values().sum::<u64>()

@@ -72,22 +72,25 @@ impl Cache {
     /// # Errors
     /// [`FetchError::Cache`] if the directory cannot be read.
     pub fn stored(&self) -> Result<Vec<Stored>, FetchError> {
-        let contents = self.contents()?;
+        let mut models = Vec::new();
+        let mut contents = BTreeMap::new();
+        for key in self.keys()? {
+            let directory = self.model(&key);
+            let files = Contents::of(directory.clone());
+            let rest = Contents::of([self.unpacking(&key), self.removing(&key)]);
+            contents.insert(key.clone(), files.clone().and(rest));
+            models.extend(directory.map(|directory| (key, directory, files)));
+        }
         let shared = shared_of(&contents);
-        let stored = contents.keys().filter_map(|key| {
-            let directory = self.model(key)?;
-            let used = self.used(key).or_else(|| modified(&directory));
-            let files = Contents::of([directory.clone()]);
-            Some(Stored {
-                about: self.about(key),
-                bytes: files.sum_bytes(),
-                shared_bytes: sum_of(&files, &shared),
-                used,
-                is_in_use: hold::is_held(&directory),
-                is_pinned: self.is_pinned(key),
-                directory,
-                key: key.clone(),
-            })
+        let stored = models.into_iter().map(|(key, directory, files)| Stored {
+            about: self.about(&key),
+            bytes: files.sum_bytes(),
+            shared_bytes: sum_of(&files, &shared),
+            used: self.used(&key).or_else(|| modified(&directory)),
+            is_in_use: hold::is_held(&directory),
+            is_pinned: self.is_pinned(&key),
+            directory,
+            key,
         });
         Ok(stored.collect())
     }

@@ -256,7 +256,7 @@ pub(crate) fn choose<'a>(
 }
 
 /// What no longer counts against a limit once these of all items are gone: a file that several have does as long as one is left.
-fn freed_bytes(scope: Scope, gone: &[&Item], items: &[Item]) -> u64 {
+pub(crate) fn freed_bytes(scope: Scope, gone: &[&Item], items: &[Item]) -> u64 {
     let left = items
         .iter()
         .filter(|item| gone.iter().all(|it| it.key != item.key));

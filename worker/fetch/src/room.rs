@@ -15,7 +15,7 @@ use crate::cache::Removal;
 use crate::directory::Inode;
 use crate::error::free_bytes;
 use crate::lock::{Lock, Promise};
-use crate::need::{Limit, Need, Scope, choose};
+use crate::need::{Limit, Need, Scope, choose, freed_bytes};
 use crate::{Cache, FetchError, FetchOptions, Key, blocking};
 
 /// Bytes written between two looks at the room that is left, without a quota.
@@ -105,7 +105,7 @@ impl Counters {
         self.evictions.load(Ordering::Relaxed)
     }
 
-    /// Bytes of these.
+    /// Bytes that these have freed: files that another model has stay.
     pub fn evicted_bytes(&self) -> u64 {
         self.evicted_bytes.load(Ordering::Relaxed)
     }
@@ -311,23 +311,27 @@ impl Room {
             let chosen = choose(removable, &limits);
             let chosen = chosen.map_err(|limit| self.no_room(limit, &items, what))?;
             // What is removed counts as free at once: some file systems take their time.
-            if self.remove_all(&chosen)? {
+            if self.remove_all(&chosen, &items)? {
                 return Ok(());
             }
         }
         Ok(())
     }
 
-    /// Returns whether all of them are gone: somebody may have begun to use one.
-    fn remove_all(&self, chosen: &[&Item]) -> Result<bool, FetchError> {
-        for item in chosen {
+    /// Returns whether all of them are gone: somebody may have begun to use one. `items` are all that there are.
+    fn remove_all(&self, chosen: &[&Item], items: &[Item]) -> Result<bool, FetchError> {
+        let mut before_bytes = 0;
+        for (at, item) in chosen.iter().enumerate() {
             if self.cache.try_remove(&item.key)? != Removal::Removed {
                 return Ok(false);
             }
-            self.options.counters.evicted(item.bytes);
+            let gone_bytes = freed_bytes(Scope::Disk, &chosen[..=at], items);
+            let bytes = gone_bytes - before_bytes;
+            before_bytes = gone_bytes;
+            self.options.counters.evicted(bytes);
             tracing::info!(
                 key = %item.key,
-                bytes = item.bytes,
+                bytes,
                 "removed to make room for {}", self.shown
             );
         }

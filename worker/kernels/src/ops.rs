@@ -241,9 +241,8 @@ pub trait ElementwiseOps: MemoryOps {
     }
     /// Computes `x += delta`.
     fn add_assign(&self, x: &mut Self::Tensor, delta: &Self::Tensor) -> Result<(), KernelError>;
-    /// Computes `silu(gate) * up`, element by element.
-    fn silu_mul(&self, gate: &Self::Tensor, up: &Self::Tensor)
-    -> Result<Self::Tensor, KernelError>;
+    /// Computes `silu(gate) * up`, element by element, in the memory of `gate` where a device can.
+    fn silu_mul(&self, gate: Self::Tensor, up: &Self::Tensor) -> Result<Self::Tensor, KernelError>;
     /// Joins columns `first..first + cols` of each of `groups` equal column groups of `x`:
     /// `[rows, groups * w]` → `[rows, groups * cols]` (splits q into its parts, kv_a into latent and rope).
     fn columns(

@@ -10,8 +10,9 @@ use anyhow::{Context, bail};
 use hearth_crds::{PlanRole, Route, Routes, read_versioned};
 use hearth_server::router::{Role, WorkerPool, WorkerRoute};
 
-/// Time between two reads of the file. It is a link that is swapped, on a file system that may not report changes.
-const LOOK_EVERY: Duration = Duration::from_millis(500);
+/// Time between two reads of the file. It is a link that is swapped, on a file system that may not report changes. Requests wait for
+/// the first worker that it names.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Makes the workers listed in the file the members of `pool`, and updates them whenever the list changes. A file that
 /// is empty or does not exist yet lists none; one that cannot be parsed changes nothing, and is reported once.

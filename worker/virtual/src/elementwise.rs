@@ -53,13 +53,13 @@ impl ElementwiseOps for VirtualBackend {
 
     fn silu_mul(
         &self,
-        gate: &VirtualTensor,
+        gate: VirtualTensor,
         up: &VirtualTensor,
     ) -> Result<VirtualTensor, KernelError> {
         checks::same("silu_mul", gate.shape, up.shape)?;
         let work = Work::new("silu_mul", 3 * gate.elements());
         self.output(&work, gate.shape, |cpu| {
-            cpu.silu_mul(gate.values()?, up.values()?)
+            cpu.silu_mul(gate.into_values()?, up.values()?)
         })
     }
 

@@ -38,6 +38,10 @@ impl VirtualTensor {
         self.values.as_mut().ok_or_else(no_values)
     }
 
+    pub(crate) fn into_values(self) -> Result<CpuTensor, KernelError> {
+        self.values.ok_or_else(no_values)
+    }
+
     pub(crate) fn elements(&self) -> usize {
         self.shape.0.saturating_mul(self.shape.1)
     }

@@ -189,11 +189,6 @@ pub(crate) fn rollout_of<'a>(
     observed: &'a Observed,
     plan: &'a InferencePlan,
 ) -> Vec<&'a InferencePlan> {
-    let wish = |plan: &InferencePlan| {
-        let spec = spec_of_plan(plan)?;
-        let image = plan.spec.worker_image.clone();
-        Some((but_for_numbers(&spec, &model_of_plan(plan)?.facts), image))
-    };
     let (generation, wanted) = (plan.spec.generation, wish(plan));
     let older = observed.plans.iter().rev().map(|older| &**older);
     let mut plans: Vec<&InferencePlan> = older
@@ -205,6 +200,20 @@ pub(crate) fn rollout_of<'a>(
     plans.reverse();
     plans.push(plan);
     plans
+}
+
+/// Whether two plans were made for the same, apart from the numbers of workers.
+pub(crate) fn differ_in_numbers_alone(old: &InferencePlan, new: &InferencePlan) -> bool {
+    let wanted = wish(new);
+    wanted.is_some() && wish(old) == wanted
+}
+
+/// What a plan was made for, apart from the numbers of workers: the digest of its inputs, and the image of its workers. `None` if it is
+/// not recorded.
+fn wish(plan: &InferencePlan) -> Option<(String, Option<String>)> {
+    let spec = spec_of_plan(plan)?;
+    let image = plan.spec.worker_image.clone();
+    Some((but_for_numbers(&spec, &model_of_plan(plan)?.facts), image))
 }
 
 /// `old` with as many workers in each pool as `new`: the last ones are removed, or more are added on the nodes where

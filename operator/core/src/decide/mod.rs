@@ -18,15 +18,15 @@ use crate::build::{
 };
 use crate::candidates::{away, next_judgement, rooms};
 use crate::cause::node_of;
-use crate::choose::scale::rollout_of;
+use crate::choose::scale::{differ_in_numbers_alone, rollout_of};
 use crate::choose::{self, PlanChoice};
 use crate::decision::{Decision, Marks};
 use crate::events::transitions;
 use crate::follow::{Followed, follow, with_numbers};
 use crate::model::{ModelStep, Search};
 use crate::names::{
-    ANNOTATION_CERTIFICATE, ANNOTATION_PLAN_GENERATION, ANNOTATION_ROUTES, OUTCOME_FAILED,
-    OUTCOME_SERVING,
+    ANNOTATION_CERTIFICATE, ANNOTATION_PLAN_GENERATION, ANNOTATION_ROUTED, ANNOTATION_ROUTES,
+    OUTCOME_FAILED, OUTCOME_SERVING,
 };
 use crate::observed::forbidden::Quota;
 use crate::observed::{Observed, PodRole, PodView};
@@ -142,7 +142,7 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
         given_up: None,
     });
     Decision {
-        events: transitions(observed.deployment.status.as_ref(), &status),
+        events: transitions(observed.deployment.status.as_ref(), &status, false),
         status,
         ..Decision::default()
     }
@@ -307,10 +307,12 @@ impl Reconcile<'_> {
             let annotations = marks.entry(pod.to_owned()).or_default();
             annotations.push((key.to_owned(), value.to_owned()));
         };
+        let now = self.observed.now.to_string();
         for (name, routes) in &steps.routes {
             let pod = self.workers().find(|pod| pod.name == *name);
             let annotation = pod.and_then(|pod| pod.routes_annotation.as_deref());
             mark(name, annotation.unwrap_or(ANNOTATION_ROUTES), routes);
+            mark(name, ANNOTATION_ROUTED, &now);
         }
         let generation = target.spec.generation;
         for pod in self.workers() {
@@ -438,8 +440,25 @@ impl Reconcile<'_> {
             given_up: given_up.as_deref(),
         });
         let old = self.observed.deployment.status.as_ref();
-        self.decision.events = transitions(old, &status);
+        let numbers_alone = self.changes_numbers_alone(old);
+        self.decision.events = transitions(old, &status, numbers_alone);
         self.decision.status = status;
+    }
+
+    /// Whether the target was made for what the plan in the old status was, apart from the numbers of workers.
+    fn changes_numbers_alone(&self, old: Option<&InferenceDeploymentStatus>) -> bool {
+        let before = || {
+            let told = old?.plan.as_ref()?;
+            let mut plans = self.observed.plans.iter();
+            plans.find(|plan| plan.spec.generation == told.generation)
+        };
+        match (before(), &self.choice.target) {
+            (Some(before), Some(target)) => {
+                before.spec.generation != target.spec.generation
+                    && differ_in_numbers_alone(before, target)
+            }
+            _ => false,
+        }
     }
 
     /// Passes the turn on to other deployments if something other than its image has kept a plan from serving for a

@@ -84,6 +84,8 @@ pub struct PodView {
     pub routes: String,
     /// The annotation that it reads its routes from, if that is not [`crate::names::ANNOTATION_ROUTES`].
     pub routes_annotation: Option<String>,
+    /// When its routes were last changed; `None` if they are those that it was created with.
+    pub routed: Option<Timestamp>,
     /// Serial of the certificate that it was last told of.
     pub certificate: String,
     /// Whether it was created when the Secret with certificates had another name, and mounts that one.

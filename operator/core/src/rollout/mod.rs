@@ -14,7 +14,8 @@
 //! - If there are several gateways, all must be ready before an old one is deleted. Where there is no room for that,
 //!   the old ones make room one after the other, but none while a new one is starting.
 //! - An old gateway of the same model is deleted while old workers are there for its requests, or after the last of them
-//!   is gone, but not while that is ending: a kubelet gives a Pod that is being deleted no new routes.
+//!   is gone, but not while that is ending: a kubelet gives a Pod that is being deleted no new routes. One whose own workers
+//!   are not there has time to read its routes to the target's before.
 //! - A node whose kubelet is away keeps what the target wants there: its containers may well be running. Unwanted Pods
 //!   there are deleted when the target serves, or when the node has been away for long; on a node that has left the
 //!   cluster, at once.
@@ -29,6 +30,7 @@
 
 pub(crate) mod ends;
 mod groups;
+mod need;
 mod routing;
 mod want;
 
@@ -39,6 +41,7 @@ use hearth_crds::PlanRole;
 use jiff::Timestamp;
 
 use self::ends::Ends;
+use self::need::Need;
 pub(crate) use self::want::Want;
 use crate::age::{age, is_older};
 use crate::cause::node_of;
@@ -140,7 +143,7 @@ pub(crate) fn step(input: &RolloutInput<'_>) -> Steps {
             is_serving,
             is_complete: is_serving && !sorted.has_extras(),
         },
-        look_again: sorted.look_again(),
+        look_again: sorted.look_again(mode),
     }
 }
 
@@ -415,7 +418,9 @@ impl<'a> Sorted<'a> {
             }
             match mode {
                 Mode::Alone => false,
-                _ if is_gateway(pod) && (self.workers_are_ready() || !pod.is_ready) => true,
+                _ if is_gateway(pod) && (self.workers_are_ready() || !pod.is_ready) => {
+                    self.reads_for(pod, mode).is_none()
+                }
                 _ if is_gateway(pod) => mode == Mode::OldDownFirst && !self.holds_requests(pod),
                 _ => !gateways && !self.is_routed(pod),
             }
@@ -502,7 +507,7 @@ impl<'a> Sorted<'a> {
         !has_to_wait && !is_next && !made.any(|pod| is_starting(pod))
     }
 
-    fn look_again(&self) -> Option<Duration> {
+    fn look_again(&self, mode: Mode) -> Option<Duration> {
         let has_old_form = |(index, want): (usize, &Want)| {
             self.made[index].is_some_and(|pod| pod.phase == "Pending" && pod.form != want.form)
         };
@@ -522,7 +527,13 @@ impl<'a> Sorted<'a> {
         let others = reformed
             .into_iter()
             .chain(refused)
-            .chain(self.input.short_for);
+            .chain(self.input.short_for)
+            .chain(
+                self.extra
+                    .iter()
+                    .filter(|pod| is_gateway(pod))
+                    .filter_map(|pod| self.reads_for(pod, mode)),
+            );
         let soonest = remade.chain(others).min();
         soonest.map(|wait| wait.max(Duration::from_secs(1)))
     }
@@ -543,30 +554,6 @@ impl Place<'_> {
             Self::Node(node) => node_of(pod) == node,
             Self::Namespace => true,
         }
-    }
-}
-
-/// Resources that Pods of one node hold together.
-#[derive(Default)]
-struct Need {
-    amounts: Requests,
-    exclusive_cpus: BTreeSet<u32>,
-    claimed_gpus: BTreeSet<String>,
-}
-
-impl Need {
-    /// Adds a Pod; `false` if it wants a CPU or a GPU that another one has exclusively.
-    fn add(&mut self, amounts: Requests, exclusive_cpus: &[u32], claimed_gpus: &[String]) -> bool {
-        self.amounts = self.amounts.plus(amounts);
-        let fresh = exclusive_cpus
-            .iter()
-            .fold(true, |fresh, cpu| fresh & self.exclusive_cpus.insert(*cpu));
-        let gpus = claimed_gpus.iter().cloned();
-        gpus.fold(fresh, |fresh, uuid| fresh & self.claimed_gpus.insert(uuid))
-    }
-
-    fn is_within(&self, room: &Requests) -> bool {
-        self.amounts.max(*room) == *room
     }
 }
 

@@ -1,10 +1,16 @@
 //! The routes of gateways and of heads of groups during a rollout.
 
+use std::time::Duration;
+
 use hearth_crds::{PlanRole, Route};
 
 use super::{Mode, Sorted, Want};
-use crate::observed::PodView;
+use crate::age::age;
+use crate::observed::{PodRole, PodView};
 use crate::routes::{endpoints, is_gateway, routes_of, routes_to, text};
+
+/// Most time that a busy kubelet takes to show a gateway new routes, and the gateway to read them.
+const READ_AFTER: Duration = Duration::from_secs(15);
 
 impl Sorted<'_> {
     /// Whether a gateway of the target was last told to send requests to `pod`.
@@ -118,6 +124,25 @@ impl Sorted<'_> {
             }
         }
         routes
+    }
+
+    /// Time that an old gateway still needs to read the routes to the target's workers, without which what runs through it would not
+    /// go on; `None` where it needs none, since a worker of its own plan is there.
+    pub(super) fn reads_for(&self, gateway: &PodView, mode: Mode) -> Option<Duration> {
+        let has_worker = self.input.pods.iter().any(|pod| {
+            pod.role == PodRole::Rank(PlanRole::Decode)
+                && pod.plan_generation == gateway.plan_generation
+                && pod.is_ready
+                && !pod.is_deleting
+        });
+        if has_worker || !gateway.is_ready || !self.is_compatible(gateway) {
+            return None;
+        }
+        if self.routes(gateway, mode) != routes_of(gateway) {
+            return Some(READ_AFTER);
+        }
+        let left = READ_AFTER.saturating_sub(age(gateway.routed?, self.input.now));
+        (!left.is_zero()).then_some(left)
     }
 
     pub(super) fn changed_routes(&self, mode: Mode) -> Vec<(String, String)> {

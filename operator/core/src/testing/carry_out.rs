@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::decision::{Decision, Grace};
 use crate::names::{
     ANNOTATION_CERTIFICATE, ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION,
-    ANNOTATION_ROUTES, ANNOTATION_SOURCE, LABEL_RANK, LABEL_ROLE,
+    ANNOTATION_ROUTED, ANNOTATION_ROUTES, ANNOTATION_SOURCE, LABEL_RANK, LABEL_ROLE,
 };
 use crate::observed::{Observed, PodRole, PodView, SecondRank};
 use crate::quantity;
@@ -44,6 +44,7 @@ pub(crate) fn carry_out(
         for (key, value) in &marks.annotations {
             match key.as_str() {
                 ANNOTATION_ROUTES => pod.routes.clone_from(value),
+                ANNOTATION_ROUTED => pod.routed = value.parse().ok(),
                 ANNOTATION_CERTIFICATE => pod.certificate.clone_from(value),
                 ANNOTATION_PLAN_GENERATION => {
                     pod.plan_generation = value.parse().expect("a generation");

@@ -50,12 +50,12 @@ fn go_on(cluster: &mut FakeCluster, seconds: u64) -> usize {
     writes
 }
 
-/// Events about numbers since the last call, with their messages.
+/// Events about numbers and plans since the last call, with their messages.
 fn scaled(cluster: &mut FakeCluster) -> Vec<String> {
     let events = std::mem::take(&mut cluster.events);
     let scaled = events
         .into_iter()
-        .filter(|it| it.reason.starts_with("Scaled"));
+        .filter(|it| it.reason.starts_with("Scaled") || it.reason.starts_with("Plan"));
     scaled
         .map(|it| format!("{}: {}", it.reason, it.message))
         .collect()

@@ -1,8 +1,10 @@
 //! Rollouts in which the old workers make room: requests always have a gateway, and a worker or the prospect of one.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
-use super::sim::{PACE, Sim, rooms, want};
+use super::sim::{PACE, Pace, Sim, rooms, want};
+use crate::age::age;
 use crate::observed::PodView;
 use crate::rollout::{Mode, Want};
 
@@ -90,6 +92,46 @@ fn requests_that_an_old_gateway_holds_are_answered_by_the_new_workers() {
                 "no worker answers what it holds"
             );
         });
+    }
+}
+
+/// What runs through a gateway goes on at workers that it knows of, and its kubelet may take a while to tell it of new ones.
+#[test]
+fn an_old_gateway_whose_worker_is_dead_reads_its_routes_to_the_new_one_before_it_ends() {
+    let of = |hash: &str| {
+        vec![
+            want("gateway-0", hash, "office", 50),
+            want("decode-0", hash, "office", 400),
+        ]
+    };
+    let (old, new) = (of("a"), of("b"));
+    let pace = Pace {
+        worker_start: 0,
+        gateway_start: 0,
+        ..PACE
+    };
+    for is_dead in [true, false] {
+        let mut sim = Sim::new(rooms(&[("office", 2000)]), pace);
+        sim.settle(&old, |_, _| {});
+        sim.generation = 2;
+        sim.compatible_generations = BTreeSet::from([1, 2]);
+        if is_dead {
+            sim.break_down("demo-decode-0-a");
+        }
+        let mut read_for = None;
+        let modes = sim.settle(&new, |sim, steps| {
+            if steps.end.iter().any(|end| end.name == "demo-gateway-0-a") {
+                let gateway = &sim.pods["demo-gateway-0-a"].view;
+                let address = &sim.pods["demo-decode-0-b"].view.ip;
+                assert!(gateway.routes.contains(&format!("{address}:9400")));
+                let since = gateway.routed.expect("a time");
+                read_for.get_or_insert(age(since, sim.now()));
+            }
+        });
+        assert_eq!(modes, [Mode::Surge, Mode::Alone]);
+        let read_for = read_for.expect("it has ended");
+        let long = Duration::from_secs(15);
+        assert_eq!(read_for >= long, is_dead, "{read_for:?}");
     }
 }
 

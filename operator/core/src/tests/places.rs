@@ -56,6 +56,9 @@ fn what_was_given_to_others_is_not_held_from_the_moment_that_a_plan_is_given_up(
     cluster.broken_from = u64::MAX;
     cluster.settle();
     assert_eq!(cluster.says(READY).0, "True");
+    // The gateway of the other one has read where its requests go on.
+    cluster.pass(Duration::from_secs(15));
+    cluster.settle();
     assert!(!worker_nodes(&cluster).contains(&node));
 }
 

@@ -115,6 +115,7 @@ impl Sim {
     /// Carries out one reconcile of the operator.
     pub(super) fn reconcile(&mut self, wants: &[Want]) -> Steps {
         let steps = self.decide(wants);
+        let now = self.now();
         let mut refused = None;
         for (index, routes) in &steps.create {
             if self.most_pods.is_some_and(|most| self.pods.len() >= most) {
@@ -132,6 +133,7 @@ impl Sim {
                 .expect("routes of a Pod that is there");
             assert!(!paper.view.is_deleting, "its kubelet would not tell it");
             paper.view.routes.clone_from(routes);
+            paper.view.routed = Some(now);
         }
         for end in &steps.end {
             let Some(paper) = self.pods.get_mut(&end.name) else {
@@ -279,6 +281,14 @@ impl Sim {
         if let Some(paper) = self.pods.get_mut(name) {
             paper.view.is_ready = false;
             paper.start = self.pace.worker_start;
+        }
+    }
+
+    /// Has its process end whenever it starts.
+    pub(super) fn break_down(&mut self, name: &str) {
+        self.crash(name);
+        if let Some(paper) = self.pods.get_mut(name) {
+            paper.is_broken = true;
         }
     }
 

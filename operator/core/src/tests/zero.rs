@@ -7,8 +7,8 @@ use hearth_crds::PlanRole;
 
 use super::fake_cluster::FakeCluster;
 use crate::calls::{ANNOTATION_LOAD, ANNOTATION_UNLOAD, ended_since, loaded_since};
-use crate::conditions::{DECODE_READY, DEGRADED, GATEWAY_READY, PROGRESSING, READY};
-use crate::observed::{Demand, Holding, PodRole};
+use crate::conditions::{DECODE_READY, DEGRADED, GATEWAY_READY, PREFILL_READY, PROGRESSING, READY};
+use crate::observed::{Demand, Holding, PodRole, PodView};
 use crate::plan_record::has_failed;
 use crate::testing::GIB;
 
@@ -123,6 +123,45 @@ pub(super) fn workers_end_for_want_of_requests_and_start_again_with_the_next_one
             .any(|it| it.contains("Lost") || it.contains("Scaled") || it.contains("NotReady")),
         "{told:?}"
     );
+}
+
+/// Both pools follow the load; neither outlasts the other.
+#[test]
+fn prefill_and_decode_workers_that_follow_the_load_end_and_start_together() {
+    let both = "prefill: {scaling: {mode: Auto, minReplicas: 0, maxReplicas: 2}}\n";
+    let mut cluster = FakeCluster::new(&format!("{both}{YAML}"));
+    cluster.observed.demand = idle_for(1.0);
+    cluster.settle();
+    let before = names(&cluster);
+    for role in [PlanRole::Prefill, PlanRole::Decode] {
+        let is_there = |pod: &Arc<PodView>| pod.role == PodRole::Rank(role);
+        assert!(cluster.observed.pods.iter().any(is_there), "{before:?}");
+    }
+    for round in ["once", "again"] {
+        cluster.told();
+        cluster.observed.demand = idle_for(301.0);
+        cluster.pass(Duration::from_secs(301));
+        cluster.settle();
+        assert_eq!(workers(&cluster), 0, "{round}");
+        for pool in [PREFILL_READY, DECODE_READY] {
+            assert_eq!(cluster.says(pool), ("False", "ScaledToZero"));
+        }
+        assert_eq!(cluster.told(), ["ScaledToZero"]);
+
+        cluster.observed.demand = asked();
+        let decision = cluster.reconcile();
+        assert_eq!(decision.create_pods.len(), before.len() - 1);
+        cluster.settle();
+        assert_eq!(names(&cluster), before, "{round}");
+        assert_eq!(cluster.observed.plans.len(), 1);
+        for pool in [PREFILL_READY, DECODE_READY] {
+            assert_eq!(cluster.says(pool), ("True", "AllReady"));
+        }
+        let told = cluster.told();
+        let numbers = |it: &&String| it.contains("Lost") || it.starts_with("Scaled");
+        assert_eq!(told.iter().find(numbers), None, "{told:?}");
+        assert!(told.contains(&"ScalingFromZero".to_owned()), "{told:?}");
+    }
 }
 
 /// Somebody calls for the end of the present state.

@@ -89,8 +89,7 @@ pub(super) fn improve(round: &Round, mut sizes: Vec<usize>, moves: Moves) -> (Ve
             if !shift(round, &mut sizes, from, to, count) {
                 continue;
             }
-            let next = round.cost(&sizes);
-            if next.is_below(cost) {
+            if let Some(next) = round.cost_below(&sizes, cost) {
                 cost = next;
             } else {
                 sizes[from] += count;
@@ -123,14 +122,18 @@ fn move_twice(round: &Round, sizes: &[usize], cost: Cost) -> Option<(Vec<usize>,
     }
     let slots = sizes.len();
     let mut sizes = sizes.to_vec();
+    let mut done = vec![false; slots * slots];
     for once in pairs(slots) {
         if !shift(round, &mut sizes, once.0, once.1, 1) {
             continue;
         }
         for twice in pairs(slots) {
+            // After one that was the first, both the other way round are the same.
+            if done[twice.0 * slots + twice.1] {
+                continue;
+            }
             if shift(round, &mut sizes, twice.0, twice.1, 1) {
-                let next = round.cost(&sizes);
-                if next.is_below(cost) {
+                if let Some(next) = round.cost_below(&sizes, cost) {
                     return Some((sizes, next));
                 }
                 sizes[twice.0] += 1;
@@ -139,6 +142,7 @@ fn move_twice(round: &Round, sizes: &[usize], cost: Cost) -> Option<(Vec<usize>,
         }
         sizes[once.0] += 1;
         sizes[once.1] -= 1;
+        done[once.0 * slots + once.1] = true;
     }
     None
 }

@@ -246,6 +246,17 @@ impl<'r, 'a> Round<'r, 'a> {
     /// disk, hops of full rounds and of the last one, and the head. What has no room are experts, of which a token reads
     /// a share, and beyond all of them the weights that each token reads.
     pub(super) fn cost(&self, sizes: &[usize]) -> Cost {
+        self.cost_within(sizes, u64::MAX)
+    }
+
+    /// The same if it is below another one.
+    pub(super) fn cost_below(&self, sizes: &[usize], other: Cost) -> Option<Cost> {
+        let cost = self.cost_within(sizes, (other.excess_gib * GIB) as u64);
+        cost.is_below(other).then_some(cost)
+    }
+
+    /// The cost of a split; of one that breaks limits of memory by more than `most_bytes`, that of its first slots which do.
+    fn cost_within(&self, sizes: &[usize], most_bytes: u64) -> Cost {
         let ring = self.ring;
         let mut ms =
             ring.problem.head.token_ms + self.full_rounds as f64 * ring.round_ms[ring.len() - 1];
@@ -274,6 +285,9 @@ impl<'r, 'a> Round<'r, 'a> {
                         + beyond as f64 * (1.0 - ring.chosen_share);
                     ms += read * ms_per_byte * self.overflow_part;
                 }
+            }
+            if excess_bytes > most_bytes {
+                break;
             }
         }
         if self.rest > 0 {

@@ -20,7 +20,10 @@ pub(super) type Set = usize;
 impl Tours {
     pub(super) fn new(problem: &Problem) -> Self {
         let others = problem.devices.len() - 1;
-        let hop_ms = |from: usize, to: usize| problem.hop_ms(from, to, 1);
+        let devices = 0..=others;
+        let row = |from| devices.clone().map(move |to| problem.hop_ms(from, to, 1));
+        let hops: Vec<Vec<f64>> = devices.clone().map(|from| row(from).collect()).collect();
+        let hop_ms = |from: usize, to: usize| hops[from][to];
         let mut ways = vec![vec![(f64::INFINITY, 0); others]; 1 << others];
         for set in 1..1_usize << others {
             for last in members(set) {
@@ -104,5 +107,7 @@ impl Tours {
 
 /// The devices of a set, without the head: device 1 is 0.
 pub(super) fn members(set: Set) -> impl Iterator<Item = usize> {
-    (0..usize::BITS as usize).filter(move |device| set & (1 << device) != 0)
+    let rest = |set: &Set| Some(set & (set - 1)).filter(|rest| *rest != 0);
+    let rests = std::iter::successors(Some(set).filter(|set| *set != 0), rest);
+    rests.map(|set| set.trailing_zeros() as usize)
 }

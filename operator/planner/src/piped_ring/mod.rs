@@ -13,7 +13,7 @@ mod write;
 
 use hearth_crds::{
     DualBatch, ExpertCache, FieldError, GpuProfile, InferenceDeploymentSpec, InferencePlanSpec,
-    PlanKvType, RING_VERSION, ScalingSpec, Strategy,
+    PlanKvType, PrefillMode, RING_VERSION, ScalingSpec, Strategy,
 };
 
 use crate::draft::DEFAULT_STALL_MS;
@@ -111,8 +111,8 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
     }
 }
 
-/// What a spec says of prompts' workers: a ring has none.
-fn check_prefill(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
+/// What a spec says of GPUs that read prompts: a ring has none.
+pub(crate) fn prompts_on_gpus(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
     let prefill = &spec.prefill;
     let mut errors = Errors::default();
     errors.refuse(
@@ -127,6 +127,13 @@ fn check_prefill(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
         format!("is {}", prefill.gpus_per_worker.unwrap_or(0)),
         "a ring reads prompts itself: remove gpusPerWorker, or write 0 for a ring without GPUs",
     );
+    errors.0
+}
+
+/// What a spec says of prompts' workers: a ring has none.
+fn check_prefill(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
+    let prefill = &spec.prefill;
+    let mut errors = Errors(prompts_on_gpus(spec));
     errors.refuse(
         prefill.replicas.is_some_and(|replicas| replicas > 0),
         "spec.prefill.replicas",
@@ -186,6 +193,27 @@ pub(crate) fn contradictions(spec: &InferenceDeploymentSpec) -> Vec<FieldError> 
         "a ring has no half batches: write Auto or \"Off\"",
     );
     errors.0
+}
+
+/// A spec without what [`prompts_on_gpus`] and [`contradictions`] tell of it.
+pub(crate) fn without_obstacles(spec: &InferenceDeploymentSpec) -> InferenceDeploymentSpec {
+    let mut spec = spec.clone();
+    let (prefill, decode) = (&mut spec.prefill, &mut spec.decode);
+    if prefill.mode.streams() {
+        prefill.mode = PrefillMode::Auto;
+    }
+    prefill.gpus_per_worker = prefill.gpus_per_worker.filter(|gpus| *gpus == 0);
+    prefill.chunked_below_tokens = None;
+    prefill.quiet_window = None;
+    decode.expert_cache = decode.expert_cache.filter(|it| *it != ExpertCache::On);
+    if decode.planned_replicas() > 1 || decode.scaling.as_ref().is_some_and(ScalingSpec::is_dynamic)
+    {
+        (decode.replicas, decode.scaling) = (Some(1), None);
+    }
+    if decode.dual_batch == DualBatch::On {
+        decode.dual_batch = DualBatch::Auto;
+    }
+    spec
 }
 
 /// Fields that are refused.

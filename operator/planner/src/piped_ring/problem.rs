@@ -5,10 +5,8 @@ use hearth_crds::PlanMlaForm;
 use super::members::{Member, Members};
 use super::{Passes, RingPlanning};
 use crate::disks;
-use crate::gpus::GpuOffer;
 use crate::halda::{Device, Head, Layer, LayerTimes, Link, Problem, Prompt};
 use crate::link::{LinkRates, measured_link};
-use crate::memory::RUNNING_PROCESS_BYTES;
 use crate::operations::Operations;
 use crate::predict::{ExpertsAt, LOOPBACK_GBPS, Predictor};
 
@@ -71,7 +69,6 @@ impl Members<'_> {
             name: member.name.clone(),
             memory_bytes: member.memory_bytes(),
             buffer_bytes: self.buffer_bytes(planning, member),
-            page_cache_bytes: page_cache_bytes(planning, member),
             disk_read_gbps: member.rates.assumed_disk_gbps(),
             map_ms_per_gb: member.rates.map_ms_per_gb,
             must_fit: member.gpu.is_some() || member.rates.disk_gbps < disks::SLOW_GBPS,
@@ -218,21 +215,6 @@ fn link(from: &Member<'_>, to: &Member<'_>) -> Link {
         }
     }
     link
-}
-
-/// Bytes of a node that are set aside for its CPUs' process and not in use while a token is computed: activations are a
-/// prompt's. A Pod is limited to what the plan grants; on one machine, what is to stay free is the page cache's, too. KV counts
-/// as full, since the blocks of earlier prompts stay.
-fn page_cache_bytes(planning: &RingPlanning<'_>, member: &Member<'_>) -> u64 {
-    if member.gpu.is_some() {
-        return 0;
-    }
-    let granted = planning.demand.worker_scratch_bytes();
-    let unused = granted.saturating_sub(RUNNING_PROCESS_BYTES);
-    match planning.estimator.gpus() {
-        GpuOffer::Cluster { .. } => unused,
-        GpuOffer::Machine => unused + member.node.memory.available_bytes - member.memory_bytes(),
-    }
 }
 
 /// Bytes of a layer's KV that there must be room for: what the spec says, or else that of one whole context.

@@ -1,6 +1,10 @@
 //! What is said where no ring has room: what the model needs, what each node has, and a change that fits.
 
-use hearth_crds::{FieldError, GpuProfile, NodeProfileStatus, RING_VERSION, format_bytes};
+use std::cmp::Reverse;
+
+use hearth_crds::{
+    FieldError, GpuProfile, NodeProfileStatus, RING_VERSION, Strategy, format_bytes,
+};
 
 use super::members::{Member, Members};
 use super::problem::kv_layer_bytes;
@@ -173,48 +177,100 @@ impl RingPlanning<'_> {
     }
 
     /// The least more memory of one node, of those with the most, with which a ring fits: of what others use there now; and what is
-    /// said of the memory with which that node could do without the others.
+    /// said of the memory with which that node could do without the others. Where the spec asks for a ring and that would be none,
+    /// it is the memory of two nodes that makes one.
     fn more_memory(&self, lack: Lack) -> Option<(Advice, String)> {
         let nodes = self.estimator.nodes();
-        let may_be_in = nodes.iter().enumerate();
-        let may_be_in = may_be_in.filter(|(_, node)| node.reads_up_to() >= RING_VERSION);
-        let (n, most) = may_be_in.max_by_key(|(_, node)| node.memory.available_bytes)?;
+        let (n, most) = self.nodes_by_memory().next()?;
         let memory = &most.memory;
         let used_bytes = memory.total_bytes.saturating_sub(memory.available_bytes);
-        let with_more = |mib: u64| {
-            let mut freed = NodeProfileStatus::clone(most);
-            freed.memory.available_bytes += mib << 20;
-            freed
-        };
-        let fits_on = |nodes: &[&NodeProfileStatus]| {
-            let estimator = &self.estimator.with_nodes(nodes);
-            RingPlanning { estimator, ..*self }.fits()
-        };
-        let fits = |mib: u64| {
-            let freed = with_more(mib);
-            let mut nodes = nodes.to_vec();
-            nodes[n] = &freed;
-            fits_on(&nodes)
-        };
+        let fits = |mib: u64| self.with_more(&[(n, mib)], |ring| ring.fits());
         let name = &most.node;
         let alone = |most_bytes: u64| {
-            let alone_mib = least_mib(most_bytes >> 20, |mib| fits_on(&[&with_more(mib)]));
+            let fits_alone = |mib: u64| {
+                let freed = with_more(most, mib);
+                let alone = [&freed];
+                let estimator = &self.estimator.with_nodes(&alone);
+                RingPlanning { estimator, ..*self }.fits()
+            };
+            let alone_mib = least_mib(most_bytes >> 20, 16, fits_alone);
             let alone_mib = alone_mib.filter(|_| nodes.len() > 1);
             alone_mib.map_or_else(String::new, |mib| {
                 format!("; with {mib} MiB more, {name} could serve the model alone")
             })
         };
-        if let Some(mib) = least_mib(used_bytes >> 20, fits) {
-            let advice = Advice::FreeMemoryOf(name.clone(), mib << 20);
+        if let Some(mib) = least_mib(used_bytes >> 20, 16, fits) {
+            let is_asked = self.input.spec.strategy == Strategy::PipedRing;
+            let is_none = is_asked && self.with_more(&[(n, mib)], |ring| ring.is_of_one());
+            let both = is_none.then(|| self.memory_of_two(n)).flatten();
+            let advice = both.unwrap_or_else(|| Advice::FreeMemoryOf(name.clone(), mib << 20));
             return Some((advice, alone(used_bytes)));
         }
         if lack != Lack::Head {
             return None;
         }
         let all_bytes = self.all_bytes() + self.host_bytes(0, 1);
-        let mib = least_mib(all_bytes >> 20, fits)?;
+        let mib = least_mib(all_bytes >> 20, 16, fits)?;
         let advice = Advice::MoreMemoryOf(name.clone(), mib << 20);
         Some((advice, alone(all_bytes)))
+    }
+
+    /// More memory of two nodes with which there is a ring of several members, of what others use there now: of that with the most
+    /// after `n`, unless it is a member, as much as makes it one with half the model, and of `n` the least that a ring then lacks.
+    fn memory_of_two(&self, n: usize) -> Option<Advice> {
+        let (second, other) = self.nodes_by_memory().find(|(at, _)| *at != n)?;
+        let used_mib = |node: &NodeProfileStatus| {
+            let memory = &node.memory;
+            memory.total_bytes.saturating_sub(memory.available_bytes) >> 20
+        };
+        let is_member = |mib: u64| {
+            self.with_more(&[(second, mib)], |ring| {
+                let mut members = Members::of(ring, &|_| false).all.into_iter();
+                members.any(|member| member.n == second)
+            })
+        };
+        let half_mib = (self.all_bytes() / 2) >> 20;
+        let other_mib = match is_member(0) {
+            true => 0,
+            false => least_mib(used_mib(other), 16, is_member)?.saturating_add(half_mib),
+        };
+        let other_mib = other_mib.min(used_mib(other));
+        let most = self.estimator.nodes()[n];
+        let with_both = |mib: u64| [(second, other_mib), (n, mib)];
+        let fits = |mib: u64| self.with_more(&with_both(mib), |ring| ring.fits());
+        let mib = least_mib(used_mib(most), u64::MAX, fits)?;
+        let is_none = self.with_more(&with_both(mib), |ring| ring.is_of_one());
+        let more = [(most, mib), (other, other_mib)].into_iter();
+        let more = more.filter(|(_, mib)| *mib > 0);
+        let more = more.map(|(node, mib)| (node.node.clone(), mib << 20));
+        (!is_none).then(|| Advice::FreeMemoryOfNodes(more.collect()))
+    }
+
+    /// Nodes that may be in a ring with their indices, those with the most memory first.
+    fn nodes_by_memory(&self) -> impl Iterator<Item = (usize, &NodeProfileStatus)> {
+        let nodes = self.estimator.nodes().iter().copied().enumerate();
+        let may_be_in = nodes.filter(|(_, node)| node.reads_up_to() >= RING_VERSION);
+        let mut nodes: Vec<(usize, &NodeProfileStatus)> = may_be_in.collect();
+        nodes.sort_by_key(|(n, node)| Reverse((node.memory.available_bytes, *n)));
+        nodes.into_iter()
+    }
+
+    /// What is told of rings once nodes, by their indices, have so many MiB more.
+    fn with_more(&self, more: &[(usize, u64)], tell: impl Fn(&RingPlanning<'_>) -> bool) -> bool {
+        let nodes = self.estimator.nodes();
+        let more_of = |n: usize| more.iter().find(|(at, _)| *at == n).map(|(_, mib)| *mib);
+        let freed = nodes.iter().enumerate();
+        let freed = freed.map(|(n, node)| with_more(node, more_of(n).unwrap_or(0)));
+        let freed: Vec<NodeProfileStatus> = freed.collect();
+        let freed: Vec<&NodeProfileStatus> = freed.iter().collect();
+        let estimator = &self.estimator.with_nodes(&freed);
+        tell(&RingPlanning { estimator, ..*self })
+    }
+
+    /// Whether the best ring is one member alone.
+    fn is_of_one(&self) -> bool {
+        let chosen = self.choose(&Members::of(self, &|_| true));
+        chosen.is_ok_and(|chosen| chosen.size() == 1)
     }
 
     /// Whether some ring has room, of all that may be members or of the CPUs alone, by greedy splits alone.
@@ -244,13 +300,20 @@ impl RingPlanning<'_> {
     }
 }
 
-/// The least MiB up to `most` that are enough, to a sixteenth; `None` if none are.
-fn least_mib(most: u64, is_enough: impl Fn(u64) -> bool) -> Option<u64> {
+/// A node of whose memory so many MiB more are available.
+fn with_more(node: &NodeProfileStatus, mib: u64) -> NodeProfileStatus {
+    let mut freed = node.clone();
+    freed.memory.available_bytes += mib << 20;
+    freed
+}
+
+/// The least MiB up to `most` that are enough, to one of so many parts of them; `None` if none are.
+fn least_mib(most: u64, parts: u64, is_enough: impl Fn(u64) -> bool) -> Option<u64> {
     let (mut less, mut enough) = (0, most);
     if enough == 0 || !is_enough(enough) {
         return None;
     }
-    while enough - less > enough / 16 + 1 {
+    while enough - less > enough / parts + 1 {
         let middle = less.midpoint(enough);
         match is_enough(middle) {
             true => enough = middle,

@@ -2,8 +2,9 @@
 
 use hearth_crds::{InferencePlanSpec, PlanRank, format_bytes};
 
-use super::Planning;
-use crate::error::PlanError;
+use super::{Planning, plan_with};
+use crate::error::{Advice, PlanError};
+use crate::input::PlanInput;
 use crate::node_ranks::Devices;
 use crate::piped_ring;
 use crate::sentences::ms;
@@ -15,14 +16,30 @@ impl Planning<'_> {
     /// A ring, where the nodes were refused for their memory and one fits.
     ///
     /// # Errors
-    /// `refused`.
-    pub(super) fn ring_instead(&self, refused: PlanError) -> Result<InferencePlanSpec, PlanError> {
-        let is_short_of_memory = matches!(refused, PlanError::InsufficientMemory { .. });
-        if !is_short_of_memory || self.has_one_node() || self.obstacle_to_ring().is_some() {
+    /// `refused`, with what rules out a ring that would fit.
+    pub(super) fn ring_instead(
+        &self,
+        mut refused: PlanError,
+    ) -> Result<InferencePlanSpec, PlanError> {
+        let PlanError::InsufficientMemory { advice, .. } = &mut refused else {
+            return Err(refused);
+        };
+        if self.has_one_node() {
             return Err(refused);
         }
-        let plan = self.ring().plan("no node holds the model");
-        plan.map_err(|_| refused)
+        let Some(why) = self.obstacle_to_ring() else {
+            let plan = self.ring().plan("no node holds the model");
+            return plan.map_err(|_| refused);
+        };
+        let spec = &piped_ring::without_obstacles(self.input.spec);
+        let allowed = plan_with(&PlanInput {
+            spec,
+            ..*self.input
+        });
+        if allowed.is_ok_and(|plan| plan.group_of("decode-0").len() > 1) {
+            advice.push(Advice::Ring(why));
+        }
+        Err(refused)
     }
 
     /// `alone`, or a ring where that would read weights from a disk for each token and the ring is faster. Either says what the
@@ -76,16 +93,16 @@ impl Planning<'_> {
 
     /// Why Auto may not plan a ring: the spec asks for what a ring lacks.
     fn obstacle_to_ring(&self) -> Option<String> {
+        let spec = self.input.spec;
         let candidates = self.asked.candidates(false, self.demand.reader_version);
-        if !candidates.contains(&Devices::CPUS) {
-            return Some(format!(
-                "it reads prompts itself, and {}",
-                self.asked.asked_by()
-            ));
-        }
-        let errors = piped_ring::contradictions(self.input.spec);
-        let first = errors.into_iter().next();
-        first.map(|error| format!("{} {}: {}", error.field, error.problem, error.remedy))
+        let mut errors = match candidates.contains(&Devices::CPUS) {
+            true => Vec::new(),
+            false => piped_ring::prompts_on_gpus(spec),
+        };
+        errors.extend(piped_ring::contradictions(spec));
+        let errors = errors.iter();
+        let errors = errors.map(|it| format!("{} {}: {}", it.field, it.problem, it.remedy));
+        errors.reduce(|all, error| format!("{all}; {error}"))
     }
 }
 

@@ -19,7 +19,6 @@ fn problem(memory_bytes: u64) -> Problem {
         name: "device".to_owned(),
         memory_bytes,
         buffer_bytes: 0,
-        page_cache_bytes: 0,
         disk_read_gbps: 1.0,
         map_ms_per_gb: 0.0,
         must_fit: false,
@@ -161,48 +160,25 @@ fn chosen_experts_are_never_read_ahead() {
 }
 
 #[test]
-fn experts_that_were_read_stay_in_memory_that_is_not_used() {
-    let of = |page_cache_bytes: u64, map_ms_per_gb: f64| {
+fn experts_without_room_are_read_for_each_token_and_mapped() {
+    let of = |map_ms_per_gb: f64| {
         let mut problem = with_experts(16 * MB);
-        // The other one uses its own.
-        problem.devices[0].page_cache_bytes = page_cache_bytes;
         problem.devices[1].memory_bytes = 20 * MB;
         problem.devices[0].map_ms_per_gb = map_ms_per_gb;
         problem
     };
-    let waits_ms = |page_cache_bytes, map_ms_per_gb| {
-        let ms = tpot_ms(&of(page_cache_bytes, map_ms_per_gb), 1) - 15.0;
+    let waits_ms = |map_ms_per_gb| {
+        let ms = tpot_ms(&of(map_ms_per_gb), 1) - 15.0;
         (ms * 18.0).round()
     };
     // Of 18 MB of experts, 4 MB have no room, of which two layers choose 5 ninths.
-    assert_eq!(waits_ms(0, 0.0), 2.0 * 5.0 * 4.0);
-    assert_eq!(waits_ms(3 * MB, 0.0), 2.0 * 5.0 * 1.0);
-    assert_eq!(waits_ms(4 * MB, 0.0), 0.0);
-    // What is not read again is mapped again.
-    assert_eq!(waits_ms(9 * MB, 1e3), 2.0 * 5.0 * 4.0);
-    let ttft_ms = |page_cache_bytes| {
-        let problem = of(page_cache_bytes, 0.0);
-        (Simulator::new(&problem).ttft_ms(&windows(1)) * 1e3).round()
-    };
-    // Its own activations are there while a prompt is read.
-    for page_cache_bytes in [3 * MB, 4 * MB, 9 * MB] {
-        assert_eq!(ttft_ms(page_cache_bytes), ttft_ms(0));
-    }
-    let mut with_room = of(0, 0.0);
+    assert_eq!(waits_ms(0.0), 2.0 * 5.0 * 4.0);
+    assert_eq!(waits_ms(1e3), 2.0 * (2.0 * 5.0 * 4.0));
+    let ttft_ms = |problem: &Problem| Simulator::new(problem).ttft_ms(&windows(1));
+    let mut with_room = of(0.0);
     with_room.devices[0].memory_bytes = 20 * MB;
-    let reads_ms = ttft_ms(0) - (Simulator::new(&with_room).ttft_ms(&windows(1)) * 1e3).round();
-    assert!(reads_ms > 0.0, "{reads_ms}");
-}
-
-#[test]
-fn what_passes_through_leaves_the_page_cache_at_once() {
-    let mut problem = short_of_memory();
-    let windows = windows_of(24, 12);
-    let before_ms = tpot_ms_of(&problem, &windows);
-    for device in &mut problem.devices {
-        device.page_cache_bytes = 80 * MB;
-    }
-    assert_eq!(tpot_ms_of(&problem, &windows), before_ms);
+    let reads_ms = ttft_ms(&of(0.0)) - ttft_ms(&with_room);
+    assert!(reads_ms > 1e-3, "{reads_ms}");
 }
 
 #[test]

@@ -24,10 +24,11 @@ pub fn followed(
                 }];
             }
         }
-        Advice::FreeMemoryOf(name, bytes) => {
-            let memory = &mut named(&mut nodes, name).memory;
-            memory.available_bytes += bytes;
-            assert!(memory.available_bytes <= memory.total_bytes, "{advice}");
+        Advice::FreeMemoryOf(name, bytes) => free(&mut nodes, name, *bytes),
+        Advice::FreeMemoryOfNodes(more) => {
+            for (name, bytes) in more {
+                free(&mut nodes, name, *bytes);
+            }
         }
         Advice::MoreMemoryOf(name, bytes) => {
             let memory = &mut named(&mut nodes, name).memory;
@@ -37,6 +38,16 @@ pub fn followed(
         of_spec => write(&mut spec, of_spec),
     }
     Some((spec, nodes))
+}
+
+/// Frees so much of a node's memory.
+fn free(nodes: &mut [NodeProfileStatus], name: &str, bytes: u64) {
+    let memory = &mut named(nodes, name).memory;
+    memory.available_bytes += bytes;
+    assert!(
+        memory.available_bytes <= memory.total_bytes,
+        "{bytes} of {name}"
+    );
 }
 
 fn named<'a>(nodes: &'a mut [NodeProfileStatus], name: &str) -> &'a mut NodeProfileStatus {
@@ -65,10 +76,12 @@ pub fn write(changed: &mut InferenceDeploymentSpec, advice: &Advice) {
         Advice::FewerPeers(peers) => changed.prefill.gpus_per_worker = Some(*peers),
         Advice::Share => changed.placement.pinning = Pinning::Shared,
         Advice::RunOnCpus(asked_by) => run_on_cpus(changed, *asked_by),
+        Advice::Ring(_) => allow_ring(changed),
         Advice::FreeCpu(_)
         | Advice::MoreCores(_)
         | Advice::FreeGpuMemory(_)
         | Advice::FreeMemoryOf(..)
+        | Advice::FreeMemoryOfNodes(_)
         | Advice::MoreMemoryOf(..)
         | Advice::Argument(_)
         | Advice::MeasureDisks(_)
@@ -94,4 +107,19 @@ fn run_on_cpus(deployment: &mut InferenceDeploymentSpec, asked_by: AskedBy) {
     if dual_batch {
         deployment.decode.dual_batch = DualBatch::Auto;
     }
+}
+
+/// Takes back all that rules out a ring.
+fn allow_ring(deployment: &mut InferenceDeploymentSpec) {
+    let (prefill, decode) = (&mut deployment.prefill, &mut deployment.decode);
+    prefill.gpus_per_worker = prefill.gpus_per_worker.filter(|gpus| *gpus == 0);
+    prefill.chunked_below_tokens = None;
+    prefill.quiet_window = None;
+    if prefill.mode.streams() {
+        prefill.mode = PrefillMode::Auto;
+    }
+    decode.dual_batch = DualBatch::Auto;
+    decode.expert_cache = None;
+    decode.replicas = Some(1);
+    decode.scaling = None;
 }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use hearth_controller_core::names::{
     ANNOTATION_CERTIFICATE, ANNOTATION_FORM, ANNOTATION_PLAN, ANNOTATION_PLAN_GENERATION,
-    ANNOTATION_ROUTES, ANNOTATION_SOURCE, LABEL_DEPLOYMENT, LABEL_RANK, LABEL_ROLE,
-    old_certificates_secret,
+    ANNOTATION_ROUTED, ANNOTATION_ROUTES, ANNOTATION_SOURCE, LABEL_DEPLOYMENT, LABEL_RANK,
+    LABEL_ROLE, old_certificates_secret,
 };
 use hearth_controller_core::observed::{
     AgentEndpoint, ContainerEnd, ContainerView, PodRole, PodView,
@@ -227,6 +227,7 @@ impl LeanPod {
             source: annotation(ANNOTATION_SOURCE),
             routes: annotation(routes_annotation.as_deref().unwrap_or(ANNOTATION_ROUTES)),
             routes_annotation,
+            routed: annotation(ANNOTATION_ROUTED).parse().ok(),
             certificate: annotation(ANNOTATION_CERTIFICATE),
             mounts_old_certificates: self
                 .spec

@@ -46,7 +46,7 @@ pub(super) async fn run(args: &ChatArgs, access: &Access) -> anyhow::Result<()> 
     if model.is_none() {
         client.model = client.first_model().await?;
     }
-    talk(&client, &args.talk).await
+    talk(&client, &args.talk, &Vec::new).await
 }
 
 /// Whether a Pod is a gateway that takes requests.

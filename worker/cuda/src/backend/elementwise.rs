@@ -142,7 +142,7 @@ impl ElementwiseOps for CudaBackend {
         self.launch(Kernel::new(&Variant::plain("add"), "add"), grid, args)
     }
 
-    fn silu_mul(&self, gate: &CudaTensor, up: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    fn silu_mul(&self, gate: CudaTensor, up: &CudaTensor) -> Result<CudaTensor, KernelError> {
         checks::same("silu_mul", gate.shape(), up.shape())?;
         let y = self.tensor(gate.rows, gate.cols)?;
         let terms = self.new_terms(y.rows, y.cols)?;
@@ -150,7 +150,7 @@ impl ElementwiseOps for CudaBackend {
             .with(y.output())
             .with(terms.values.address())
             .with(terms.scales_address())
-            .with(self.rows_of(gate)?)
+            .with(self.rows_of(&gate)?)
             .with(self.rows_of(up)?)
             .with(y.rows as i32)
             .with(y.cols as i32)

@@ -87,7 +87,7 @@ fn add_rms_norm_is_the_sum_and_then_the_norm() {
 fn silu(gpu: &Gpu, gate: &[f32], up: &[f32]) -> Vec<f32> {
     let gate = gpu.upload(1, gate.len(), gate).unwrap();
     let up = gpu.upload(1, up.len(), up).unwrap();
-    gpu.download(&gpu.silu_mul(&gate, &up).unwrap()).unwrap()
+    gpu.download(&gpu.silu_mul(gate, &up).unwrap()).unwrap()
 }
 
 #[test]

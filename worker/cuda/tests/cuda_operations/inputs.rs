@@ -114,8 +114,8 @@ fn readers_of_sums_in_parts_see_their_bits() {
         gpu.add_assign(&mut apart, &whole(7, true)).unwrap();
         assert_eq!(normed(&sum), normed(&apart));
         assert_eq!(bits(gpu, &sum), bits(gpu, &apart));
-        let gated = gpu.silu_mul(&part(8, false), &part(9, true)).unwrap();
-        let want = gpu.silu_mul(&whole(8, false), &whole(9, true)).unwrap();
+        let gated = gpu.silu_mul(part(8, false), &part(9, true)).unwrap();
+        let want = gpu.silu_mul(whole(8, false), &whole(9, true)).unwrap();
         assert_eq!(bits(gpu, &gated), bits(gpu, &want));
         let next = bits(gpu, &gpu.linear(&gated, &down, None).unwrap());
         assert_eq!(next, again(&want), "terms of a gate");

@@ -105,7 +105,7 @@ fn sanitizer_elementwise_and_routing() {
         gpu.rope(&mut y, (3, 0), &[0, 5, 9], &table).unwrap();
         gpu.add_rms_norm(&mut y, &x, &weight, 1e-6).unwrap();
         gpu.add_assign(&mut y, &x).unwrap();
-        let y = gpu.silu_mul(&y, &x).unwrap();
+        let y = gpu.silu_mul(y, &x).unwrap();
         let (a, b) = (gpu.columns(&y, 3, 0, 5), gpu.columns(&y, 3, 5, 17));
         let y = gpu.interleave(&a.unwrap(), &b.unwrap(), 3).unwrap();
         let y = gpu.rows(&y, &[2, 0]).unwrap();

@@ -67,7 +67,7 @@ async fn models_may_be_on_another_disk_than_what_is_downloaded() {
 }
 
 /// A file system of its own, unmounted when dropped.
-struct Disk(PathBuf);
+pub(super) struct Disk(PathBuf);
 
 impl Disk {
     /// Mounts one of so many KiB; `None`, with the reason on standard error, where that is not permitted.
@@ -77,7 +77,7 @@ impl Disk {
     }
 
     /// Mounts a directory in another place, too; `None` likewise.
-    fn bind(directory: &Path, at: PathBuf) -> Option<Self> {
+    pub(super) fn bind(directory: &Path, at: PathBuf) -> Option<Self> {
         fs::create_dir_all(directory).unwrap();
         Self::mounted(&["--bind", directory.to_str().unwrap()], at)
     }

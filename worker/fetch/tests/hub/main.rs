@@ -10,6 +10,7 @@ mod shared;
 #[path = "../support/mod.rs"]
 mod support;
 mod unfinished;
+mod xet;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -3,8 +3,9 @@
 use std::os::unix::fs::MetadataExt;
 
 use hearth_crds::{HttpFile, HttpSource};
-use hearth_fetch::{Owner, Stored};
+use hearth_fetch::{Claim, Claims, Owner, Stored};
 
+use super::disks::Disk;
 use super::support::sha256;
 use super::*;
 
@@ -97,6 +98,57 @@ async fn two_revisions_have_their_common_files_once_and_go_one_without_the_other
     assert_eq!(files_in(&three), old.needed());
     let expected = server.listing().to_string().len() + small_bytes(&old) + 500_000 + 2;
     assert_eq!(server.sent_bytes() - before, expected);
+}
+
+#[tokio::test]
+async fn what_is_removed_for_another_counts_as_far_as_it_frees_something() {
+    let old = Files::new(1);
+    let new = next(&old);
+    let server = HubServer::start(REPO, &old.list()).await;
+    let mut first = Fetcher::new(&server);
+    first.options.claims = Claims::by(|_| Claim::Free);
+    first.options.recent = Duration::ZERO;
+    first.fetch().await.unwrap();
+    let commit = server.push(&new.list());
+    let source = Source::of_hub(&server.url(), REPO, Some(&commit)).unwrap();
+    let second = beside(&first, source);
+    fetch_beside(&first, &second).await.unwrap();
+    let held_bytes = first.cache().stored_bytes().unwrap();
+
+    // Both have to go for a third one: their common files count with the last of them.
+    let third = Files::new(50);
+    let commit = server.push(&third.list());
+    let source = Source::of_hub(&server.url(), REPO, Some(&commit)).unwrap();
+    first.options.quota_bytes = Some(third.needed_bytes() as u64 + 100_000);
+    fetch_beside(&first, &beside(&first, source)).await.unwrap();
+    let counters = &first.options.counters;
+    assert_eq!(counters.evictions(), 2);
+    assert_eq!(counters.evicted_bytes(), held_bytes);
+}
+
+#[tokio::test]
+async fn where_there_are_no_links_files_of_another_model_are_copied() {
+    let old = Files::new(1);
+    let new = next(&old);
+    let server = HubServer::start(REPO, &old.list()).await;
+    let first = Fetcher::new(&server);
+    let one = first.fetch().await.unwrap();
+    // No link leads out of a mount, even to the same file system.
+    let Some(_mount) = Disk::bind(&one, one.clone()) else {
+        return;
+    };
+    let commit = server.push(&new.list());
+    let source = Source::of_hub(&server.url(), REPO, Some(&commit)).unwrap();
+    let other = beside(&first, source);
+    let before = server.sent_bytes();
+    let two = fetch_beside(&first, &other).await.unwrap();
+    assert_eq!(files_in(&two), new.needed());
+    // The hub has given no more than where files are linked.
+    let list_bytes = server.listing().to_string().len();
+    let expected = list_bytes + small_bytes(&new) + 450_000 + 2;
+    assert_eq!(server.sent_bytes() - before, expected);
+    assert_eq!((links(&one, SHARDS[0]), links(&two, SHARDS[0])), (1, 1));
+    assert_eq!(stored(&first, &other.source).shared_bytes, 0);
 }
 
 #[tokio::test]

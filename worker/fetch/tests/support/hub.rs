@@ -18,6 +18,9 @@ use tokio::task::JoinHandle;
 
 use super::{Fault, Seen, Shared, respond, sha256};
 
+/// Where small files lie, and on the other server large ones, while it redirects as with Xet.
+const RESOLVED: &str = "/api/resolve-cache/models";
+const BRIDGE: &str = "/xet-bridge";
 /// Smallest file that git only names, in bytes.
 const LARGE_BYTES: usize = 10_000;
 
@@ -82,6 +85,8 @@ struct Inner {
     list: Option<String>,
     /// Lets files be asked for by their own name, without a checksum in the address.
     etag: Option<String>,
+    /// Whether it redirects for every file, as the public hub does where files are stored with Xet.
+    has_xet: bool,
 }
 
 impl HubServer {
@@ -204,6 +209,12 @@ impl HubServer {
         self.state.inner.lock().unwrap().lists_to_all = true;
     }
 
+    /// Redirects for every file from now on: for small ones with a path of its own, for large ones to another host, which does so
+    /// once more. Answers offer Xet's own protocol, as those of the public hub.
+    pub fn store_with_xet(&self) {
+        self.state.inner.lock().unwrap().has_xet = true;
+    }
+
     /// Pauses for this long after each piece.
     pub fn pace(&self, pace: Duration) {
         self.state.shared.lock().unwrap().pace = pace;
@@ -242,6 +253,13 @@ fn refusal(status: StatusCode, code: &'static str) -> Response {
     response.body(Body::empty()).unwrap()
 }
 
+/// The file has another path.
+fn moved(to: &str) -> Response {
+    let response = Response::builder().status(StatusCode::TEMPORARY_REDIRECT);
+    let response = response.header(header::LOCATION, to);
+    response.body(Body::empty()).unwrap()
+}
+
 async fn answer(
     State(hub): State<Arc<Hub>>,
     method: Method,
@@ -251,7 +269,7 @@ async fn answer(
     let is_head = method == Method::HEAD;
     let seen = Seen::of(&headers);
     let path = uri.path().to_owned();
-    let is_list = path.starts_with("/api/");
+    let is_list = path.starts_with("/api/models/");
     hub.note(false, is_head, &path, &seen);
     let (fault, is_open) = {
         let mut inner = hub.inner.lock().unwrap();
@@ -287,20 +305,43 @@ async fn answer(
         };
         return respond(&hub.shared, seen, body.into(), None, fault, Duration::ZERO);
     }
-    let Some((commit, name)) = path
-        .strip_prefix(&format!("/{}/resolve/", hub.repo))
+    let (of_hub, resolved) = (
+        format!("/{}/resolve/", hub.repo),
+        format!("{RESOLVED}/{}/", hub.repo),
+    );
+    let rest = path.strip_prefix(&of_hub);
+    let Some((commit, name)) = rest
+        .or(path.strip_prefix(&resolved))
         .and_then(|rest| rest.split_once('/'))
     else {
         return refusal(StatusCode::NOT_FOUND, "RepoNotFound");
     };
-    let large = {
+    let (large, has_xet) = {
         let inner = hub.inner.lock().unwrap();
         let files = inner.commits.get(commit);
         let Some(bytes) = files.and_then(|files| files.get(name)) else {
             return refusal(StatusCode::NOT_FOUND, "EntryNotFound");
         };
-        (bytes.len() >= LARGE_BYTES).then(|| sha256(bytes))
+        let large = (bytes.len() >= LARGE_BYTES).then(|| sha256(bytes));
+        (large, inner.has_xet)
     };
+    if let Some(digits) = large.as_deref().filter(|_| has_xet) {
+        let to = format!(
+            "http://localhost:{}/{commit}/{name}?signature=secret",
+            hub.large.port()
+        );
+        let token = format!("/api/models/{}/xet-read-token/{commit}", hub.repo);
+        let response = Response::builder().status(StatusCode::FOUND);
+        let response = response.header(header::LOCATION, to);
+        let response = response.header("x-linked-etag", format!("\"{digits}\""));
+        let response = response.header("x-xet-hash", digits);
+        let response = response.header("x-xet-refresh-route", &token);
+        let response = response.header(header::LINK, format!("<{token}>; rel=\"xet-auth\""));
+        return response.body(Body::empty()).unwrap();
+    }
+    if has_xet && rest.is_some() {
+        return moved(&format!("{resolved}{commit}/{name}?etag=secret"));
+    }
     if let Some(digits) = large {
         let to = format!("http://{}/{commit}/{name}?signature=secret", hub.large);
         let response = Response::builder().status(StatusCode::FOUND);
@@ -324,6 +365,11 @@ async fn answer_large(
     let seen = Seen::of(&headers);
     let path = uri.path().to_owned();
     hub.note(true, is_head, &path, &seen);
+    let bridged = path.strip_prefix(BRIDGE);
+    if bridged.is_none() && hub.inner.lock().unwrap().has_xet {
+        return moved(&format!("{BRIDGE}{path}?signature=secret"));
+    }
+    let path = bridged.unwrap_or(&path);
     let (commit, name) = path[1..].split_once('/').unwrap();
     match is_head {
         true => head(&hub, commit, name),

@@ -10,6 +10,9 @@ use super::CpuBackend;
 
 /// Minimum number of elements that makes a piece worth a thread (some tens of microseconds).
 const MIN_PIECE_ELEMENTS: usize = 1 << 15;
+/// Elements that are copied to the stack at a time, so that what is computed from them takes their place: a multiple of every
+/// kernel's lanes.
+const COPIED_ELEMENTS: usize = 256;
 
 impl ElementwiseOps for CpuBackend {
     fn embed(&self, table: &HostMatrix, tokens: &[u32]) -> Result<CpuTensor, KernelError> {
@@ -59,13 +62,18 @@ impl ElementwiseOps for CpuBackend {
         Ok(())
     }
 
-    fn silu_mul(&self, gate: &CpuTensor, up: &CpuTensor) -> Result<CpuTensor, KernelError> {
-        checks::same("silu_mul", shape(gate), shape(up))?;
-        let mut out = self.tensor(gate.rows(), gate.cols());
-        self.for_each_row(&mut out, |row, out| {
-            self.kernels.silu_mul(gate.row(row), up.row(row), out);
+    fn silu_mul(&self, mut gate: CpuTensor, up: &CpuTensor) -> Result<CpuTensor, KernelError> {
+        checks::same("silu_mul", shape(&gate), shape(up))?;
+        self.for_each_row(&mut gate, |row, out| {
+            let mut gate = [0.0; COPIED_ELEMENTS];
+            let chunks = out.chunks_mut(COPIED_ELEMENTS);
+            for (out, up) in chunks.zip(up.row(row).chunks(COPIED_ELEMENTS)) {
+                let gate = &mut gate[..out.len()];
+                gate.copy_from_slice(out);
+                self.kernels.silu_mul(gate, up, out);
+            }
         });
-        Ok(out)
+        Ok(gate)
     }
 
     fn columns(

@@ -62,7 +62,7 @@ impl SwiGlu {
         let [gate, up] = project(pass, weights, x, [("gate", ""), ("up", "")])?;
         pass.check_cancelled()?;
         // product [rows, intermediate]
-        let product = backend.silu_mul(&gate, &up)?;
+        let product = backend.silu_mul(gate, &up)?;
         // out [rows, hidden]
         Ok(backend.linear(&product, weights.matrix("down")?, None)?)
     }

@@ -18,6 +18,8 @@ use super::types::{Health, Role, WorkerId, WorkerRoute, WorkerView};
 
 /// First and longest pause between probes of a worker that does not answer.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(500));
+/// Longest such pause while requests wait.
+const BACKOFF_WAITED_FOR: Duration = Duration::from_millis(100);
 /// Number of failed probes in a row after which a worker counts as lost.
 const LOST_AFTER_LOOKS: u32 = 3;
 
@@ -240,7 +242,10 @@ impl Member {
         if failures == 0 {
             return pool.routing().look_interval;
         }
-        let wait = *pause;
+        let wait = match pool.waiting() {
+            0 => *pause,
+            _ => (*pause).min(BACKOFF_WAITED_FOR),
+        };
         *pause = (*pause * 2).min(BACKOFF.1);
         wait
     }

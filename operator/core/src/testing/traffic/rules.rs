@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use super::World;
 use crate::autoscale::queueing::StepTime;
 use crate::autoscale::{Bounds, Input, Memory, Objectives, Role, Service, advise};
+use crate::follow::START_S;
 use crate::observed::Demand;
 use crate::testing::at;
 
@@ -145,7 +146,7 @@ impl Rule for Auto {
             is_chunked: false,
             step: StepTime::scaled(step, self.predicted),
             slots_per_worker,
-            start_s,
+            start_s: start_s.clamp(START_S[0], START_S[1]),
         };
         let service = predicted.measured(&view.demand);
         let roles = [Role::Prefill, Role::Decode];

@@ -21,10 +21,9 @@ pub fn problem_of(seed: u64, devices: usize, layers: usize) -> Problem {
     drawn(&mut Draws::new(seed), devices, layers)
 }
 
-/// A problem of at most 4 devices and 12 layers, drawn from a seed. The devices of even seeds have a page cache for experts beside
-/// their memory, which the objective does not know of.
+/// A problem of at most 4 devices and 12 layers, drawn from a seed.
 pub fn small_problem(seed: u64) -> Problem {
-    small(seed, &mut Draws::new(seed))
+    small(&mut Draws::new(seed))
 }
 
 /// That of [`problem_of`] with each of its devices as the head.
@@ -45,22 +44,14 @@ pub fn tight_problems_by_head(seed: u64, devices: usize, layers: usize) -> Vec<P
 /// That of [`small_problem`] with each of its devices as the head.
 pub fn small_problems_by_head(seed: u64) -> Vec<Problem> {
     let mut draws = Draws::new(seed);
-    let problem = small(seed, &mut draws);
+    let problem = small(&mut draws);
     with_each_head(&mut draws, &problem)
 }
 
-fn small(seed: u64, draws: &mut Draws) -> Problem {
+fn small(draws: &mut Draws) -> Problem {
     let devices = draws.whole(1, 4);
     let layers = draws.whole(devices, 12);
-    let mut problem = drawn(draws, devices, layers);
-    for device in problem
-        .devices
-        .iter_mut()
-        .filter(|_| seed.is_multiple_of(2))
-    {
-        device.page_cache_bytes = device.memory_bytes / 16;
-    }
-    problem
+    drawn(draws, devices, layers)
 }
 
 /// Programs of a problem, against all splits.

@@ -181,7 +181,6 @@ fn drawn_device(draws: &mut Draws, index: usize, mean_bytes: f64, layers: &[Laye
         name: format!("device-{index}"),
         memory_bytes,
         buffer_bytes: memory_bytes / 20,
-        page_cache_bytes: 0,
         disk_read_gbps,
         map_ms_per_gb: 15.0,
         must_fit: disk_read_gbps < 0.15,

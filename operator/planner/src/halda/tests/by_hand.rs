@@ -28,7 +28,6 @@ pub(super) fn device(
         name: name.to_owned(),
         memory_bytes,
         buffer_bytes: 64 << 20,
-        page_cache_bytes: 0,
         disk_read_gbps,
         map_ms_per_gb: 15.0,
         must_fit: false,

@@ -40,7 +40,7 @@ fn the_choice_is_near_the_fastest_of_all_rings() {
         worst < 1.02,
         "the worst choice takes {worst} times the fastest"
     );
-    // All that there is to choose occurs; with a page cache for experts, fewer rings gain by rounds.
+    // All that there is to choose occurs.
     assert!(
         none > 20 && in_rounds > 90 && with_dropped > 100,
         "{none} without a ring, {in_rounds} in rounds, {with_dropped} with a device that was dropped, {worst}"

@@ -77,14 +77,15 @@ impl fmt::Display for Advice {
             Self::Chunked => {
                 f.write_str("write spec.prefill.mode: Chunked without prefill replicas")
             }
-            Self::ReadAlone(has_gpus) => {
-                f.write_str("write spec.prefill.mode: StreamLoading")?;
-                f.write_str(if *has_gpus {
+            Self::ReadAlone(has_gpus) => write!(
+                f,
+                "write spec.prefill.mode: StreamLoading{}",
+                if *has_gpus {
                     " without gpusPerWorker"
                 } else {
                     ""
-                })
-            }
+                }
+            ),
             Self::FewerPeers(peers) => {
                 write!(f, "lower spec.prefill.gpusPerWorker to {peers}")
             }
@@ -99,22 +100,15 @@ impl fmt::Display for Advice {
                 f,
                 "free {millis}m of CPU requests on the node, or add a node"
             ),
-            Self::MoreCores(cores) => write!(
-                f,
-                "use a machine with {cores} more core{}",
-                if *cores == 1 { "" } else { "s" }
-            ),
+            Self::MoreCores(1) => f.write_str("use a machine with 1 more core"),
+            Self::MoreCores(cores) => write!(f, "use a machine with {cores} more cores"),
             Self::FreeMemoryOf(node, bytes) => write!(
                 f,
                 "free {} MiB on {node}, add a node, or use a smaller model",
                 bytes.div_ceil(1 << 20)
             ),
             Self::FreeMemoryOfNodes(nodes) => {
-                let of_node = |(node, bytes): &(String, u64)| {
-                    format!("{} MiB on {node}", bytes.div_ceil(1 << 20))
-                };
-                let all: Vec<String> = nodes.iter().map(of_node).collect();
-                write!(f, "free {} for a ring, or add a node", all.join(" and "))
+                write!(f, "free {} for a ring, or add a node", on_nodes(nodes))
             }
             Self::MoreMemoryOf(node, bytes) => write!(
                 f,
@@ -138,6 +132,14 @@ impl fmt::Display for Advice {
             }
         }
     }
+}
+
+/// Bytes of each node, for people.
+fn on_nodes(nodes: &[(String, u64)]) -> String {
+    let of_node =
+        |(node, bytes): &(String, u64)| format!("{} MiB on {node}", bytes.div_ceil(1 << 20));
+    let all: Vec<String> = nodes.iter().map(of_node).collect();
+    all.join(" and ")
 }
 
 /// The fields of a spec that ask for a GPU.

@@ -260,6 +260,47 @@ fn moved(to: &str) -> Response {
     response.body(Body::empty()).unwrap()
 }
 
+/// Where a large file is: on another host.
+fn stored_elsewhere(
+    hub: &Hub,
+    (commit, name): (&str, &str),
+    digits: &str,
+    has_xet: bool,
+) -> Response {
+    let host = match has_xet {
+        true => format!("localhost:{}", hub.large.port()),
+        false => hub.large.to_string(),
+    };
+    let to = format!("http://{host}/{commit}/{name}?signature=secret");
+    let response = Response::builder().status(StatusCode::FOUND);
+    let response = response.header(header::LOCATION, to);
+    let mut response = response.header("x-linked-etag", format!("\"{digits}\""));
+    if has_xet {
+        let token = format!("/api/models/{}/xet-read-token/{commit}", hub.repo);
+        response = response.header("x-xet-hash", digits);
+        response = response.header("x-xet-refresh-route", &token);
+        response = response.header(header::LINK, format!("<{token}>; rel=\"xet-auth\""));
+    }
+    response.body(Body::empty()).unwrap()
+}
+
+/// The list of files that is asked for, or why there is none.
+fn list(hub: &Hub, uri: &Uri) -> Result<String, &'static str> {
+    let inner = hub.inner.lock().unwrap();
+    let before = format!("/api/models/{}/revision/", hub.repo);
+    let revision = uri.path().strip_prefix(&before).ok_or("RepoNotFound")?;
+    let commit = match revision {
+        "main" => &inner.main,
+        other => other,
+    };
+    if !inner.commits.contains_key(commit) {
+        return Err("RevisionNotFound");
+    }
+    assert_eq!(uri.query(), Some("blobs=true"));
+    let list = listing(&hub.repo, &inner, commit).to_string();
+    Ok(inner.list.clone().unwrap_or(list))
+}
+
 async fn answer(
     State(hub): State<Arc<Hub>>,
     method: Method,
@@ -286,24 +327,10 @@ async fn answer(
         return refusal(StatusCode::UNAUTHORIZED, "GatedRepo");
     }
     if is_list {
-        let body = {
-            let inner = hub.inner.lock().unwrap();
-            let before = format!("/api/models/{}/revision/", hub.repo);
-            let Some(revision) = path.strip_prefix(&before) else {
-                return refusal(StatusCode::NOT_FOUND, "RepoNotFound");
-            };
-            let commit = match revision {
-                "main" => &inner.main,
-                other => other,
-            };
-            if !inner.commits.contains_key(commit) {
-                return refusal(StatusCode::NOT_FOUND, "RevisionNotFound");
-            }
-            assert_eq!(uri.query(), Some("blobs=true"));
-            let list = listing(&hub.repo, &inner, commit).to_string();
-            inner.list.clone().unwrap_or(list)
+        return match list(&hub, &uri) {
+            Ok(list) => respond(&hub.shared, seen, list.into(), None, fault, Duration::ZERO),
+            Err(code) => refusal(StatusCode::NOT_FOUND, code),
         };
-        return respond(&hub.shared, seen, body.into(), None, fault, Duration::ZERO);
     }
     let (of_hub, resolved) = (
         format!("/{}/resolve/", hub.repo),
@@ -325,29 +352,11 @@ async fn answer(
         let large = (bytes.len() >= LARGE_BYTES).then(|| sha256(bytes));
         (large, inner.has_xet)
     };
-    if let Some(digits) = large.as_deref().filter(|_| has_xet) {
-        let to = format!(
-            "http://localhost:{}/{commit}/{name}?signature=secret",
-            hub.large.port()
-        );
-        let token = format!("/api/models/{}/xet-read-token/{commit}", hub.repo);
-        let response = Response::builder().status(StatusCode::FOUND);
-        let response = response.header(header::LOCATION, to);
-        let response = response.header("x-linked-etag", format!("\"{digits}\""));
-        let response = response.header("x-xet-hash", digits);
-        let response = response.header("x-xet-refresh-route", &token);
-        let response = response.header(header::LINK, format!("<{token}>; rel=\"xet-auth\""));
-        return response.body(Body::empty()).unwrap();
+    if let Some(digits) = &large {
+        return stored_elsewhere(&hub, (commit, name), digits, has_xet);
     }
     if has_xet && rest.is_some() {
         return moved(&format!("{resolved}{commit}/{name}?etag=secret"));
-    }
-    if let Some(digits) = large {
-        let to = format!("http://{}/{commit}/{name}?signature=secret", hub.large);
-        let response = Response::builder().status(StatusCode::FOUND);
-        let response = response.header(header::LOCATION, to);
-        let response = response.header("x-linked-etag", format!("\"{digits}\""));
-        return response.body(Body::empty()).unwrap();
     }
     match is_head {
         true => head(&hub, commit, name),

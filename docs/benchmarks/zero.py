@@ -5,16 +5,19 @@
 
 NAME is an InferenceDeployment that scales to zero, of the cluster that kubectl talks to; URL its endpoint, with /v1. Each round waits
 until the workers have ended, asks, and watches the Pods meanwhile: when the decode worker's Pod was created, when its container ran,
-when Kubernetes called it ready, and when the first token came, which may be sooner: the gateway asks workers by itself. With --drop
-the files below PATH are dropped from this machine's page cache before each round, so that the weights are read from disk: PATH is the
-model, and this machine its node. Then the rate at which they were read, from when the worker's process began, before its container was
-complete, to the first token, is compared with what the disk gives: all files read past the page cache, several blocks at once, with
-the number at once that was fastest in this round. Needs Linux, and root with --drop, but only Python's standard library.
+when it said that all weights are in memory (its log, by the node's clock), when the first token came, and when Kubernetes called the
+Pod ready, which may be later: the gateway asks workers by itself. With --drop the files below PATH are dropped from this machine's page
+cache before each round, so that the weights are read from disk: PATH is the model, and this machine its node. Then the rate at which
+they were read, from when the worker's process began, before its container was complete, until they were in memory, is compared with
+what the disk gives: all files read past the page cache, several blocks at once, with the number at once that was fastest in this round.
+So is, in the last column, the rate that counts all until the first token. Needs Linux, and root with --drop, but only Python's standard
+library.
 """
 
 import argparse
 import concurrent.futures
 import ctypes
+import datetime
 import json
 import mmap
 import os
@@ -25,7 +28,8 @@ import threading
 import time
 import urllib.request
 
-PARTS = ["Pod created", "container runs", "Pod ready", "first token"]
+CREATED, RUNS, LOADED, TOKEN, READY = PARTS = ["Pod created", "container runs", "weights in memory", "first token", "Pod ready"]
+DROPPED = ["process began, s", "disk alone, s", "of its rate", "of its rate until the first token"]
 # Seconds that Kubernetes may take to call a Pod ready after its first token.
 READY_S = 30
 # Reads from the disk: bytes of each, and how many are under way at once.
@@ -63,11 +67,12 @@ def watch(args, seen, process):
             continue
         text = text[end:].lstrip()
         now, status = time.monotonic(), pod.get("status", {})
-        seen.setdefault(PARTS[0], now)
+        seen.setdefault(CREATED, now)
+        seen["name"] = pod["metadata"]["name"]
         if any("running" in it.get("state", {}) for it in status.get("containerStatuses", [])):
-            seen.setdefault(PARTS[1], now)
+            seen.setdefault(RUNS, now)
         if any(it["type"] == "Ready" and it["status"] == "True" for it in status.get("conditions", [])):
-            seen.setdefault(PARTS[2], now)
+            seen.setdefault(READY, now)
 
 
 def first_token(args):
@@ -144,6 +149,18 @@ def process_began():
     return max(since_boot) + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def loaded(args, name):
+    """When the worker of this Pod said that all weights are in memory, by this machine's clock; None if it does not."""
+    lines = kubectl(args, "logs", name, "--timestamps").splitlines()
+    at = [line.split()[0] for line in lines if '"event":"loading"' in line and '"percent":100' in line]
+    if not at:
+        return None
+    # Python knows no nanoseconds.
+    date, _, fraction = at[0].removesuffix("Z").partition(".")
+    since_1970 = datetime.datetime.fromisoformat(date + "+00:00").timestamp() + float("0." + (fraction or "0"))
+    return since_1970 + time.monotonic() - time.time()
+
+
 def measure(args):
     """Seconds from the question to each part, and with --drop to the worker's process."""
     command = ["kubectl", "--namespace", args.namespace, "get", "pods", "--watch-only", "-o", "json", "-l", selector(args, "decode")]
@@ -151,10 +168,12 @@ def measure(args):
     threading.Thread(target=watch, args=(args, seen, process), daemon=True).start()
     time.sleep(2)
     began = time.monotonic()
-    seen[PARTS[3]] = first_token(args)
-    while PARTS[2] not in seen and time.monotonic() < seen[PARTS[3]] + READY_S:
+    seen[TOKEN] = first_token(args)
+    while READY not in seen and time.monotonic() < seen[TOKEN] + READY_S:
         time.sleep(0.1)
     process.terminate()
+    if "name" in seen and (at := loaded(args, seen["name"])):
+        seen[LOADED] = at
     missing = [part for part in PARTS if part not in seen]
     if missing:
         raise SystemExit(f"no Pod came so far: {', '.join(missing)}")
@@ -173,7 +192,7 @@ def main():
     with urllib.request.urlopen(f"{args.url}/models") as models:
         args.model = json.load(models)["data"][0]["id"]
     rounds = []
-    columns = [f"{part}, s" for part in PARTS] + (["process began, s", "disk alone, s", "of its rate"] if args.drop else [])
+    columns = [f"{part}, s" for part in PARTS] + (DROPPED if args.drop else [])
     print("| round | " + " | ".join(columns) + " |\n| --- |" + " --- |" * len(columns), flush=True)
     for number in range(1, args.rounds + 1):
         wait_until_at_zero(args)
@@ -183,7 +202,8 @@ def main():
             drop(args.drop)
         times = measure(args)
         if args.drop:
-            more.append(more[0] / (times[3] - times[4]))
+            of_part = dict(zip(PARTS, times))
+            more += [more[0] / (of_part[part] - times[-1]) for part in (LOADED, TOKEN)]
         rounds.append(times + more)
         print(f"| {number} | " + " | ".join(f"{it:.2f}" for it in rounds[-1]) + " |", flush=True)
     medians = [statistics.median(column) for column in zip(*rounds)]

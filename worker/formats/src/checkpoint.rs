@@ -9,7 +9,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use half::{bf16, f16};
 use hearth_kernels::{BlockScales, DType, HostMatrix, SCALE_BLOCK};
-use memmap2::Mmap;
+use memmap2::{Advice, Mmap};
 use sha2::{Digest, Sha256};
 
 use crate::FormatError;
@@ -441,11 +441,33 @@ fn sample(data: &[u8], hash: &mut Sha256) {
     if data.len() <= SAMPLES * SAMPLE_BYTES {
         return hash.update(data);
     }
-    let last = data.len() - SAMPLE_BYTES;
-    for piece in 0..SAMPLES {
-        // Computed in u128, since files may have any size.
-        let start = (last as u128 * piece as u128 / (SAMPLES as u128 - 1)) as usize;
+    for start in samples(data.len()) {
         hash.update(&data[start..start + SAMPLE_BYTES]);
+    }
+}
+
+/// Where the pieces that [`sample`] hashes begin, of so many bytes.
+fn samples(len: usize) -> impl Iterator<Item = usize> {
+    let last = len.saturating_sub(SAMPLE_BYTES);
+    // Computed in u128, since files may have any size.
+    (0..SAMPLES).map(move |piece| (last as u128 * piece as u128 / (SAMPLES as u128 - 1)) as usize)
+}
+
+/// Has the kernel read what will be hashed of a file all at once: one page after the other, each of them would wait for the disk, and
+/// for the megabytes around it.
+fn read_samples_ahead(map: &Mmap) {
+    let Some((header_len, _)) = map.split_first_chunk() else {
+        return;
+    };
+    let header_len = usize::try_from(u64::from_le_bytes(*header_len)).unwrap_or(usize::MAX);
+    let data_start = header_len.saturating_add(size_of::<u64>());
+    for start in samples(map.len().saturating_sub(data_start)) {
+        // Advice that is not taken costs time alone.
+        _ = map.advise_range(
+            Advice::WillNeed,
+            data_start.saturating_add(start),
+            SAMPLE_BYTES,
+        );
     }
 }
 
@@ -458,6 +480,7 @@ fn map_file(dir: &Path, name: &str) -> Result<CheckpointFile, FormatError> {
     // process writes to the file, the numbers change, but no code here relies on their validity
     // (all header text was copied and checked). Truncation in place raises SIGBUS, as the type's docs say.
     let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+    read_samples_ahead(&map);
     Ok(CheckpointFile {
         name: name.into(),
         path,

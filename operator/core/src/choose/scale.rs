@@ -202,10 +202,22 @@ pub(crate) fn rollout_of<'a>(
     plans
 }
 
-/// Whether two plans were made for the same, apart from the numbers of workers.
+/// Whether two plans were made for the same, apart from the numbers of workers, and in the same way: whoever is in both stays where
+/// it is, and rings and peers are those of before.
 pub(crate) fn differ_in_numbers_alone(old: &InferencePlan, new: &InferencePlan) -> bool {
+    let stays = |rank: &PlanRank| {
+        let mut others = new.spec.ranks.iter();
+        match others.find(|other| other.name == rank.name) {
+            Some(other) => other.node == rank.node && other.ring == rank.ring,
+            None => rank.role != PlanRole::Stage,
+        }
+    };
     let wanted = wish(new);
-    wanted.is_some() && wish(old) == wanted
+    wanted.is_some()
+        && wish(old) == wanted
+        && old.spec.strategy == new.spec.strategy
+        && old.spec.ranks_of(PlanRole::Stage).count() == new.spec.ranks_of(PlanRole::Stage).count()
+        && old.spec.ranks.iter().all(stays)
 }
 
 /// What a plan was made for, apart from the numbers of workers: the digest of its inputs, and the image of its workers. `None` if it is

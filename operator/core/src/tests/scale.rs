@@ -2,13 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use hearth_crds::{InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRole, PlanRouting};
+use hearth_crds::{
+    InferencePlanSpec, NodeProfileStatus, PlanRank, PlanRole, PlanRouting, PlanStrategy,
+};
 use hearth_planner::{CpuOffer, CpuRoom, GpuOffer, PlanInput, plan};
 
 use crate::candidates::Candidates;
-use crate::choose::scale::in_place;
+use crate::choose::scale::{differ_in_numbers_alone, in_place};
 use crate::model::builtin;
 use crate::testing::{GIB, MIB, deployment, node};
+use crate::tests::fake_cluster::FakeCluster;
 
 fn profiles(memory_bytes: u64) -> Candidates {
     let profile = |name: &str| node(name, 4, memory_bytes).profile.unwrap();
@@ -48,6 +51,31 @@ fn decodes(plan: &InferencePlanSpec) -> Vec<String> {
     plan.ranks_of(PlanRole::Decode)
         .map(|rank| format!("{} {}", rank.name, rank.node))
         .collect()
+}
+
+#[test]
+fn a_plan_in_which_somebody_moves_differs_in_more_than_numbers() {
+    let mut cluster = FakeCluster::new("");
+    cluster.settle();
+    let old = &cluster.observed.plans[0];
+    let differs = |change: &dyn Fn(&mut InferencePlanSpec)| {
+        let mut new = (**old).clone();
+        change(&mut new.spec);
+        !differ_in_numbers_alone(old, &new)
+    };
+    let more = |plan: &mut InferencePlanSpec, role| {
+        let decode = plan.ranks_of(PlanRole::Decode).next().unwrap().clone();
+        let name = format!("{}-1", PlanRole::as_str(role));
+        plan.ranks.push(PlanRank {
+            name,
+            role,
+            ..decode
+        });
+    };
+    assert!(!differs(&|plan| more(plan, PlanRole::Decode)));
+    assert!(differs(&|plan| plan.ranks[0].node = "elsewhere".to_owned()));
+    assert!(differs(&|plan| more(plan, PlanRole::Stage)));
+    assert!(differs(&|plan| plan.strategy = PlanStrategy::PipedRing));
 }
 
 #[test]

@@ -17,6 +17,8 @@ const NOTES: [&str; 3] = [
     "hearth.dev/form",
     "hearth.dev/certificate",
 ];
+/// Annotation with a time, which a gateway has whose routes have changed since it was created: that depends on who was ready first.
+const ROUTED: &str = "hearth.dev/routed";
 /// Annotation that holds a plan as JSON, in which a prediction that was read and written again may differ in its last
 /// digit.
 const PLAN: &str = "hearth.dev/plan";
@@ -80,6 +82,7 @@ fn plain(mut object: Value) -> Value {
             if let Some(plan) = notes.get_mut(PLAN) {
                 *plan = without_predictions(plan.as_str().unwrap_or_default());
             }
+            notes.remove(ROUTED);
             for note in NOTES {
                 if let Some(value) = notes.get_mut(note) {
                     *value = json!("PRESENT");

@@ -148,6 +148,9 @@ pub struct Limits {
     /// Time that an idle connection is kept once the gateway is told to stop: a client that uses it within that time
     /// gets its answer, which tells it that the connection ends.
     pub drain_idle: Duration,
+    /// Time for which requests on new connections are still answered once the gateway is told to stop, while others are: of clients
+    /// that have not learnt yet that another takes its place. After it they are refused with 503.
+    pub drain_late: Duration,
 }
 
 impl Default for Limits {
@@ -166,6 +169,7 @@ impl Default for Limits {
             backlog_bytes: 16 << 20,
             drain_grace: Duration::from_secs(30),
             drain_idle: Duration::from_secs(2),
+            drain_late: Duration::ZERO,
         }
     }
 }

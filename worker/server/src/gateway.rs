@@ -56,7 +56,7 @@ pub struct Gateway {
 }
 
 /// Serves the OpenAI API on `listener` until `shutdown` is ready, then finishes requests on open connections within
-/// `limits.drain_grace` and refuses those on new ones with 503. Returns once all open connections have ended, with
+/// `limits.drain_grace`, those on new ones among them for `limits.drain_late`, and later refuses these with 503. Returns once all open connections have ended, with
 /// the number of requests that had to be cut off. Dropping the future stops at once.
 ///
 /// # Errors
@@ -240,31 +240,41 @@ impl Gateway {
         };
         tokio::select! {
             () = ended => {}
-            never = turn_away(listener, &places, &connections) => match never {},
+            never = late(listener, &places, &connections, &open, began + limits.drain_late) => match never {},
         }
         Ok(self.app.cut_off.load(Ordering::Relaxed))
     }
 }
 
-/// Answers connections that arrive while the gateway is shutting down. Requests on them are refused with an error that
-/// tells clients to try again, and the gateway's health can still be read; the shutdown does not wait for them.
-async fn turn_away(
+/// Answers connections that arrive while the gateway is shutting down: until then like those that are `open`. Later, requests on them
+/// are refused with an error that tells clients to try again, and the gateway's health can still be read; the shutdown does not wait
+/// for these.
+async fn late(
     listener: Option<TcpListener>,
     places: &Arc<Semaphore>,
     connections: &Arc<Connections>,
+    open: &TaskTracker,
+    until: Instant,
 ) -> Infallible {
     let Some(listener) = listener else {
         return std::future::pending().await;
     };
-    let mut late = JoinSet::new();
+    let mut refused = JoinSet::new();
     loop {
         tokio::select! {
             accepted = accept(&listener, places) => {
-                if let Some((stream, place)) = taken(accepted).await {
-                    late.spawn(connections.clone().run(stream, place, true));
+                let Some((stream, place)) = taken(accepted).await else {
+                    continue;
+                };
+                let is_late = Instant::now() >= until;
+                let connection = connections.clone().run(stream, place, is_late);
+                if is_late {
+                    refused.spawn(connection);
+                } else {
+                    open.spawn(connection);
                 }
             }
-            Some(_) = late.join_next() => {}
+            Some(_) = refused.join_next() => {}
         }
     }
 }

@@ -463,7 +463,7 @@ fn fault() -> ApiError {
 /// Error for new requests, and for answers that do not end in time, once the gateway shuts down.
 pub(crate) fn closing_error() -> ApiError {
     ApiError::unavailable(
-        "the gateway is shutting down: try again in a moment, another will answer",
+        "the gateway is shutting down: try again in a moment",
         RETRY_STARTING,
     )
     .with_code("shutting_down")

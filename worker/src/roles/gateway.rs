@@ -18,6 +18,10 @@ use crate::environment::Environment;
 use crate::otlp::OtlpTraces;
 use crate::signals;
 
+/// Time for which a gateway of a cluster still answers new clients once it is told to stop: its address was withdrawn before, and a
+/// busy node may learn of that later than `preStop` waits.
+const LATE: Duration = Duration::from_secs(15);
+
 /// Arguments of `gateway`.
 #[derive(Args)]
 pub(crate) struct GatewayArgs {
@@ -160,6 +164,7 @@ fn config(args: &GatewayArgs, plan: &InferencePlanSpec) -> anyhow::Result<Gatewa
         drain_grace: Duration::from_secs(u64::from(args.process.grace)),
         keep_alive: Duration::from_secs(u64::from(args.keep_alive)),
         client_stall: Duration::from_secs(u64::from(args.client_stall)),
+        drain_late: args.routes.as_ref().map_or(Duration::ZERO, |_| LATE),
         ..Limits::default()
     };
     config.predicted = Predicted {

@@ -208,6 +208,34 @@ async fn new_clients_are_told_to_come_again() {
     );
 }
 
+/// Some clients learn late that another gateway takes the place of one, whose streams may take minutes to end.
+#[tokio::test(flavor = "multi_thread")]
+async fn new_clients_are_answered_for_a_while_beside_the_last_streams() {
+    let worker = FakeWorker::start();
+    paced(&worker, 20);
+    let mut gateway = gateway(&[&worker], |config| {
+        config.limits.drain_late = Duration::from_secs(3);
+    })
+    .await;
+    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut kept, &body(500)).await;
+    read_until(&mut kept, "\"content\":").await;
+    gateway.shut_down();
+    eventually(|| async { gateway.get("/ready").await.1.contains("\"draining\":true") }).await;
+    let mut new = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut new, &chat_body("say:new", json!({}))).await;
+    let answer = read_to_end(&mut new).await;
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"),
+        "{answer}"
+    );
+    assert!(answer.contains("\"content\":\"new\""), "{answer}");
+    turns_new_clients_away(&gateway).await;
+    read_until(&mut kept, "[DONE]").await;
+    drop(kept);
+    gateway.ended().await.unwrap();
+}
+
 /// Stops gateway and workers together, as when a node is drained: another gateway has other workers.
 #[tokio::test(flavor = "multi_thread")]
 async fn who_waits_for_a_worker_when_none_is_left_is_told_to_come_again() {

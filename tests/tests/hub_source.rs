@@ -293,32 +293,55 @@ async fn a_download_that_is_stopped_is_listed_and_removed() {
     assert!(stderr.contains("no model is in"), "{stderr}");
 }
 
+/// A `hearth up` to which a model comes slowly, and whose first file has begun to arrive.
+async fn fetching(hub: &HubServer, directory: &Path, cache: &Path) -> Up {
+    hub.pace(Duration::from_millis(200));
+    let source = json!({"huggingFace": {"repo": REPO}});
+    let up = Up::spawn(&UpOptions {
+        file: Some(deployment(directory, |spec| {
+            spec["model"]["source"] = source;
+        })),
+        environment: environment(cache, hub),
+        ..UpOptions::default()
+    });
+    until("a file", || {
+        first_of(hub, directory, cache)["bytes"].as_u64() > Some(0)
+    });
+    up
+}
+
+/// What `hearth models list` says of the first model.
+fn first_of(hub: &HubServer, directory: &Path, cache: &Path) -> Value {
+    let (_, stdout, _) = models(&["list", "-o", "json"], directory, cache, hub, "");
+    serde_json::from_str::<Value>(&stdout).expect("JSON")[0].clone()
+}
+
 /// To `hearth up` alone, as a service manager sends it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_signal_during_a_fetch_ends_it_and_says_so() {
     let hub = demo_hub().await;
-    hub.pace(Duration::from_millis(200));
     let directory = tempfile::tempdir().expect("directory");
     let cache = directory.path().join("cache");
-    let source = json!({"huggingFace": {"repo": REPO}});
-    let first = || {
-        let (_, stdout, _) = models(&["list", "-o", "json"], directory.path(), &cache, &hub, "");
-        serde_json::from_str::<Value>(&stdout).expect("JSON")[0].clone()
-    };
-    let mut up = Up::spawn(&UpOptions {
-        file: Some(deployment(directory.path(), |spec| {
-            spec["model"]["source"] = source;
-        })),
-        environment: environment(&cache, &hub),
-        ..UpOptions::default()
-    });
-    until("a file", || first()["bytes"].as_u64() > Some(0));
+    let mut up = fetching(&hub, directory.path(), &cache).await;
     up.signal_up(Signal::TERM);
     assert_eq!(up.wait(), 130, "{}", up.output());
     let said = up.output();
     assert!(said.contains("was stopped: "), "{said}");
     assert!(said.ends_with("that have arrived are kept\n"), "{said}");
-    assert_eq!(first()["partial"]["is_running"], false);
+    let first = first_of(&hub, directory.path(), &cache);
+    assert_eq!(first["partial"]["is_running"], false);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fetch_ends_with_who_asked_for_it() {
+    let hub = demo_hub().await;
+    let directory = tempfile::tempdir().expect("directory");
+    let cache = directory.path().join("cache");
+    let up = fetching(&hub, directory.path(), &cache).await;
+    up.signal_up(Signal::KILL);
+    until("an end", || {
+        first_of(&hub, directory.path(), &cache)["partial"]["is_running"] == false
+    });
 }
 
 #[test]

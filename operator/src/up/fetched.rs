@@ -141,7 +141,14 @@ fn command(
     environment: &Environment,
 ) -> anyhow::Result<(Command, Option<Vec<u8>>)> {
     let mut command = Command::new(program);
-    command.args([TOOL, "--json"]).stdin(Stdio::null());
+    command
+        .args([
+            TOOL,
+            "--json",
+            "--with-parent",
+            &std::process::id().to_string(),
+        ])
+        .stdin(Stdio::null());
     let mut list = None;
     match wanted {
         Wanted::Http(http) => {

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::environment::Environment;
 use crate::logging;
+use crate::signals;
 use crate::tools::StoreArgs;
 
 /// Minimum time between two human-readable lines about one phase.
@@ -57,6 +58,9 @@ pub(crate) struct FetchArgs {
     /// Print progress and the directory as lines of JSON
     #[arg(long)]
     json: bool,
+    /// End when the parent process ends, which is this one
+    #[arg(long, value_name = "PID", hide = true)]
+    with_parent: Option<u32>,
 }
 
 /// One line of JSON output.
@@ -84,6 +88,9 @@ enum Event<'a> {
 
 /// Fetches the model and prints its directory.
 pub(crate) fn run(args: &FetchArgs, environment: &Environment) -> anyhow::Result<()> {
+    if let Some(parent) = args.with_parent {
+        signals::end_with_parent(parent)?;
+    }
     let mut source = source(args, environment)?;
     if args.credentials {
         source = source.opened_by(match args.repo {

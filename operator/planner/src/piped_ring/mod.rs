@@ -240,26 +240,27 @@ impl RingPlanning<'_> {
         }
         let chosen = Chosen {
             is_only: all.all.len() == 1,
-            ..self.with_passes(self.choose(&all)?)
+            ..self.with_passes(self.choose(&all, Limits::default())?)
         };
         Ok(self.write(&chosen, instead))
     }
 
     /// The ring with the least time per output token of three: of all that may be members; of these without the GPUs that were
-    /// left out, whose processes need no memory then; and of the CPUs alone. Where they take as long, it is the last.
-    fn choose<'a>(&'a self, all: &Members<'a>) -> Result<Chosen<'a>, PlanError> {
+    /// left out, whose processes need no memory then; and of the CPUs alone. Where they take as long, it is the last. Each is chosen
+    /// within `limits`.
+    fn choose<'a>(&'a self, all: &Members<'a>, limits: Limits) -> Result<Chosen<'a>, PlanError> {
         let refused = &*all.refused_gpus;
         if all.all.iter().all(|member| member.gpu.is_none()) {
-            let chosen = self.best(all);
+            let chosen = self.best(all, limits);
             let chosen = chosen.map_err(|error| self.refusal(all, error))?;
             return Ok(chosen.without_refused(refused));
         }
         let best_of = |may_use: &dyn Fn(&GpuProfile) -> bool| {
             let members = Members::of(self, may_use);
-            self.best(&members).ok()
+            self.best(&members, limits).ok()
         };
         let on_cpus = best_of(&|_| false);
-        let with_gpus = match self.best(all) {
+        let with_gpus = match self.best(all, limits) {
             Ok(with_gpus) => with_gpus,
             Err(error) => {
                 let on_cpus = on_cpus.ok_or_else(|| self.refusal(all, error))?;
@@ -295,9 +296,9 @@ impl RingPlanning<'_> {
     }
 
     /// The best ring of members, whichever of them is its head.
-    fn best<'a>(&self, members: &Members<'a>) -> Result<Chosen<'a>, RingError> {
+    fn best<'a>(&self, members: &Members<'a>, limits: Limits) -> Result<Chosen<'a>, RingError> {
         let problems = members.problems_by_head(self, self.longest_passes());
-        let (head, choice) = halda::choose_head(&problems, Limits::default())?;
+        let (head, choice) = halda::choose_head(&problems, limits)?;
         Ok(Chosen {
             members: members.led_by(head),
             choice,

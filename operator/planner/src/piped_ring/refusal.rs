@@ -267,29 +267,38 @@ impl RingPlanning<'_> {
         tell(&RingPlanning { estimator, ..*self })
     }
 
-    /// Whether the best ring is one member alone.
+    /// Whether the best ring, by greedy splits alone, is one member alone. Where none has room for all layers, as is usual once a
+    /// node has the least more with which a ring fits, that takes no search.
     fn is_of_one(&self) -> bool {
-        let chosen = self.choose(&Members::of(self, &|_| true));
+        let has_room = self.holds_of_some(|members| {
+            let problems = members.problems_by_head(self, self.longest_passes());
+            let mut problems = problems.iter();
+            problems.any(|problem| problem.end_by_room(0, 0).1 == problem.layers.len())
+        });
+        if !has_room {
+            return false;
+        }
+        let members = Members::of(self, &|_| true);
+        let chosen = self.choose(&members, greedy_limits(members.all.len()));
         chosen.is_ok_and(|chosen| chosen.size() == 1)
     }
 
     /// Whether some ring has room, of all that may be members or of the CPUs alone, by greedy splits alone.
     fn fits(&self) -> bool {
-        let has_room = |may_use: &dyn Fn(&GpuProfile) -> bool| {
-            self.fits_with(&Members::of(self, may_use), |_| {})
-        };
+        self.holds_of_some(|members| self.fits_with(members, |_| {}))
+    }
+
+    /// Whether something holds of all that may be members, or of the CPUs alone.
+    fn holds_of_some(&self, holds: impl Fn(&Members<'_>) -> bool) -> bool {
+        let of = |may_use: &dyn Fn(&GpuProfile) -> bool| holds(&Members::of(self, may_use));
         let mut nodes = self.estimator.nodes().iter();
         let has_gpus = nodes.any(|node| !node.gpus.is_empty());
-        has_room(&|_| true) || has_gpus && has_room(&|_| false)
+        of(&|_| true) || has_gpus && of(&|_| false)
     }
 
     /// Whether some ring of members has room after a change to its problem, by greedy splits alone.
     fn fits_with(&self, members: &Members<'_>, change: impl Fn(&mut Problem)) -> bool {
-        let limits = Limits {
-            programs: 0,
-            nodes: 0,
-            ..Limits::default().shared_by(members.all.len())
-        };
+        let limits = greedy_limits(members.all.len());
         let mut problems = members
             .problems_by_head(self, self.longest_passes())
             .into_iter();
@@ -330,6 +339,15 @@ fn left_out(members: &Members<'_>) -> Vec<String> {
         why.push(too_old(&members.too_old));
     }
     why
+}
+
+/// Limits with which refusals look for rings of so many members: without integer programs.
+fn greedy_limits(members: usize) -> Limits {
+    Limits {
+        programs: 0,
+        nodes: 0,
+        ..Limits::default().shared_by(members)
+    }
 }
 
 /// What a member has.

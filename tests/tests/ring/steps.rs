@@ -16,10 +16,10 @@ const CHUNK_TOKENS: u32 = 16;
 /// Parts of the prompt's time in each of which a member is killed.
 const PROMPT_PARTS: u32 = 4;
 
-/// Longest time without a token beyond what its successor takes to be there. It holds for nine kills of ten: where other work has the
-/// machine just as a member joins, that may take longer without any fault of the ring.
+/// Longest time without a token beyond what the member's successor takes to be there. Where other work has the machine just as it
+/// joins, that may take longer without any fault of the ring: such a kill is done once more.
 const LONGEST_BEYOND_START: Duration = Duration::from_secs(3);
-/// The same for the others.
+/// Longest such time even then.
 const NEVER_BEYOND_START: Duration = Duration::from_secs(10);
 
 /// When a member is killed.
@@ -72,89 +72,143 @@ async fn ask(v1: &str, number: usize, mut each: impl FnMut(usize)) -> Timed {
     }
 }
 
-/// What one process answers to so many questions, without a ring, each with the number of its pieces.
-async fn wanted(questions: usize) -> Vec<(Answer, usize)> {
-    let alone = Alone::start(|_| {});
-    let v1 = format!("{}/v1", alone.gateway.base());
-    let mut answers = Vec::new();
-    for number in 0..questions {
-        let timed = ask(&v1, number, |_| {}).await;
-        answers.push((timed.answer, timed.pieces.len()));
+/// A ring, and one process that answers the same.
+struct Bed {
+    ring: Ring,
+    alone: Alone,
+    /// Questions that were asked.
+    asked: usize,
+}
+
+/// What a kill of a member costs.
+struct Cost {
+    /// Pieces of the answer before it.
+    pieces: usize,
+    /// The longest time without one.
+    pause: Duration,
+    /// Of that, what is beyond the time until its successor was there.
+    beyond: Duration,
+}
+
+impl Bed {
+    fn start() -> Self {
+        let chunked = |plan: &mut Value| {
+            for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
+                rank["chunkTokens"] = json!(CHUNK_TOKENS);
+            }
+        };
+        Self {
+            ring: Ring::start_with(chunked, &[]),
+            alone: Alone::start(|_| {}),
+            asked: 0,
+        }
     }
-    answers
+
+    /// The number of another question, and what one process answers to it.
+    async fn question(&mut self) -> (usize, Timed) {
+        let number = self.asked;
+        self.asked += 1;
+        let v1 = format!("{}/v1", self.alone.gateway.base());
+        (number, ask(&v1, number, |_| {}).await)
+    }
+
+    /// Time until the first token of the ring's answer to another question, without a kill.
+    async fn first_token(&mut self) -> Duration {
+        let (number, want) = self.question().await;
+        let v1 = format!("{}/v1", self.ring.gateway.base());
+        let timed = ask(&v1, number, |_| {}).await;
+        assert_eq!(timed.answer, want.answer);
+        timed.pieces[0] - timed.asked
+    }
+
+    /// Kills a member at a step of the answer to another question, of which no token may differ.
+    async fn cost(&mut self, place: usize, step: Step) -> Cost {
+        let (number, want) = self.question().await;
+        let answer_pieces = want.pieces.len();
+        // Bytes of one character may be several tokens, and come as one piece.
+        let step = match step {
+            Step::Token(at) => Step::Token(at.min(answer_pieces - 1)),
+            prompt => prompt,
+        };
+        let (timed, pieces, restart) = killed(&mut self.ring, number, place, step).await;
+        assert_eq!(timed.answer, want.answer, "{place}, {step:?}");
+        assert!(
+            pieces < answer_pieces,
+            "{place}, {step:?}: killed after the answer"
+        );
+        let pause = timed.pause();
+        Cost {
+            pieces,
+            pause,
+            beyond: pause.saturating_sub(restart),
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn each_member_killed_at_each_step_costs_seconds_and_no_token() {
-    let steps_of_answer = PROMPT_PARTS as usize + TOKENS as usize - 1;
-    let want = wanted(2 + RING_MEMBERS.len() * steps_of_answer).await;
-    let chunked = |plan: &mut Value| {
-        for rank in plan["ranks"].as_array_mut().into_iter().flatten() {
-            rank["chunkTokens"] = json!(CHUNK_TOKENS);
-        }
-    };
-    let mut ring = Ring::start_with(chunked, &[]);
-    let v1 = format!("{}/v1", ring.gateway.base());
+    let mut bed = Bed::start();
     // The first question finds a cold machine.
-    let mut prompt = Duration::ZERO;
-    for (number, (want, _)) in want.iter().enumerate().take(2) {
-        let first = ask(&v1, number, |_| {}).await;
-        assert_eq!(first.answer, *want);
-        prompt = first.pieces[0] - first.asked;
-    }
+    bed.first_token().await;
+    let prompt = bed.first_token().await;
     println!("undisturbed, the first token comes after {prompt:.2?}");
     let prompts =
         (0..PROMPT_PARTS).map(|part| Step::Prompt(prompt * (2 * part + 1) / (2 * PROMPT_PARTS)));
     let steps: Vec<Step> = prompts
         .chain((1..TOKENS as usize).map(Step::Token))
         .collect();
-    assert_eq!(steps.len(), steps_of_answer);
-    let (mut beyond, mut number) = (Vec::new(), 1);
+    let (mut beyond, mut repeated) = (Vec::new(), 0);
     for (place, (_, name, _)) in RING_MEMBERS.iter().enumerate() {
         let mut in_prompt = 0;
         for step in &steps {
-            number += 1;
-            let (want, pieces) = &want[number];
-            // Bytes of one character may be several tokens, and come as one piece.
-            let step = match *step {
-                Step::Token(at) => Step::Token(at.min(pieces - 1)),
-                prompt => prompt,
-            };
-            let (timed, tokens, restart) = killed(&mut ring, (&v1, number), place, step).await;
-            assert_eq!(timed.answer, *want, "{name}, {step:?}");
-            assert!(
-                tokens < *pieces,
-                "{name}, {step:?}: killed after the answer"
-            );
-            in_prompt += usize::from(tokens == 0);
-            let pause = timed.pause();
-            let more = pause.saturating_sub(restart);
-            beyond.push(more);
+            let mut cost = bed.cost(place, *step).await;
+            if cost.beyond > LONGEST_BEYOND_START {
+                repeated += 1;
+                println!(
+                    "{name}, {step:?}: {:.2?} beyond its start, so once more",
+                    cost.beyond
+                );
+                assert!(cost.beyond <= NEVER_BEYOND_START, "{name}, {step:?}");
+                cost = bed.cost(place, *step).await;
+            }
+            let Cost {
+                pieces,
+                pause,
+                beyond: more,
+            } = cost;
             println!(
-                "{name} killed after {tokens} tokens: none for {pause:.2?}, {more:.2?} beyond its start"
+                "{name} killed after {pieces} tokens: none for {pause:.2?}, {more:.2?} beyond its start"
             );
+            assert!(
+                more <= LONGEST_BEYOND_START,
+                "{name}, {step:?}: twice too long, {more:.2?} beyond its start"
+            );
+            in_prompt += usize::from(pieces == 0);
+            beyond.push(more);
         }
         assert!(in_prompt > 0, "{name}: never killed while a prompt is read");
     }
     beyond.sort_unstable();
-    let of_100 = |share: usize| beyond[(beyond.len() - 1) * share / 100];
-    let (median, longest) = (of_100(50), of_100(100));
+    let (median, longest) = (beyond[beyond.len() / 2], beyond[beyond.len() - 1]);
     println!(
         "{} kills, beyond the start of a member {median:.2?} in the median, {longest:.2?} at most",
         beyond.len()
     );
-    assert!(of_100(90) <= LONGEST_BEYOND_START, "{beyond:.2?}");
-    assert!(longest <= NEVER_BEYOND_START, "{beyond:.2?}");
+    assert!(
+        repeated * 10 <= beyond.len(),
+        "{repeated} of them a second time"
+    );
 }
 
 /// Kills a member at a step of an answer, and starts it again: also returns after how many pieces that was, and how long its successor
 /// took to be there.
 async fn killed(
     ring: &mut Ring,
-    (v1, number): (&str, usize),
+    number: usize,
     place: usize,
     step: Step,
 ) -> (Timed, usize, Duration) {
+    let v1 = format!("{}/v1", ring.gateway.base());
     let joins = |ring: &Ring| ring.members[0].output().matches(AGAIN).count();
     let joins_before = joins(ring);
     let victim = ring.members.remove(place);
@@ -167,7 +221,7 @@ async fn killed(
     };
     let successor = RefCell::new(None);
     let asked = async {
-        let timed = ask(v1, number, |piece| {
+        let timed = ask(&v1, number, |piece| {
             pieces.set(piece);
             let is_time = match step {
                 Step::Token(at) => at == piece,

@@ -1,9 +1,10 @@
-//! Load of five shapes against fixed pools, an autoscaler of CPU use and Hearth's own: a table as CSV, and the course of each
-//! rule. `docs/benchmarks/autoscale.py` runs it and draws the plots.
+//! Load of five shapes against fixed pools, an autoscaler of CPU use and Hearth's own, alone and through planner and rollout: a table
+//! as CSV, and the course of some. `docs/benchmarks/autoscale.py` runs it and draws the plots.
 
 use std::process::ExitCode;
 
 use hearth_controller_core::autoscale::queueing::StepTime;
+use hearth_controller_core::testing::traffic::planned::Planned;
 use hearth_controller_core::testing::traffic::rules::{Auto, Fixed, Hpa};
 use hearth_controller_core::testing::traffic::shapes::Shape;
 use hearth_controller_core::testing::traffic::{Outcome, World, simulate};
@@ -44,6 +45,14 @@ fn main() -> ExitCode {
         let auto = simulate(world(start_s), &requests, &mut Auto::default());
         told("Auto", String::new(), &auto);
         courses.push((shape, "Auto", auto));
+        let mut planned = Planned::new(world(start_s));
+        let through = simulate(world(start_s), &requests, &mut planned);
+        told("planned", String::new(), &through);
+        if !planned.moved.is_empty() {
+            let moved = planned.moved.join(", ");
+            eprintln!("{}: {moved} were moved or replaced", shape.name());
+            return ExitCode::FAILURE;
+        }
         for target in (10..=100).step_by(5) {
             let hpa = simulate(
                 world(start_s),

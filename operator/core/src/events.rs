@@ -21,7 +21,8 @@ pub(crate) fn transitions(
     let change = Change { old, new };
     let scaled = change.scaled();
     let mut events = Vec::new();
-    if scaled.is_empty() || !numbers_alone {
+    let tells_number = scaled.iter().any(|it| !it.is_warning);
+    if !(tells_number && numbers_alone) {
         events.extend(change.planned());
     }
     events.extend(change.refused());
@@ -120,29 +121,45 @@ impl<'a> Change<'a> {
         // Suspending or resuming changes the number of Pods, but not the number that is asked for.
         let is_at_rest = self.is_at_rest(self.old) || self.is_at_rest(Some(self.new));
         let had_plan = !is_at_rest && self.old.is_some_and(|old| old.plan.is_some());
-        [("ScaledPrefill", "prefill"), ("ScaledDecode", "decode")]
-            .into_iter()
-            .filter(|_| had_plan)
-            .filter_map(|(reason, pool)| Some((reason, pool, self.desired(pool)?)))
-            .filter(|(_, _, (old, new))| old != new)
-            .map(|(reason, pool, (old, new))| {
-                let why = self.why_scaled(pool);
-                normal(reason, format!("{old} to {new} {pool} workers{why}"))
-            })
-            .collect()
+        let mut told = Vec::new();
+        for (reason, pool) in [("ScaledPrefill", "prefill"), ("ScaledDecode", "decode")] {
+            let (before, now) = self.decided(pool);
+            let at = |decided: Option<&PoolAutoscaling>| decided?.changed_at.clone();
+            let news = now.filter(|_| at(before) != at(now));
+            // It begins with both numbers.
+            let news = news.and_then(|news| news.reason.split_once(": "));
+            told.extend(match (news, self.desired(pool)) {
+                (Some((numbers, figures)), _) if is_at_rest && before.is_some() => {
+                    let message = format!("{numbers} {pool} workers: {figures}");
+                    Some(normal(reason, message))
+                }
+                (news, Some((old, new))) if had_plan && old != new => {
+                    let why = news.map_or_else(String::new, |(_, why)| format!(": {why}"));
+                    Some(normal(
+                        reason,
+                        format!("{old} to {new} {pool} workers{why}"),
+                    ))
+                }
+                _ => self.limited(pool),
+            });
+        }
+        told
     }
 
-    /// The figures behind a number that was decided just now; empty if somebody else changed it.
-    fn why_scaled(&self, pool: &str) -> String {
+    /// A number that the load asks for and the nodes have no room for; told once for as long as a pool has fewer workers than it should.
+    fn limited(&self, pool: &str) -> Option<Transition> {
+        let (old, new) = self.decided(pool);
+        let limit = new?.limited_by.as_ref()?;
+        let is_new = old.is_none_or(|old| old.limited_by.is_none());
+        is_new.then(|| warning("ScalingLimited", limit.clone()))
+    }
+
+    /// What was last decided about a pool that follows the load, before and now.
+    fn decided(&self, pool: &str) -> (Option<&'a PoolAutoscaling>, Option<&'a PoolAutoscaling>) {
         let decided = |status: Option<&'a InferenceDeploymentStatus>| {
             status?.pool(pool)?.autoscaling.as_ref()
         };
-        let (old, new) = (decided(self.old), decided(Some(self.new)));
-        let at = |decided: Option<&PoolAutoscaling>| decided?.changed_at.clone();
-        let news = new.filter(|_| at(old) != at(new));
-        // It begins with both numbers.
-        let figures = news.and_then(|new| Some(new.reason.split_once(": ")?.1));
-        figures.map_or_else(String::new, |figures| format!(": {figures}"))
+        (decided(self.old), decided(Some(self.new)))
     }
 
     fn pool(&self, type_: &str, pool: &str) -> Option<Transition> {

@@ -212,7 +212,8 @@ mod tests {
             node: node.clone(),
             phase: "Running".to_owned(),
             cpu_millis: 1,
-            memory_bytes: 5,
+            // More than its plan asks for.
+            memory_bytes: GIB,
             ..PodView::default()
         };
         state.put_pod(identity("demo-decode-0-x", "x", "0b1c"), pod);
@@ -220,7 +221,7 @@ mod tests {
         let (there, to_come): (Vec<&Holder>, Vec<&Holder>) =
             holders.iter().partition(|holder| holder.pod.is_some());
         assert_eq!(there.len(), 1);
-        assert_eq!(there[0].holding.memory_bytes, 5);
+        assert_eq!(there[0].holding.memory_bytes, GIB);
         assert_eq!(there[0].ranks[0].name, "decode-0");
         assert!(!to_come.is_empty(), "the gateway has no Pod yet");
         let held = state.held_by_others("");

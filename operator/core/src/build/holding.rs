@@ -1,13 +1,14 @@
 //! Resources of a node that Pods of ranks hold.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use hearth_crds::{GPU_RESOURCE, InferencePlanSpec, PlanRank, PlanRole};
+use hearth_crds::{GPU_RESOURCE, InferencePlan, InferencePlanSpec, PlanRank, PlanRole};
 use k8s_openapi::api::core::v1::ResourceRequirements;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 use super::claims::claimed;
-use crate::observed::Holding;
+use crate::observed::{Holding, PodView};
 
 /// Resources of its node that a rank holds once its Pod exists: those of a second rank are held by the first of its Pod.
 pub fn rank_holding(plan: &InferencePlanSpec, rank: &PlanRank) -> Holding {
@@ -20,6 +21,25 @@ pub fn rank_holding(plan: &InferencePlanSpec, rank: &PlanRank) -> Holding {
         claimed_gpus: held.claimed_gpus,
         virtual_bytes: held.virtual_bytes,
     }
+}
+
+/// The rank of a Pod, in the plan that it was made for.
+pub(crate) fn planned_rank<'a>(
+    pod: &PodView,
+    plans: &'a [Arc<InferencePlan>],
+) -> Option<(&'a InferencePlanSpec, &'a PlanRank)> {
+    let mut plans = plans.iter().map(|plan| &plan.spec);
+    let plan = plans.find(|plan| plan.generation == pod.plan_generation)?;
+    let rank = plan.ranks.iter().find(|rank| rank.name == pod.rank)?;
+    Some((plan, rank))
+}
+
+/// Memory that a bound Pod holds: what it requests, or what its plan has it request by now. A worker that stayed where the one left
+/// that requested the memory for the weights maps them still.
+pub(crate) fn held_memory_bytes(pod: &PodView, plans: &[Arc<InferencePlan>]) -> u64 {
+    let planned = planned_rank(pod, plans).filter(|(_, rank)| rank.node == pod.node);
+    let planned = planned.map_or(0, |(plan, rank)| rank_holding(plan, rank).memory_bytes);
+    planned.max(pod.memory_bytes)
 }
 
 /// Bytes of mapped weights for each byte of page tables: a 4 KiB page takes an entry of eight bytes.

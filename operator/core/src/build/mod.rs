@@ -56,6 +56,7 @@ use crate::observed::{SecondRank, Settings};
 use crate::plan_record::{model_key_of, spec_of_plan};
 pub use canonical::short_digest;
 pub use holding::rank_holding;
+pub(crate) use holding::{held_memory_bytes, planned_rank};
 pub use objects::{Beside, objects, prefill_scaler, role_selector, unwanted};
 pub use pod::{inspect_pod, rank_pod};
 
@@ -85,6 +86,9 @@ pub struct DesiredPod {
     pub form: String,
     /// Name of the Pod, which ends in the digest of everything that defines it.
     pub name: String,
+    /// Name that it has while another worker of its node requests the memory for the weights, if it may stay as it is without that
+    /// one: it is charged for what it touches, and no limit keeps it from that. The claim of GPUs is for one Pod as it is.
+    pub without_weights: Option<String>,
     /// The node that it is to run on.
     pub node: String,
     /// CPU that it requests, in thousandths of a CPU.
@@ -108,6 +112,20 @@ pub fn rank_pods(context: &BuildContext<'_>, plan: &InferencePlanSpec) -> Vec<De
     let pod = |rank: &PlanRank| rank_pod(context, plan, rank);
     let with_pods = plan.ranks.iter().filter(|rank| rank.in_pod_of.is_none());
     with_pods.map(pod).collect()
+}
+
+impl DesiredPod {
+    /// The same as it runs, if it does under another name. The request of a Pod cannot be changed, and a worker that runs is not to
+    /// start anew because the one that requested the memory for the weights is not needed any more: until it does for another reason,
+    /// only the ledger counts that memory.
+    pub(crate) fn renamed_as_running(mut self, is_there: impl Fn(&str) -> bool) -> Self {
+        let name = self.without_weights.take().filter(|name| is_there(name));
+        if let Some(name) = name.filter(|_| !is_there(&self.name)) {
+            self.pod.metadata.name = Some(name.clone());
+            self.name = name;
+        }
+        self
+    }
 }
 
 /// The plan as it is stored.

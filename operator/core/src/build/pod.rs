@@ -79,24 +79,17 @@ pub fn rank_pod(
         .labels
         .get_or_insert_default()
         .extend(texts([(LABEL_ROLE, role), (LABEL_RANK, &rank.name)]));
-    let deployment = context.deployment;
-    let added = &deployment.spec.pod_template;
+    let added = &context.deployment.spec.pod_template;
     template::add(added, rank.role.is_worker(), &mut pod);
     collector::add(context.settings.tracing.as_ref(), &mut pod);
-    let essence = Essence {
-        owner: deployment.metadata.uid.as_deref().unwrap_or_default(),
-        image,
-        plan,
-        rank,
-        second,
-        holds_weights: held.weight_bytes > 0,
-        model_key: context.model_key,
-        spec: &deployment.spec,
-        tracing: context.settings.tracing.as_ref(),
-    };
-    let hash = essence.digest();
+    let holds_weights = held.weight_bytes > 0;
+    let digest = |holds_weights| digest(context, plan, (rank, second), holds_weights);
+    let named = |hash: &str| format!("{}-{}-{hash}", context.name(), rank.name);
+    let hash = digest(holds_weights);
+    let may_stay = holds_weights && held.exclusive_cpus.is_empty() && claimed(rank).is_empty();
+    let without_weights = may_stay.then(|| named(&digest(false)));
     let form = short_digest(serde_json::to_string(&pod).unwrap_or_default());
-    let name = format!("{}-{}-{hash}", context.name(), rank.name);
+    let name = named(&hash);
     pod.metadata.name = Some(name.clone());
     annotate(&mut pod, &slice, (&hash, &form));
     DesiredPod {
@@ -106,6 +99,7 @@ pub fn rank_pod(
         group: group_of(plan, rank),
         form,
         name,
+        without_weights,
         node: rank.node.clone(),
         cpu_millis: held.cpu_millis,
         memory_bytes: held.memory_bytes,
@@ -115,6 +109,28 @@ pub fn rank_pod(
         claim_template,
         pod,
     }
+}
+
+/// Digest of everything that defines the Pod of one or two ranks.
+fn digest(
+    context: &BuildContext<'_>,
+    plan: &InferencePlanSpec,
+    (rank, second): (&PlanRank, Option<&PlanRank>),
+    holds_weights: bool,
+) -> String {
+    let deployment = context.deployment;
+    let essence = Essence {
+        owner: deployment.metadata.uid.as_deref().unwrap_or_default(),
+        image: image(context, plan),
+        plan,
+        rank,
+        second,
+        holds_weights,
+        model_key: context.model_key,
+        spec: &deployment.spec,
+        tracing: context.settings.tracing.as_ref(),
+    };
+    essence.digest()
 }
 
 /// Writes what a Pod is told of its plan, and what is kept of how it was made.

@@ -8,16 +8,26 @@ use jiff::Timestamp;
 use super::Reconcile;
 use crate::candidates::is_down;
 use crate::cause::node_of;
-use crate::choose::scale::rollout_of;
+use crate::choose::scale::{differ_in_numbers_alone, rollout_of};
+use crate::choose::way_back;
 use crate::conditions;
 use crate::observed::{FetchView, PodView};
 use crate::plan_record::has_served;
 use crate::rollout::Steps;
 use crate::rollout::ends::{Ended, Ends};
 use crate::routes::leads;
+use crate::scaling::follows_load;
 use crate::validate::progress_deadline;
 
 impl Reconcile<'_> {
+    /// Whether the target gives way to the plan before if it does not serve in time. Where only a number that follows the load is new,
+    /// it does not: nothing that serves was replaced, nobody would change the spec for it, and the number follows the load on.
+    pub(super) fn may_be_given_up(&self, plan: &InferencePlan) -> bool {
+        let before = way_back(self.observed, plan);
+        let follows = follows_load(&self.observed.deployment.spec);
+        before.is_some_and(|before| !(follows && differ_in_numbers_alone(before, plan)))
+    }
+
     /// Time left for the target; `None` if it has served, serves now, or is suspended.
     pub(super) fn time_left(
         &self,

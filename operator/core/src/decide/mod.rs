@@ -1,7 +1,9 @@
 //! One reconcile, from observation to decision: validate → model → plan → Pods → status. Pure.
 
 mod deadline;
+mod running;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -196,14 +198,15 @@ impl Reconcile<'_> {
         let is_suspended = self.observed.deployment.spec.suspend;
         let mut built = match is_suspended {
             true => Vec::new(),
-            false => rank_pods(&context, &target.spec),
+            false => self.as_running(rank_pods(&context, &target.spec)),
         };
         if self.zero.is_reached {
             built.retain(|pod| pod.role == PlanRole::Gateway);
         }
         let wants: Vec<Want> = built.iter().map(Want::of).collect();
         self.objects(&context, &target, &wants);
-        let pods: Vec<&PodView> = self.workers().collect();
+        let pods: Vec<Cow<'_, PodView>> = self.workers().map(|pod| self.as_held(pod)).collect();
+        let pods: Vec<&PodView> = pods.iter().map(|pod| &**pod).collect();
         let mut steps = rollout::step(&RolloutInput {
             wants: &wants,
             pods: &pods,
@@ -404,7 +407,7 @@ impl Reconcile<'_> {
                 );
             } else if has_yet_to_serve
                 && (is_late || self.is_in_vain(plan, wants))
-                && choose::way_back(self.observed, plan).is_some()
+                && self.may_be_given_up(plan)
             {
                 let why = match is_late {
                     true => self.why_late(wants, steps),

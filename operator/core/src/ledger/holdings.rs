@@ -4,9 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use hearth_crds::{InferencePlan, InferencePlanSpec, PlanRank};
+use hearth_crds::{InferencePlan, InferencePlanSpec};
 
-use crate::build::rank_holding;
+use crate::build::{held_memory_bytes, planned_rank, rank_holding};
 use crate::ledger::Sum;
 use crate::observed::{Holding, PodView};
 
@@ -183,8 +183,9 @@ impl Total {
 /// Holdings of one deployment: on each node, those of its Pods or those that its plan will have, whichever are more.
 ///
 /// Anyone who may create Pods can write anything on one. A bound Pod holds what it requests, since the scheduler has
-/// found room for that; which CPUs and GPUs it has exclusively, and where a waiting Pod is to go, is read from its
-/// plan. If there is no plan any more, the Pod itself says which CPUs, up to as many as it requests.
+/// found room for that, and one Pod of each rank what memory its plan has given it since; which CPUs and GPUs it has
+/// exclusively, and where a waiting Pod is to go, is read from its plan. If there is no plan any more, the Pod itself says
+/// which CPUs, up to as many as it requests.
 pub fn of_deployment<'a>(
     pods: impl Iterator<Item = &'a PodView>,
     plans: &[Arc<InferencePlan>],
@@ -239,7 +240,7 @@ pub fn shares<'a>(
     plans: &[Arc<InferencePlan>],
 ) -> Vec<Share> {
     let mut shares = Vec::new();
-    let mut waiting = BTreeSet::new();
+    let (mut waiting, mut bound) = (BTreeSet::new(), BTreeSet::new());
     for pod in pods {
         if pod.phase == "Succeeded" || pod.phase == "Failed" {
             continue;
@@ -253,7 +254,7 @@ pub fn shares<'a>(
                 holding,
             });
         };
-        let planned = rank_of(pod, plans);
+        let planned = planned_rank(pod, plans);
         if pod.node.is_empty() {
             // At most one Pod for each rank.
             let rank = planned.filter(|_| waiting.insert((pod.plan_generation, &*pod.rank)));
@@ -271,7 +272,10 @@ pub fn shares<'a>(
             None => Holding::default(),
         };
         holding.cpu_millis = pod.cpu_millis;
-        holding.memory_bytes = pod.memory_bytes;
+        holding.memory_bytes = match bound.insert((pod.plan_generation, &*pod.rank)) {
+            true => held_memory_bytes(pod, plans),
+            false => pod.memory_bytes,
+        };
         holding.gpus = pod.gpus;
         add(&pod.node, holding);
     }
@@ -283,17 +287,6 @@ pub fn shares<'a>(
 fn told_cpus(pod: &PodView) -> Vec<u32> {
     let most = usize::try_from(pod.cpu_millis / 1000).unwrap_or(usize::MAX);
     pod.exclusive_cpus.iter().copied().take(most).collect()
-}
-
-/// The rank of a Pod, in the plan that it was made for.
-fn rank_of<'a>(
-    pod: &PodView,
-    plans: &'a [Arc<InferencePlan>],
-) -> Option<(&'a InferencePlanSpec, &'a PlanRank)> {
-    let mut plans = plans.iter().map(|plan| &plan.spec);
-    let plan = plans.find(|plan| plan.generation == pod.plan_generation)?;
-    let rank = plan.ranks.iter().find(|rank| rank.name == pod.rank)?;
-    Some((plan, rank))
 }
 
 #[cfg(test)]
@@ -379,7 +372,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_bound_holds_what_it_requests_and_what_waits_what_its_plan_says() {
+    fn what_is_bound_holds_what_it_requests_or_its_plan_gave_it_since_and_what_waits_what_its_plan_says()
+     {
         let plans = [plan(1, "n", &[2, 3])];
         let wanted = rank_holding(&plans[0].spec, &plans[0].spec.ranks[0]);
         let count = |pods: &[PodView]| of_deployment(pods.iter(), &plans, None);
@@ -388,7 +382,14 @@ mod tests {
         let alone = shares([&bound, &ended].into_iter(), &plans);
         assert_eq!(alone.len(), 1, "one has ended");
         assert_eq!((&*alone[0].rank, &*alone[0].node), ("decode-0", "n"));
-        assert_eq!(count(&[bound, ended]), on("n", held(4, 0, &[2, 3])));
+        let given = |cpu_millis: u64, more_bytes: u64| Holding {
+            cpu_millis,
+            memory_bytes: wanted.memory_bytes + more_bytes,
+            ..held(0, 0, &[2, 3])
+        };
+        assert_eq!(count(&[bound.clone(), ended]), on("n", given(4, 0)));
+        let two = count(&[bound.clone(), bound]);
+        assert_eq!(two, on("n", given(8, 4)), "of two Pods of a rank one");
         let waiting = [pod("", "n", "Pending"), pod("", "n", "Pending")];
         assert_eq!(
             count(&waiting),

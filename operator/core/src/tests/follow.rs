@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use hearth_crds::{PlanRole, PoolAutoscaling};
 
-use crate::conditions::{PLANNED, READY};
+use crate::conditions::{PLANNED, PROGRESSING, READY};
 use crate::observed::{Demand, Neighbour, PodRole};
 use crate::testing::MIB;
 use crate::testing::samples::steady;
@@ -168,6 +168,41 @@ fn what_is_not_seen_changes_no_number() {
     }
 }
 
+/// Nobody would change the spec to have the number tried again.
+#[test]
+fn a_worker_that_does_not_come_up_is_waited_for_beside_those_that_serve() {
+    let mut cluster = FakeCluster::new(&format!("{DECODE}rollout: {{progressDeadline: 1m}}\n"));
+    cluster.settle();
+    let before = uids(&cluster);
+    cluster.broken_from = 2;
+    for _ in 0..2 {
+        cluster.observed.demand = load(2.0);
+        go_on(&mut cluster, 600);
+        assert_eq!(count(&cluster, PlanRole::Decode), 2);
+        assert_eq!(cluster.says(PLANNED), ("True", "Planned"));
+        assert_eq!(
+            cluster.says(PROGRESSING),
+            ("False", "ProgressDeadlineExceeded")
+        );
+        // It is not asked for any more, and then again.
+        cluster.observed.demand = load(0.1);
+        go_on(&mut cluster, 600);
+        assert_eq!(uids(&cluster), before);
+    }
+    cluster.observed.demand = load(2.0);
+    go_on(&mut cluster, 600);
+    cluster.broken_from = u64::MAX;
+    go_on(&mut cluster, 60);
+    assert_eq!(told(&cluster, "decode").replicas, 2);
+    assert_eq!(cluster.says(PROGRESSING), ("False", "Complete"));
+    let ready = cluster.observed.pods.iter().filter(|pod| pod.is_ready);
+    assert_eq!(
+        ready.count(),
+        4,
+        "a gateway, a prefill worker and both decode workers"
+    );
+}
+
 #[test]
 fn a_worker_that_has_no_room_is_asked_for_without_a_plan_and_said_once() {
     let mut cluster = FakeCluster::new(DECODE);
@@ -185,7 +220,16 @@ fn a_worker_that_has_no_room_is_asked_for_without_a_plan_and_said_once() {
     assert_eq!(writes, 1, "{:#?}", cluster.status());
     assert_eq!(cluster.observed.plans.len(), 1);
     assert_eq!(uids(&cluster), before);
-    assert_eq!(scaled(&mut cluster), [""; 0]);
+    let events = std::mem::take(&mut cluster.events);
+    let reasons: Vec<_> = events
+        .iter()
+        .map(|it| (&*it.reason, it.is_warning))
+        .collect();
+    assert_eq!(reasons, [("ScalingLimited", true)]);
+    assert!(
+        events[0].message.starts_with("2 decode workers: "),
+        "{events:?}"
+    );
     assert_eq!(cluster.says(PLANNED), ("True", "Planned"));
     let decided = told(&cluster, "decode");
     assert_eq!(decided.replicas, 1);

@@ -231,6 +231,7 @@ fn half_taken(priority: i32) -> FakeCluster {
 #[test]
 fn a_pool_that_follows_the_load_starts_on_the_nodes_that_nobody_took() {
     let mut cluster = half_taken(1);
+    cluster.told();
     cluster.reconcile();
     assert_eq!(cluster.says(READY), ("True", "ScalingFromZero"));
     cluster.settle();
@@ -247,6 +248,24 @@ fn a_pool_that_follows_the_load_starts_on_the_nodes_that_nobody_took() {
     assert!(
         limit.starts_with(&format!("2 decode workers: {words}")),
         "{limit}"
+    );
+    let events = std::mem::take(&mut cluster.events);
+    let mut scaled = events
+        .iter()
+        .filter(|it| it.reason.starts_with("Scal") || it.reason == "PlanReplaced");
+    let event = scaled.next().expect("an event");
+    assert_eq!(event.reason, "ScaledDecode");
+    assert!(
+        event
+            .message
+            .starts_with(&format!("2 to 1 decode workers: {words}")),
+        "{events:?}"
+    );
+    // And that it starts at all.
+    assert_eq!(
+        scaled.next().map(|it| &*it.reason),
+        Some("ScalingFromZero"),
+        "{events:?}"
     );
     // Once it has room again, it grows with its load.
     cluster.observed.held_by_others.clear();

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use crate::conditions::{PLANNED, READY};
 use crate::decide::decide;
 use crate::decision::ScalerStep;
+use crate::ledger::holdings::of_deployment;
 use crate::observed::{ContainerView, PodRole};
+use crate::testing::{GIB, node};
 use crate::tests::fake_cluster::FakeCluster;
 use crate::tests::shared_gpus::of_spec;
 
@@ -54,6 +56,52 @@ fn an_autoscaler_s_number_is_kept_within_its_bounds_and_the_status_says_so() {
     let message = &cluster.condition(PLANNED).message;
     let words = "1 decode workers are requested, but spec.decode.scaling.minReplicas is 2";
     assert!(message.contains(words), "{message}");
+}
+
+/// The first worker of a node requests the memory for the weights that all there map.
+#[test]
+fn who_shared_weights_with_a_worker_that_is_not_needed_any_more_goes_on_as_it_is() {
+    let numbers = |prefill: u32, decode: u32| {
+        format!("prefill: {{replicas: {prefill}}}\ndecode: {{replicas: {decode}}}\n")
+    };
+    let mut cluster = FakeCluster::new(&numbers(1, 1));
+    // Beside the gateway and what stays free, for one worker.
+    for name in ["attic", "office"] {
+        cluster.node(name, |node| node.cpu_millis = 800);
+    }
+    let cellar = node("cellar", 4, 4 * GIB);
+    let nodes = &mut cluster.observed.nodes;
+    nodes.insert(cellar.name.clone(), Arc::new(cellar));
+    cluster.node("cellar", |node| node.is_ready = false);
+    cluster.settle();
+    cluster.node("cellar", |node| node.is_ready = true);
+    for (prefill, decode) in [(1, 2), (2, 2)] {
+        cluster.change(&numbers(prefill, decode));
+        cluster.settle();
+    }
+    let pod = |cluster: &FakeCluster, rank: &str| {
+        let mut pods = cluster.observed.pods.iter();
+        let pod = pods.find(|pod| pod.rank == rank).expect("its Pod");
+        (pod.node.clone(), pod.uid.clone(), pod.memory_bytes)
+    };
+    let [first, second] = ["decode-1", "prefill-1"].map(|rank| pod(&cluster, rank));
+    assert_eq!((&*first.0, &*second.0), ("cellar", "cellar"));
+    assert!(first.2 > second.2, "{first:?} {second:?}");
+    cluster.change(&numbers(2, 1));
+    cluster.settle();
+    assert_eq!(pod(&cluster, "prefill-1"), second);
+    assert_eq!(cluster.says(READY), ("True", "Serving"));
+    let pods = cluster.observed.pods.iter().map(|pod| &**pod);
+    let held = of_deployment(pods, &cluster.observed.plans, None)["cellar"].memory_bytes;
+    // A successor of its own requests the weights' memory, too.
+    cluster.observed.pods.retain(|pod| pod.rank != "prefill-1");
+    cluster.settle();
+    let successor = pod(&cluster, "prefill-1");
+    assert!(
+        successor.1 != second.1 && successor.2 > second.2,
+        "{successor:?} {second:?}"
+    );
+    assert_eq!(held, successor.2, "the ledger has counted it all the while");
 }
 
 #[test]

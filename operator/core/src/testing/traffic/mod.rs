@@ -5,6 +5,7 @@
 //! worker, and steps are longer the more streams there are. A worker that is added takes time to start; one
 //! that is removed finishes what it has.
 
+pub mod planned;
 pub mod rules;
 pub mod shapes;
 mod windows;

@@ -9,6 +9,9 @@ use crate::follow::START_S;
 use crate::observed::Demand;
 use crate::testing::at;
 
+/// What plans predict of the workers' times, as a multiple of the truth.
+pub(super) const PREDICTED: f64 = 0.7;
+
 /// What a rule sees; prefill first, then decode.
 #[derive(Clone, Debug)]
 pub struct View {
@@ -111,7 +114,7 @@ impl Rule for Hpa {
     }
 }
 
-/// Hearth's own, every five seconds.
+/// Hearth's own, every five seconds, as if there were room for every number: the advice without the plans.
 #[derive(Clone, Copy, Debug)]
 pub struct Auto {
     memory: [Memory; 2],
@@ -123,7 +126,7 @@ impl Default for Auto {
     fn default() -> Self {
         Self {
             memory: [Memory::default(); 2],
-            predicted: 0.7,
+            predicted: PREDICTED,
         }
     }
 }

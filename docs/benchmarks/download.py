@@ -5,8 +5,8 @@
 
 BIN is a folder with builds of both programs. A server that speaks the hub's protocol is in a network namespace behind a veth, shaped
 by tbf in both directions (0: by nothing); it has a random Qwen3 of so many layers, 1 GiB with nine. Each round a plain program reads
-the same files from the same server, writes them to the same disk and waits for the disk, and then `hearth models pull` does, which
-verifies them, too. Needs root, `ip` and `tc`. Nothing else should run.
+the same files from the same server and drops them, writes as many bytes to the same disk and waits for the disk, does both in turn,
+and then `hearth models pull` does, which verifies them, too. Needs root, `ip` and `tc`. Nothing else should run.
 """
 
 import argparse
@@ -103,6 +103,27 @@ def unlink():
     subprocess.run(["ip", "link", "delete", "hearth-near"], capture_output=True)
 
 
+def link_s(names):
+    """Seconds in which the files arrive and are dropped."""
+    began, buffer = time.monotonic(), bytearray(1 << 20)
+    for name in names:
+        with urllib.request.urlopen(f"{URL}/{REPO}/resolve/{COMMIT}/{name}") as source:
+            while source.readinto(buffer):
+                pass
+    return time.monotonic() - began
+
+
+def disk_s(folder, size):
+    """Seconds in which so many bytes are on the disk."""
+    began, buffer = time.monotonic(), os.urandom(1 << 20)
+    with open(folder / "bytes", "wb") as target:
+        for begin in range(0, size, len(buffer)):
+            target.write(memoryview(buffer)[: size - begin])
+        target.flush()
+        os.fdatasync(target.fileno())
+    return time.monotonic() - began
+
+
 def plain_s(folder, names):
     """Seconds in which a program that verifies nothing stores the files."""
     began, buffer = time.monotonic(), bytearray(1 << 20)
@@ -131,9 +152,15 @@ def compare(args, folder, model, mbit):
     server = subprocess.Popen(server, stdout=subprocess.PIPE, text=True)
     try:
         server.stdout.readline()
-        plain, pulled = [], []
+        linked, stored, plain, pulled = [], [], [], []
+        measures = (
+            (linked, lambda to: link_s(names)),
+            (stored, lambda to: disk_s(to, size)),
+            (plain, lambda to: plain_s(to, names)),
+            (pulled, lambda to: pull_s(args, to)),
+        )
         for _ in range(args.rounds):
-            for times, measure in ((plain, lambda to: plain_s(to, names)), (pulled, lambda to: pull_s(args, to))):
+            for times, measure in measures:
                 to = folder / "store"
                 to.mkdir()
                 os.sync()
@@ -143,10 +170,16 @@ def compare(args, folder, model, mbit):
         server.kill()
         server.wait()
         unlink()
-    ratios = [a / b for a, b in zip(plain, pulled)]
-    of_link = f"{size * 8 / statistics.median(pulled) / mbit / 1e6:.2f}" if mbit else "–"
+    slower = [max(times) for times in zip(linked, stored)]
     rate = f"{size / statistics.median(pulled) / 1e6:.0f}"
-    print(f"| {mbit or 'not shaped'} | {rate} | {of_link} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |", flush=True)
+    alone = " and ".join(f"{size / statistics.median(times) / 1e6:.0f}" for times in (linked, stored))
+    print(f"| {mbit or 'not shaped'} | {rate} | {alone} | {share(slower, pulled)} | {share(plain, pulled)} |", flush=True)
+
+
+def share(times, pulled):
+    """What a download has of another's pace: the median of the rounds, and all of them."""
+    ratios = [a / b for a, b in zip(times, pulled)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main():
@@ -169,7 +202,7 @@ def main():
         run(*make, "--out", str(folder / "model"))
         for file in (HERE / "../../models/hearth-demo").glob("tokenizer*"):
             shutil.copy(file, folder / "model")
-        print("| link, Mbit/s | MB/s | of the link | of a plain download |\n| --- | --- | --- | --- |", flush=True)
+        print("| link, Mbit/s | MB/s | link and disk alone, MB/s | of the slower | of a plain download |\n| --- | --- | --- | --- | --- |", flush=True)
         for mbit in map(int, args.links.split(",")):
             compare(args, folder, folder / "model", mbit)
 

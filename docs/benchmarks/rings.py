@@ -14,7 +14,6 @@ import contextlib
 import copy
 import itertools
 import json
-import math
 import pathlib
 import shutil
 import signal
@@ -399,8 +398,15 @@ BY_TOKEN = ["short of experts"]
 CPUS = 2
 
 
-GOAL = 1.25
+# Shares of what was measured by which predictions may be off, at most.
+GOAL = 0.25
 PREDICTED = (("a token", "tpotMs"), ("first token", "ttftMs"))
+
+
+def off(pair):
+    """The share of what was measured by which a prediction is off."""
+    predicted, measured = pair
+    return abs(predicted / measured - 1)
 
 
 def prediction(bench, nodes):
@@ -433,7 +439,7 @@ def predictions(bench):
         try:
             bench.use(MOE if name in MOE_BEDS else DENSE, name in BY_TOKEN)
             taken = [prediction(bench, nodes)]
-            if counts and any(abs(math.log(a / b)) > math.log(GOAL) for a, b in taken[0][1].values()):
+            if counts and any(off(pair) > GOAL for pair in taken[0][1].values()):
                 taken += [prediction(bench, nodes) for _ in range(2)]
         except (BedError, OSError, subprocess.CalledProcessError) as error:  # the others may do
             failed.append(name)
@@ -446,13 +452,13 @@ def predictions(bench):
                 cells += ["–"] * 3
                 continue
             predicted, ms = pairs[len(pairs) // 2]
-            apart += [abs(math.log(predicted / ms))] * counts
+            apart += [off((predicted, ms))] * counts
             others = f" ({', '.join(f'{a / b:.2f}' for a, b in pairs)})" if len(pairs) > 1 else ""
             cells += [f"{predicted:.0f}", f"{ms:.0f}", f"{predicted / ms:.2f}{others}"]
         plan = taken[0][0]
         say(f"{name} ({len(members(plan))} in the ring)", rounds(plan), *cells)
     if apart:
-        print(f"\nA median factor of {math.exp(statistics.median(apart)):.2f}, at most {math.exp(max(apart)):.2f}.")
+        print(f"\nOff by {statistics.median(apart):.0%} in the median, at most {max(apart):.0%}.")
     if failed:
         raise SystemExit(f"not measured: {', '.join(failed)}")
 

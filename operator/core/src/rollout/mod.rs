@@ -37,7 +37,6 @@ mod want;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use hearth_crds::PlanRole;
 use jiff::Timestamp;
 
 use self::ends::Ends;
@@ -47,7 +46,7 @@ use crate::age::{age, is_older};
 use crate::cause::node_of;
 use crate::decision::{Grace, PodEnd};
 use crate::observed::forbidden::Quota;
-use crate::observed::{PodRole, PodView, Requests};
+use crate::observed::{PodView, Requests};
 use crate::routes::{is_gateway, leads, text};
 
 /// Minimum age of a waiting Pod before it is created again because its form would be different now.
@@ -80,6 +79,9 @@ pub(crate) struct RolloutInput<'a> {
     pub(crate) short_for: Option<Duration>,
     pub(crate) now: Timestamp,
 }
+
+/// Pause before a rollout looks again for room.
+const ROOM_AGAIN: Duration = Duration::from_secs(2);
 
 /// Mode of a rollout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -298,6 +300,11 @@ impl<'a> Sorted<'a> {
 
     /// Whether `new` fit beside everything that exists.
     fn fits(&self, new: &[&Want]) -> bool {
+        self.fits_beside(new, |_| true)
+    }
+
+    /// Whether `new` fit beside those that exist and `stays` selects.
+    fn fits_beside(&self, new: &[&Want], stays: impl Fn(&PodView) -> bool) -> bool {
         let nodes: BTreeSet<&str> = new.iter().map(|want| want.node.as_str()).collect();
         nodes.into_iter().all(|node| {
             let Some(room) = self.input.rooms.get(node) else {
@@ -309,7 +316,9 @@ impl<'a> Sorted<'a> {
                 let amounts = Requests::new(want.cpu_millis, want.memory_bytes, want.gpus);
                 fresh & need.add(amounts, &want.exclusive_cpus, &want.claimed_gpus)
             });
-            let old = self.holders().filter(|pod| node_of(pod) == node);
+            let old = self
+                .holders()
+                .filter(|pod| node_of(pod) == node && stays(pod));
             let mut held_gpus = 0;
             let fresh = old.fold(fresh, |fresh, pod| {
                 let amounts = Requests::new(pod.cpu_millis, pod.memory_bytes, pod.gpus);
@@ -443,16 +452,6 @@ impl<'a> Sorted<'a> {
             && heads.any(|head| !head.is_deleting && !is_forgotten(head))
     }
 
-    /// Whether requests that an old gateway holds may be answered by the target's workers: it serves the same model, and
-    /// when the old decode workers, all about to go, are gone, the target may fit beside it.
-    fn holds_requests(&self, gateway: &PodView) -> bool {
-        let is_decoder = |pod: &&PodView| pod.role == PodRole::Rank(PlanRole::Decode);
-        let mut workers = self.leftovers().filter(is_decoder).peekable();
-        self.is_compatible(gateway)
-            && workers.peek().is_some()
-            && workers.all(|pod| pod.is_deleting)
-    }
-
     /// Whether nothing is lost with an unwanted worker: another number of workers was requested before it was ready.
     /// It would hold room that others need.
     fn is_useless(&self, pod: &PodView) -> bool {
@@ -507,6 +506,12 @@ impl<'a> Sorted<'a> {
         !has_to_wait && !is_next && !made.any(|pod| is_starting(pod))
     }
 
+    /// Whether the target has workers to come that others may make room for, without a word to this one.
+    fn waits_for_room(&self, mode: Mode) -> bool {
+        let mut missing = self.missing();
+        mode == Mode::OldDownFirst && missing.any(|(_, want)| !want.is_gateway())
+    }
+
     fn look_again(&self, mode: Mode) -> Option<Duration> {
         let has_old_form = |(index, want): (usize, &Want)| {
             self.made[index].is_some_and(|pod| pod.phase == "Pending" && pod.form != want.form)
@@ -528,6 +533,7 @@ impl<'a> Sorted<'a> {
             .into_iter()
             .chain(refused)
             .chain(self.input.short_for)
+            .chain(self.waits_for_room(mode).then_some(ROOM_AGAIN))
             .chain(
                 self.extra
                     .iter()

@@ -5,12 +5,15 @@ use std::time::Duration;
 use hearth_crds::{PlanRole, Route};
 
 use super::{Mode, Sorted, Want};
-use crate::age::age;
+use crate::age::{age, is_older};
 use crate::observed::{PodRole, PodView};
 use crate::routes::{endpoints, is_gateway, routes_of, routes_to, text};
 
 /// Most time that a busy kubelet takes to show a gateway new routes, and the gateway to read them.
 const READ_AFTER: Duration = Duration::from_secs(15);
+
+/// Time in which others' Pods that are about to end are gone, since the target's gateway was created.
+const OTHERS_LEAVE: Duration = Duration::from_secs(20);
 
 impl Sorted<'_> {
     /// Whether a gateway of the target was last told to send requests to `pod`.
@@ -143,6 +146,28 @@ impl Sorted<'_> {
         }
         let left = READ_AFTER.saturating_sub(age(gateway.routed?, self.input.now));
         (!left.is_zero()).then_some(left)
+    }
+
+    /// Whether requests that an old gateway holds may be answered by the target's workers: it serves the same model, and
+    /// when the old decode workers, all about to go, are gone, the target may fit beside it. Where it does not fit even without the old
+    /// gateways, it waits for room that others have, and they go on holding requests for a while.
+    pub(super) fn holds_requests(&self, gateway: &PodView) -> bool {
+        let is_decoder = |pod: &&PodView| pod.role == PodRole::Rank(PlanRole::Decode);
+        let mut workers = self.leftovers().filter(is_decoder).peekable();
+        let may_answer = match workers.peek() {
+            Some(_) => workers.all(|pod| pod.is_deleting),
+            None => self.lacks_others_room(),
+        };
+        self.is_compatible(gateway) && may_answer
+    }
+
+    /// Whether the target has lacked room for a short time, also without the old gateways.
+    fn lacks_others_room(&self) -> bool {
+        let mut made = self.made.iter().flatten().filter(|pod| is_gateway(pod));
+        let has_waited = made.any(|pod| is_older(pod.created, self.input.now, OTHERS_LEAVE));
+        let new: Vec<&Want> = self.missing().map(|(_, want)| want).collect();
+        let is_old = |pod: &PodView| is_gateway(pod) && !self.is_wanted(pod);
+        !has_waited && !self.fits_beside(&new, |pod| !is_old(pod))
     }
 
     pub(super) fn changed_routes(&self, mode: Mode) -> Vec<(String, String)> {

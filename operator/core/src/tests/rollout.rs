@@ -523,3 +523,29 @@ fn old_gateways_of_the_same_model_may_use_the_new_workers() {
         }
     });
 }
+
+/// Others' Pods that are about to end have the room for some seconds.
+#[test]
+fn an_old_gateway_goes_on_holding_requests_while_others_have_the_room_of_its_next_workers() {
+    let (old, new) = (plan("a", "a"), plan("b", "b"));
+    let mut sim = running(1000, &old);
+    sim.compatible_generations = BTreeSet::from([1, 2]);
+    let whole = std::mem::replace(&mut sim.rooms, rooms(&[("office", 300)]));
+    let has = |sim: &Sim, want: &Want| sim.pods.contains_key(&want.name);
+    let is_open =
+        |sim: &Sim, want: &Want| sim.open_gateways().any(|gateway| gateway.name == want.name);
+    for _ in 0..20 {
+        sim.reconcile(&new);
+        if is_open(&sim, &new[0]) {
+            break;
+        }
+        sim.turn();
+    }
+    assert!(!has(&sim, &old[1]) && !has(&sim, &new[1]));
+    assert!(is_open(&sim, &old[0]) && is_open(&sim, &new[0]));
+    sim.rooms = whole;
+    sim.settle(&new, |sim, _| {
+        assert!(is_open(sim, &old[0]) || sim.serves(&new), "{:#?}", sim.pods);
+    });
+    assert!(!has(&sim, &old[0]));
+}

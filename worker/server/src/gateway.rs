@@ -56,8 +56,8 @@ pub struct Gateway {
 }
 
 /// Serves the OpenAI API on `listener` until `shutdown` is ready, then finishes requests on open connections within
-/// `limits.drain_grace`, those on new ones among them for `limits.drain_late`, and later refuses these with 503. Returns once all open connections have ended, with
-/// the number of requests that had to be cut off. Dropping the future stops at once.
+/// `limits.drain_grace`; those on new connections are answered for `limits.drain_late`, then refused with 503. Returns once
+/// all open connections have ended, with the number of requests that had to be cut off. Dropping the future stops at once.
 ///
 /// # Errors
 /// [`GatewayError`] when the configuration cannot be used.
@@ -246,9 +246,9 @@ impl Gateway {
     }
 }
 
-/// Answers connections that arrive while the gateway is shutting down: until then like those that are `open`. Later, requests on them
-/// are refused with an error that tells clients to try again, and the gateway's health can still be read; the shutdown does not wait
-/// for these.
+/// Answers connections that arrive while the gateway is shutting down: up to `until` like those that are `open`, which the
+/// shutdown waits for. After that, requests on them are refused with an error that tells clients to try again, and the
+/// gateway's health can still be read.
 async fn late(
     listener: Option<TcpListener>,
     places: &Arc<Semaphore>,

@@ -161,6 +161,15 @@ async fn read_to_end(stream: &mut TcpStream) -> String {
     text
 }
 
+/// A gateway that answers new clients for so long once it is told to stop, and a stream of 500 tokens through it that has begun.
+async fn beside_a_stream(worker: &FakeWorker, drain_late: Duration) -> (Running, TcpStream) {
+    let gateway = gateway(&[worker], |config| config.limits.drain_late = drain_late).await;
+    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
+    send(&mut kept, &body(500)).await;
+    read_until(&mut kept, "\"content\":").await;
+    (gateway, kept)
+}
+
 /// Waits until the drain has begun, as a new client can tell.
 async fn turns_new_clients_away(gateway: &Running) {
     eventually(|| async {
@@ -177,10 +186,7 @@ async fn turns_new_clients_away(gateway: &Running) {
 async fn new_clients_are_told_to_come_again() {
     let worker = FakeWorker::start();
     slow(&worker);
-    let mut gateway = gateway(&[&worker], |_| {}).await;
-    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
-    send(&mut kept, &body(500)).await;
-    read_until(&mut kept, "\"content\":").await;
+    let (mut gateway, mut kept) = beside_a_stream(&worker, Duration::ZERO).await;
     gateway.shut_down();
     turns_new_clients_away(&gateway).await;
     let mut new = TcpStream::connect(gateway.address).await.unwrap();
@@ -213,13 +219,7 @@ async fn new_clients_are_told_to_come_again() {
 async fn new_clients_are_answered_for_a_while_beside_the_last_streams() {
     let worker = FakeWorker::start();
     paced(&worker, 20);
-    let mut gateway = gateway(&[&worker], |config| {
-        config.limits.drain_late = Duration::from_secs(3);
-    })
-    .await;
-    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
-    send(&mut kept, &body(500)).await;
-    read_until(&mut kept, "\"content\":").await;
+    let (mut gateway, mut kept) = beside_a_stream(&worker, Duration::from_secs(3)).await;
     gateway.shut_down();
     eventually(|| async { gateway.get("/ready").await.1.contains("\"draining\":true") }).await;
     let mut new = TcpStream::connect(gateway.address).await.unwrap();
@@ -401,11 +401,8 @@ async fn silent_connections_are_closed_and_hold_nothing_up() {
 async fn a_stream_that_outlives_the_drains_begin_leaves_room_for_one_more_request() {
     let worker = FakeWorker::start();
     slow(&worker);
-    let mut gateway = gateway(&[&worker], |_| {}).await;
-    let mut kept = TcpStream::connect(gateway.address).await.unwrap();
-    // The head of this answer was sent before the shutdown began.
-    send(&mut kept, &body(500)).await;
-    read_until(&mut kept, "\"content\":").await;
+    // The head of this answer is sent before the shutdown begins.
+    let (mut gateway, mut kept) = beside_a_stream(&worker, Duration::ZERO).await;
     gateway.shut_down();
     turns_new_clients_away(&gateway).await;
     read_until(&mut kept, "[DONE]\n\n\r\n0\r\n\r\n").await;

@@ -158,7 +158,7 @@ def rounds(plan):
     return max(len(rank["ring"]["windows"]) for rank in members(plan))
 
 
-def with_windows(plan, windows, profiles, read_ahead=None):
+def with_windows(plan, windows, profiles):
     """The same ring with other windows: a list of (place, layers) in the order of computation. What does not fit is read from disk."""
     base, plan = plan, copy.deepcopy(plan)
     ring = members(plan)
@@ -184,13 +184,17 @@ def with_windows(plan, windows, profiles, read_ahead=None):
         residency["budgetBytes"] = residency["weightBytes"] if fits else budget
         residency["policy"] = "Resident" if fits else "MmapPrefetch"
         residency.pop("readAheadBytes", None)
-        if not fits and read_ahead is not None:
-            residency["readAheadBytes"] = read_ahead
     return plan
 
 
 def in_one_round(plan, profiles):
-    return with_windows(plan, [(place, layers(rank)) for place, rank in enumerate(members(plan))], profiles)
+    """The same layers in one round, with as many bytes to read ahead as the plan gives."""
+    one = with_windows(plan, [(place, layers(rank)) for place, rank in enumerate(members(plan))], profiles)
+    for rank, planned in zip(members(one), members(plan)):
+        ahead = planned["residency"].get("readAheadBytes")
+        if ahead is not None and rank["residency"]["policy"] == "MmapPrefetch":
+            rank["residency"]["readAheadBytes"] = ahead
+    return one
 
 
 def without_reading_ahead(plan):
@@ -428,18 +432,17 @@ def prediction(bench, nodes):
 
 def predictions(bench):
     """Where a prediction is off by more than the goal, the machine may have been: that bed is measured twice more, each time with new
-    profiles and a new plan, and the median of the three counts. Beds of more nodes than CPUs are shown and do not count: their
-    nodes, and the disk, which is memory that the kernel copies, take time from each other that no profile knows of."""
+    profiles and a new plan, and the median of the three counts. The time to the first token of beds with more nodes than CPUs does not
+    count: their nodes would have to compute at the same time."""
     say("nodes", "k", *(cell for name, _ in PREDICTED for cell in (f"{name}: predicted, ms", "measured", "ratio")))
     say(*["---"] * 8)
     apart, failed = [], []
     for name in bench.args.beds or [*BEDS, *MOE_BEDS]:
         nodes = (BEDS | MOE_BEDS)[name]
-        counts = len(nodes) <= CPUS
         try:
             bench.use(MOE if name in MOE_BEDS else DENSE, name in BY_TOKEN)
             taken = [prediction(bench, nodes)]
-            if counts and any(off(pair) > GOAL for pair in taken[0][1].values()):
+            if any(off(pair) > GOAL for pair in taken[0][1].values()):
                 taken += [prediction(bench, nodes) for _ in range(2)]
         except (BedError, OSError, subprocess.CalledProcessError) as error:  # the others may do
             failed.append(name)
@@ -452,7 +455,7 @@ def predictions(bench):
                 cells += ["–"] * 3
                 continue
             predicted, ms = pairs[len(pairs) // 2]
-            apart += [off((predicted, ms))] * counts
+            apart.append(off((predicted, ms)))
             others = f" ({', '.join(f'{a / b:.2f}' for a, b in pairs)})" if len(pairs) > 1 else ""
             cells += [f"{predicted:.0f}", f"{ms:.0f}", f"{predicted / ms:.2f}{others}"]
         plan = taken[0][0]

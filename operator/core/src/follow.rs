@@ -464,9 +464,9 @@ fn service(observed: &Observed, role: Role) -> Service {
     let slots = mean(PlanRole::Decode, batch).unwrap_or(1.0);
     let batch_ms = mean(PlanRole::Decode, rate).map(|rate| slots * 1e3 / rate);
     let one_ms = mean(PlanRole::Decode, tpot).or(batch_ms).unwrap_or(0.0);
-    // Without prefill ranks the decode ranks read the prompts, and there is no other pool to decide about.
-    let has_readers = |plan: &Arc<InferencePlan>| plan.spec.ranks_of(PlanRole::Prefill).count() > 0;
-    let is_chunked = role == Role::Decode && plan.as_ref().is_some_and(|plan| !has_readers(plan));
+    let demand = observed.demand.clone().unwrap_or_default();
+    let is_read_by_decode = |plan: &Arc<InferencePlan>| reads_prompts(&plan.spec, &demand);
+    let is_chunked = role == Role::Decode && plan.as_ref().is_some_and(is_read_by_decode);
     let prefill_ms = match is_chunked {
         true => plan.as_ref().and_then(|plan| chunked_ms(&plan.spec)),
         false => mean(PlanRole::Prefill, rate).map(|rate| 1e3 / rate),
@@ -478,7 +478,14 @@ fn service(observed: &Observed, role: Role) -> Service {
         slots_per_worker: observed.deployment.spec.decode.max_batch.max(1),
         start_s: start_s(observed, role),
     };
-    predicted.measured(observed.demand.as_ref().unwrap_or(&Demand::default()))
+    predicted.measured(&demand)
+}
+
+/// Whether decode ranks read most prompts: without prefill ranks all, and else those that are too short to be handed over.
+fn reads_prompts(plan: &InferencePlanSpec, demand: &Demand) -> bool {
+    let handed_over_from = f64::from(plan.routing.chunked_below_tokens);
+    let are_short = |tokens: f64| tokens < handed_over_from;
+    plan.ranks_of(PlanRole::Prefill).count() == 0 || demand.prompt_tokens.is_some_and(are_short)
 }
 
 /// Milliseconds per prompt token of decode workers that read the prompts, as the plan predicts.

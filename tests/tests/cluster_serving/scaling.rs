@@ -14,6 +14,10 @@ use crate::streams::{STREAMS, Streams};
 
 /// Clients that ask without a pause: more than two decode workers answer at a time.
 const CLIENTS: usize = 24;
+/// Clients with long prompts: one prefill worker reads one at a time.
+const LONG_PROMPT_CLIENTS: usize = 6;
+/// Tokens from which a prefill worker reads a prompt: longer than any question.
+const LONG_PROMPTS_FROM: u32 = 512;
 /// Longest time until a pool is smaller: one minute in which the load counts, one in which fewer workers would have sufficed, and some
 /// seconds.
 const UNTIL_SMALLER: Duration = Duration::from_secs(150);
@@ -161,7 +165,7 @@ pub(crate) fn by_the_load(cluster: &Cluster) {
     wait_until_gone(cluster);
     let scaling = json!({"mode": "Auto", "minReplicas": 1, "maxReplicas": 2});
     let spec = json!({
-        "prefill": {"mode": "Chunked"},
+        "prefill": {"scaling": scaling, "chunkedBelowTokens": LONG_PROMPTS_FROM},
         "decode": {"scaling": scaling},
         "objectives": {"timeToFirstToken": "100ms"},
     });
@@ -173,45 +177,84 @@ pub(crate) fn by_the_load(cluster: &Cluster) {
         uids.collect()
     };
     let before = uids();
-    assert_eq!(before.len(), 2, "a gateway and a decode worker");
-    let streams = Streams::start_many(&cluster.reach("default", "demo", 80).v1(), CLIENTS);
-    let began = Instant::now();
-    follows(cluster, 1, 2, PATIENCE);
-    println!("two workers after {:.0?} of load", began.elapsed());
+    assert_eq!(before.len(), 3, "a gateway and a worker of each pool");
+    let v1 = cluster.reach("default", "demo", 80).v1();
+    let questions = Streams::start_many(&v1, CLIENTS);
+    grows(&DECODE, cluster);
+    questions.wait_for(STREAMS);
+    println!("{} answers by one worker, then two", questions.finish());
+    // Many questions wait for no prefill worker: their prompts are short.
+    assert_eq!(pods(cluster, "demo", "prefill").len(), 1);
+
+    let prompts = Streams::start_long_prompts(&v1, LONG_PROMPT_CLIENTS);
+    grows(&PREFILL, cluster);
+    prompts.wait_for(LONG_PROMPT_CLIENTS);
+    println!("{} long prompts by one worker, then two", prompts.finish());
     let grown = uids();
-    assert_eq!(grown.len(), 3, "{grown:?}");
     assert!(
         before.iter().all(|uid| grown.contains(uid)),
         "{before:?} {grown:?}"
     );
-    streams.wait_for(STREAMS);
-    println!("{} answers by one worker, then two", streams.finish());
 
     let calm = Instant::now();
-    follows(cluster, 2, 1, UNTIL_SMALLER);
-    println!("one worker after {:.0?} of calm", calm.elapsed());
+    for pool in [&DECODE, &PREFILL] {
+        follows(pool, cluster, 2, 1, UNTIL_SMALLER);
+        println!(
+            "one {} worker after {:.0?} of calm",
+            pool.name,
+            calm.elapsed()
+        );
+    }
     assert_eq!(uids(), before);
     cluster.kubectl(&["delete", "infd", "demo"]);
 }
 
-/// Waits until Hearth has changed the number of decode workers and runs as many; an event and the status say why.
-fn follows(cluster: &Cluster, from: usize, to: usize, patience: Duration) {
-    let words = format!("{from} to {to} decode workers: ");
+/// A pool that follows the load.
+struct Pool {
+    name: &'static str,
+    /// Reason of the events that tell its number.
+    scaled: &'static str,
+}
+
+const PREFILL: Pool = Pool {
+    name: "prefill",
+    scaled: "ScaledPrefill",
+};
+const DECODE: Pool = Pool {
+    name: "decode",
+    scaled: "ScaledDecode",
+};
+
+/// Waits until Hearth has made a pool of one worker one of two, for clients that go on asking.
+fn grows(pool: &Pool, cluster: &Cluster) {
+    let began = Instant::now();
+    follows(pool, cluster, 1, 2, PATIENCE);
+    println!(
+        "two {} workers after {:.0?} of load",
+        pool.name,
+        began.elapsed()
+    );
+}
+
+/// Waits until Hearth has changed the number of a pool's workers and runs as many; an event and the status say why.
+fn follows(pool_of: &Pool, cluster: &Cluster, from: usize, to: usize, patience: Duration) {
+    let Pool { name, scaled } = pool_of;
+    let words = format!("{from} to {to} {name} workers: ");
     let event = wait_until(&words, patience, || {
         let events = cluster.list("events", "default", "");
-        let scaled = events.iter().filter(|it| it["reason"] == "ScaledDecode");
+        let scaled = events.iter().filter(|it| it["reason"] == *scaled);
         let mut messages = scaled.filter_map(|it| it["message"].as_str());
         let message = messages.find(|it| it.starts_with(&words))?;
         Some(message.to_owned())
     });
     println!("{event}");
     wait_until("as many workers run", PATIENCE, || {
-        (pods(cluster, "demo", "decode").len() == to).then_some(())
+        (pods(cluster, "demo", name).len() == to).then_some(())
     });
     let found = wait_until_settled(cluster, "demo");
-    let decode = pool(&found, "decode");
-    assert_eq!(decode["summary"], format!("{to}/{to}"), "{found:#}");
-    let told = &decode["autoscaling"];
+    let found = pool(&found, name);
+    assert_eq!(found["summary"], format!("{to}/{to}"), "{found:#}");
+    let told = &found["autoscaling"];
     let (_, figures) = event.split_once(": ").expect("figures");
     assert_eq!(told["replicas"], to, "{told:#}");
     assert_eq!(told["reason"], format!("{from} to {to}: {figures}"));

@@ -1,6 +1,7 @@
 //! The engine's inputs and outputs.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use hearth_kernels::KvDType;
@@ -45,6 +46,9 @@ pub struct EngineOptions {
     /// Steps that may be in flight at once on a device that queues them, at least 1. With 2, the next step of answers is
     /// launched before the last token of each has reached the host.
     pub steps_in_flight: usize,
+    /// Time for which requests wait for a lost member of the group that runs the model; then they are told, since another worker may
+    /// answer them.
+    pub group_patience: Duration,
     /// Everything but the weights that the engine's results depend on, down to the bit;
     /// KV with other numerics is kept apart from its own.
     pub numerics: String,
@@ -67,6 +71,7 @@ impl Default for EngineOptions {
             context_length: 4096,
             max_queue: 1024,
             steps_in_flight: 2,
+            group_patience: Duration::from_secs(120),
             numerics: String::new(),
             grammar_tokenizer: None,
             trace: None,

@@ -72,6 +72,8 @@ pub(crate) struct StepLoop<F> {
     failures_in_a_row: u32,
     /// See [`EngineOptions::whole_prompts`].
     whole_prompts: bool,
+    /// See [`EngineOptions::group_patience`].
+    group_patience: Duration,
     /// What became of the group of ranks that run the model.
     group: GroupLosses,
     /// Set if the last schedule had nothing to compute and nothing has happened since.
@@ -127,6 +129,7 @@ impl<F: Forward> StepLoop<F> {
             counters: Counters::default(),
             failures_in_a_row: 0,
             whole_prompts: options.whole_prompts,
+            group_patience: options.group_patience,
             group: GroupLosses::default(),
             idle: true,
             stopping: false,

@@ -472,6 +472,7 @@ fn start<B: Backend>(
         steps_in_flight: STEPS_IN_FLIGHT,
         grammar_tokenizer: grammar_tokenizer(directory, rank.role, loaded.model.config())?,
         trace: Some(Arc::clone(&trace)),
+        ..EngineOptions::default()
     };
     let model_fingerprint = loaded.checkpoint.fingerprint().to_owned();
     let weights = weight_files(&loaded.checkpoint);

@@ -204,8 +204,7 @@ fn engine_options(args: &GenerateArgs, prompt_tokens: usize, limit: usize) -> En
         context_length,
         max_queue: 0,
         steps_in_flight: args.steps_in_flight as usize,
-        grammar_tokenizer: None,
-        trace: None,
+        ..EngineOptions::default()
     }
 }
 

@@ -75,7 +75,7 @@ impl Bounds {
 pub struct Service {
     /// Milliseconds per prompt token of whichever workers read the prompts.
     pub prefill_ms_per_token: f64,
-    /// Whether these are the decode workers, between their steps.
+    /// Whether these are the decode workers, between their steps: of most prompts.
     pub is_chunked: bool,
     /// Step of a decode worker.
     pub step: StepTime,
@@ -101,10 +101,10 @@ impl Service {
             }
             _ => self.step,
         };
+        // Only prefill workers measure how long they read.
+        let prefill_ms = demand.prefill_ms_per_token.filter(|_| !self.is_chunked);
         Self {
-            prefill_ms_per_token: demand
-                .prefill_ms_per_token
-                .unwrap_or(self.prefill_ms_per_token),
+            prefill_ms_per_token: prefill_ms.unwrap_or(self.prefill_ms_per_token),
             step,
             ..self
         }

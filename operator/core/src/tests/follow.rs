@@ -152,6 +152,25 @@ fn both_pools_follow_and_a_flapping_load_does_not_make_them_flap() {
 }
 
 #[test]
+fn decode_workers_grow_by_the_first_token_of_the_prompts_that_they_read_beside_prefill_workers() {
+    // The prompts have 250 tokens.
+    for (handed_over_from, grown) in [(512, 2), (128, 1)] {
+        let mut cluster = FakeCluster::new(&format!(
+            "prefill: {{chunkedBelowTokens: {handed_over_from}}}\n{DECODE}objectives: {{timeToFirstToken: 2s}}\n"
+        ));
+        cluster.settle();
+        cluster.observed.demand = Some(Demand {
+            running: Some(6.0),
+            ttft_p90_ms: Some(4000.0),
+            ..steady(0.1)
+        });
+        go_on(&mut cluster, 60);
+        assert_eq!(count(&cluster, PlanRole::Decode), grown);
+        assert_eq!(count(&cluster, PlanRole::Prefill), 1);
+    }
+}
+
+#[test]
 fn what_is_not_seen_changes_no_number() {
     let mut cluster = FakeCluster::new(DECODE);
     cluster.settle();

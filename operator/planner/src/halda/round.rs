@@ -10,6 +10,16 @@ use crate::ring_simulator::{Window, sums};
 
 pub(super) const GIB: f64 = (1_u64 << 30) as f64;
 
+/// Returns all numbers of layers a round of so many devices in the order in which they get a program: the widest of each number of
+/// rounds, fewer rounds first, and then the others, the widest first.
+pub(super) fn widths(devices: usize, layers: usize) -> impl Iterator<Item = usize> {
+    let of_rounds = move |width: usize| layers.div_ceil(width);
+    let is_widest = move |width: usize| width == layers || of_rounds(width + 1) < of_rounds(width);
+    let all = move || (devices.max(1)..=layers).rev();
+    let widest = all().filter(move |&width| is_widest(width));
+    widest.chain(all().filter(move |&width| !is_widest(width)))
+}
+
 /// Devices in the order in which a token visits them, the head first.
 #[derive(Clone, Debug)]
 pub(super) struct Ring<'a> {

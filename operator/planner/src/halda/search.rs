@@ -14,7 +14,7 @@ use super::choice::{Alternative, Choice, Dropped, Effort, Limits};
 use super::greedy::{self, Moves};
 use super::polish::{Candidate, Judge};
 use super::program;
-use super::round::{Ring, Round};
+use super::round::{self, Ring, Round};
 use super::tours::{Set, Tours, members};
 use crate::ring_error::RingError;
 use crate::ring_problem::Problem;
@@ -353,7 +353,7 @@ impl Search<'_> {
         tpot_ms
     }
 
-    /// One program for each number of layers a round, from all layers down, of one set after the other.
+    /// One program for each number of layers a round, of one set after the other.
     fn solve_programs(&mut self, sets: &[Set]) {
         let layers = self.problem.layers.len();
         for &set in sets {
@@ -361,9 +361,8 @@ impl Search<'_> {
             if ring.len() > layers {
                 continue;
             }
-            let widths = (ring.len()..=layers).rev();
             let left = self.limits.programs.saturating_sub(self.effort.programs);
-            for width in widths.take(left) {
+            for width in round::widths(ring.len(), layers).take(left) {
                 if self.effort.nodes >= self.limits.nodes {
                     return;
                 }

@@ -32,8 +32,6 @@ const MOST_FAULTS: u32 = 3;
 const SHUN_PERIOD: Duration = Duration::from_secs(60);
 /// Time between two looks at the group while there is nothing to compute.
 const LOOK_PERIOD: Duration = Duration::from_millis(500);
-/// Time after which requests are told that the group does not form: another worker may answer them.
-const GROUP_PATIENCE: Duration = Duration::from_secs(120);
 
 /// Losses of a member in steps of one sequence, with no token between them, after which the sequence is given up: it may be what
 /// ends the members.
@@ -107,11 +105,11 @@ impl<F: Forward> StepLoop<F> {
                 return true;
             }
             // The right one may come as late as one that is lost.
-            Ok(Rejoined::Unlike(unlike)) if since.elapsed() < GROUP_PATIENCE => {
+            Ok(Rejoined::Unlike(unlike)) if since.elapsed() < self.group_patience => {
                 self.tell_unlike(unlike);
                 std::thread::sleep(JOIN_PERIOD);
             }
-            Ok(Rejoined::Missing) if since.elapsed() < GROUP_PATIENCE => {}
+            Ok(Rejoined::Missing) if since.elapsed() < self.group_patience => {}
             Ok(Rejoined::Missing | Rejoined::Unlike(_)) => {
                 let seconds = since.elapsed().as_secs();
                 let unlike = self

@@ -66,6 +66,8 @@ pub(super) struct Controls {
     pub(super) ahead: Arc<AtomicUsize>,
     /// Whether another rank of its group is lost.
     pub(super) is_apart: Arc<AtomicBool>,
+    /// Whether one comes in its place that computes otherwise.
+    pub(super) is_unlike: Arc<AtomicBool>,
 }
 
 impl Controls {
@@ -292,7 +294,9 @@ impl Forward for Fake {
 
     fn rejoin(&mut self, _patience: Duration) -> Result<Rejoined, String> {
         std::thread::sleep(Duration::from_millis(5));
+        let is_unlike = self.controls.is_unlike.load(Ordering::Relaxed);
         Ok(match self.group_lost() {
+            Some(_) if is_unlike => Rejoined::Unlike("rank 1 has other numerics".to_owned()),
             Some(_) => Rejoined::Missing,
             None => Rejoined::Formed,
         })

@@ -289,6 +289,34 @@ fn a_drain_waits_for_a_lost_rank_and_not_for_ever() {
 }
 
 #[test]
+fn whoever_waits_for_a_lost_rank_is_told_after_a_while() {
+    for (is_unlike, words) in [
+        (false, "another rank is lost; it has not come back for"),
+        (true, " s, rank 1 has other numerics"),
+    ] {
+        let (engine, controls) = engine_with(EngineOptions {
+            group_patience: Duration::from_millis(300),
+            ..options(64)
+        });
+        let wanted = answer(&engine, ask(&[1], 5));
+        controls.is_unlike.store(is_unlike, Ordering::Relaxed);
+        controls.is_apart.store(true, Ordering::Relaxed);
+        let end = start(&engine, ask(&[1], 5)).finish().end;
+        let Err(EngineError::Forward { reason }) = end else {
+            panic!("{end:?}");
+        };
+        assert!(reason.contains(words), "{reason}");
+        assert_eq!(engine.health(), Health::Unhealthy(reason));
+        // It may come back later.
+        controls.is_apart.store(false, Ordering::Relaxed);
+        while engine.health() != Health::Healthy {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(answer(&engine, ask(&[1], 5)), wanted);
+    }
+}
+
+#[test]
 fn a_shutdown_leaves_nobody_waiting() {
     let engine = engine(64);
     let stuck = start(

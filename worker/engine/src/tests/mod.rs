@@ -41,8 +41,7 @@ fn options(blocks: usize) -> EngineOptions {
         max_queue: 100,
         steps_in_flight: 2,
         numerics: OWN.to_owned(),
-        grammar_tokenizer: None,
-        trace: None,
+        ..EngineOptions::default()
     }
 }
 

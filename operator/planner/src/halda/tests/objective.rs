@@ -1,7 +1,10 @@
 //! The integer program against all splits, on the paper's objective.
 
+use std::collections::BTreeSet;
+
+use crate::halda::Limits;
 use crate::halda::greedy::{self, Moves};
-use crate::halda::round::{Ring, Round};
+use crate::halda::round::{Ring, Round, widths};
 use crate::halda::testing::{
     Draws, Programs, drawn, lowest, programs_against_all_splits, small_problem,
 };
@@ -39,4 +42,23 @@ fn the_greedy_split_is_near_the_lowest() {
         }
     }
     assert!(near * 100 >= splits * 98, "{near} of {splits}");
+}
+
+#[test]
+fn each_number_of_rounds_gets_a_program_before_any_gets_a_second() {
+    for (devices, layers) in [(3, 32), (8, 80), (4, 61)] {
+        let all: Vec<usize> = widths(devices, layers).collect();
+        let rounds: BTreeSet<usize> = (devices..=layers).map(|it| layers.div_ceil(it)).collect();
+        let first = all[..rounds.len()].iter();
+        let first: Vec<usize> = first.map(|it| layers.div_ceil(*it)).collect();
+        assert!(first.iter().eq(&rounds), "{all:?}");
+        let mut sorted = all.clone();
+        sorted.sort_unstable();
+        assert!(sorted.into_iter().eq(devices..=layers), "{all:?}");
+    }
+    // Where each of three nodes is tried as the head, each has programs enough for all numbers of rounds of 32 layers.
+    let of_a_head = Limits::default().shared_by(2 * 3);
+    let tried = widths(3, 32).take(of_a_head.programs);
+    let rounds: BTreeSet<usize> = tried.map(|it| 32_usize.div_ceil(it)).collect();
+    assert_eq!(rounds, BTreeSet::from([1, 2, 3, 4, 5, 6, 7, 8, 11]));
 }

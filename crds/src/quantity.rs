@@ -222,10 +222,10 @@ pub fn format_remaining(bytes: u64, total_bytes: u64, bytes_per_second: u64) -> 
         return None;
     }
     let seconds = left_bytes.div_ceil(bytes_per_second);
-    let minutes = seconds.div_ceil(60);
+    let minutes = (seconds + 30) / 60;
     Some(match minutes {
-        0 | 1 => format!("{seconds} s"),
-        2..60 => format!("{minutes} min"),
+        _ if seconds <= 120 => format!("{seconds} s"),
+        0..60 => format!("{minutes} min"),
         60..1440 => format!("{} h {} min", minutes / 60, minutes % 60),
         _ => format!("{} d {} h", minutes / 1440, minutes % 1440 / 60),
     })
@@ -366,8 +366,10 @@ mod tests {
         let left = |seconds: u64| format_remaining(1_000, 1_000 + seconds * 10, 10);
         for (seconds, text) in [
             (1, "1 s"),
-            (60, "60 s"),
-            (61, "2 min"),
+            (61, "61 s"),
+            (120, "120 s"),
+            (121, "2 min"),
+            (150, "3 min"),
             (3_540, "59 min"),
             (7_800, "2 h 10 min"),
             (273_600, "3 d 4 h"),

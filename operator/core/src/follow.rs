@@ -20,7 +20,7 @@ use crate::choose::rest::has_lost_its_place;
 use crate::choose::{PlanChoice, choose, in_force, worker_nodes_of};
 use crate::key::Key;
 use crate::model::{ModelStep, Search};
-use crate::observed::{Demand, Observed, PodRole};
+use crate::observed::{Observed, PodRole};
 use crate::plan_record::{has_failed, spec_of_plan};
 use crate::sharing::unneeded_in_the_way;
 
@@ -464,11 +464,15 @@ fn service(observed: &Observed, role: Role) -> Service {
     let slots = mean(PlanRole::Decode, batch).unwrap_or(1.0);
     let batch_ms = mean(PlanRole::Decode, rate).map(|rate| slots * 1e3 / rate);
     let one_ms = mean(PlanRole::Decode, tpot).or(batch_ms).unwrap_or(0.0);
+    let has_readers = |plan: &Arc<InferencePlan>| plan.spec.ranks_of(PlanRole::Prefill).count() > 0;
+    let has_no_readers = plan.as_ref().is_some_and(|plan| !has_readers(plan));
     let demand = observed.demand.clone().unwrap_or_default();
-    let is_read_by_decode = |plan: &Arc<InferencePlan>| reads_prompts(&plan.spec, &demand);
-    let is_chunked = role == Role::Decode && plan.as_ref().is_some_and(is_read_by_decode);
+    let reads_most = demand.handed_over.is_some_and(|share| share < 0.5);
+    let is_chunked = role == Role::Decode && (has_no_readers || reads_most);
     let prefill_ms = match is_chunked {
-        true => plan.as_ref().and_then(|plan| chunked_ms(&plan.spec)),
+        true if has_no_readers => plan.as_ref().and_then(|plan| chunked_ms(&plan.spec)),
+        // What plans with prefill ranks predict is how long those take.
+        true => None,
         false => mean(PlanRole::Prefill, rate).map(|rate| 1e3 / rate),
     };
     let predicted = Service {
@@ -479,13 +483,6 @@ fn service(observed: &Observed, role: Role) -> Service {
         start_s: start_s(observed, role),
     };
     predicted.measured(&demand)
-}
-
-/// Whether decode ranks read most prompts: without prefill ranks all, and else those that are too short to be handed over.
-fn reads_prompts(plan: &InferencePlanSpec, demand: &Demand) -> bool {
-    let handed_over_from = f64::from(plan.routing.chunked_below_tokens);
-    let are_short = |tokens: f64| tokens < handed_over_from;
-    plan.ranks_of(PlanRole::Prefill).count() == 0 || demand.prompt_tokens.is_some_and(are_short)
 }
 
 /// Milliseconds per prompt token of decode workers that read the prompts, as the plan predicts.

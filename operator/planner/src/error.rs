@@ -47,7 +47,7 @@ pub enum Advice {
     Argument(String),
     /// Nothing in the spec helps, and no amount of memory of one node.
     SmallerModel,
-    /// Change what rules out a ring of the nodes, which would have room: each field with what to write.
+    /// Change what rules out a ring, which would have room: each field with what to write.
     Ring(String),
     /// Nothing in the spec helps: Pods must request this much less CPU of the node, in thousandths of a CPU.
     FreeCpu(u64),
@@ -124,7 +124,7 @@ impl fmt::Display for Advice {
             Self::Argument(argument) => write!(f, "write {argument}"),
             Self::Ring(why) => write!(
                 f,
-                "let a piped ring of the nodes hold the model, for which there is room ({why})"
+                "let a piped ring hold the model, for which there is room ({why})"
             ),
             Self::SmallerModel => f.write_str("add a node, or use a smaller model"),
             Self::FreeMemory(bytes) => {

@@ -98,6 +98,42 @@ fn a_gpu_takes_the_layers_that_it_has_room_for_and_the_cpus_beside_it_the_others
     insta::assert_snapshot!(said);
 }
 
+/// Neither the memory nor the GPU holds the model, and both together do.
+#[test]
+fn auto_says_how_a_box_becomes_a_ring_of_its_cpus_and_its_gpu() {
+    let box_of = |gpus| NodeProfileStatus {
+        gpus,
+        disks: Vec::new(),
+        ..machine("attic", 8, 26)
+    };
+    let facts = qwen3_30b();
+    let refused = |yaml: &str, node: NodeProfileStatus| {
+        let (spec, nodes) = (spec(yaml), [node]);
+        plan(&plan_input_here(&spec, &facts, &nodes))
+            .unwrap_err()
+            .to_string()
+    };
+    let with_gpu = || box_of(vec![gpu("RTX 3080", 1, 12)]);
+    let words = "let a piped ring hold the model, for which there is room (spec.strategy is Auto, which makes none of a single \
+                 node's CPUs and GPUs: write PipedRing";
+    let text = refused("", with_gpu());
+    assert!(text.contains(&format!("{words})")), "{text}");
+    let text = refused("decode: {replicas: 2}\n", with_gpu());
+    assert!(
+        text.contains(&format!("{words}; spec.decode.replicas is 2")),
+        "{text}"
+    );
+    // Followed, it makes one; without a GPU, or with one that no worker may use, there is nothing to propose.
+    assert_eq!(members(&ring("", &[with_gpu()])).len(), 2);
+    for (yaml, node) in [
+        ("", box_of(Vec::new())),
+        ("prefill: {gpusPerWorker: 0}\n", with_gpu()),
+    ] {
+        let text = refused(yaml, node);
+        assert!(!text.contains("piped ring"), "{text}");
+    }
+}
+
 #[test]
 fn gpus_are_used_unless_the_spec_says_that_no_worker_uses_one() {
     let nodes = [attic(vec![gpu("RTX 3080", 1, 12)])];

@@ -150,6 +150,9 @@ struct Counts {
     arrived_tokens: f64,
     /// Prompt tokens of choices that started, those whose KV was reused among them.
     started_tokens: f64,
+    /// Prompts of choices that started, by whether prefill or decode workers read them.
+    read_by_prefill: f64,
+    read_by_decode: f64,
     finished: f64,
     generated_tokens: f64,
     ttft: Buckets,
@@ -181,6 +184,10 @@ impl Counts {
             match name {
                 "hearth_arrived_prompt_tokens_sum" => counts.arrived_tokens += value,
                 "hearth_prompt_tokens_total" => counts.started_tokens += value,
+                "hearth_prompts_read_total" => match label(labels, "role") {
+                    Some("prefill") => counts.read_by_prefill += value,
+                    _ => counts.read_by_decode += value,
+                },
                 "hearth_choices_finished_total" => counts.finished += value,
                 "hearth_generated_tokens_total" => counts.generated_tokens += value,
                 "hearth_requests_queued" => counts.queued = value,
@@ -295,6 +302,13 @@ impl History {
         least.filter(|_| readings >= LEAST_READINGS).unwrap_or(0.0)
     }
 
+    /// Mean of the choices that decode workers compute, at the readings of the last part of the span.
+    fn running(&self, now: Instant) -> Option<f64> {
+        let readings = self.within(RECENT, now);
+        let running: Vec<f64> = readings.filter_map(|it| it.running).collect();
+        (!running.is_empty()).then(|| running.iter().sum::<f64>() / running.len() as f64)
+    }
+
     /// The newest reading, and the last one from before a span, or the first; with the seconds between them.
     fn span(&self, span: Duration, now: Instant) -> Option<(&Counts, &Counts, f64)> {
         let (newest_at, newest) = self.0.back()?;
@@ -311,8 +325,8 @@ fn since(newest: f64, base: f64) -> f64 {
 }
 
 fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> {
-    let read = || gateways.values().filter_map(|it| it.0.back());
-    read().next()?;
+    let last = || gateways.values().filter_map(|it| it.0.back());
+    last().next()?;
     let age_s = gateways.values().map(|history| match history.0.back() {
         Some((at, _)) => now.duration_since(*at).as_secs_f64(),
         None => NEVER_READ_S,
@@ -321,10 +335,7 @@ fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> 
     let (recent_arrivals, recent_span_s) = arrivals(spans(RECENT));
     let (arrived, span_s) = arrivals(spans(SPAN));
     let (long_arrivals, long_span_s) = arrivals(spans(LONG));
-    let total = |part: fn(&Counts) -> f64| -> f64 {
-        let counted = spans(LONG).map(|(newest, base, _)| since(part(newest), part(base)));
-        counted.sum()
-    };
+    let total = |part: fn(&Counts) -> f64| counted(spans(LONG), part);
     let quantile_ms = |part: fn(&Counts) -> &Buckets| {
         let counted = spans(SPAN).map(|(newest, base, _)| part(newest).clone().minus(part(base)));
         let sum = counted.fold(Buckets::default(), Buckets::plus);
@@ -344,12 +355,8 @@ fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> 
         longest(span).map_or_else(Work::default, |it| it.work(span, now, is_prefill))
     };
     let (reading, stepping) = (work(LONG, true), work(SPAN, false));
-    let running = longest(SPAN).and_then(|it| {
-        let running: Vec<f64> = it.within(RECENT, now).filter_map(|it| it.running).collect();
-        (!running.is_empty()).then(|| running.iter().sum::<f64>() / running.len() as f64)
-    });
-    let at_workers = read().map(|(_, it)| it.at_workers).fold(0.0, f64::max);
-    let waiting: f64 = read().map(|(_, it)| it.at_gateway()).sum();
+    let at_workers = last().map(|(_, it)| it.at_workers).fold(0.0, f64::max);
+    let waiting: f64 = last().map(|(_, it)| it.at_gateway()).sum();
     let least = |part: fn(&Counts) -> f64| gateways.values().map(move |it| it.least(now, part));
     Some(Demand {
         age_s: age_s.fold(0.0, f64::max),
@@ -367,16 +374,39 @@ fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> 
         queued: waiting + at_workers,
         queued_least: least(Counts::at_gateway).sum::<f64>()
             + least(|it| it.at_workers).fold(0.0, f64::max),
-        running,
-        unanswered: read().map(|(_, it)| it.unanswered).sum(),
-        held: held(read(), now),
-        idle_s: idle_s(read(), now),
+        running: longest(SPAN).and_then(|it| it.running(now)),
+        unanswered: last().map(|(_, it)| it.unanswered).sum(),
+        held: held(last(), now),
+        idle_s: idle_s(last(), now),
         ttft_p90_ms: quantile_ms(|it| &it.ttft),
         tpot_p90_ms: quantile_ms(|it| &it.tpot),
-        prefill_ms_per_token: per(reading.step_s * 1e3, total(|it| it.started_tokens)),
+        prefill_ms_per_token: match handed_over(spans(LONG)) {
+            Some(0.0) => Some(0.0),
+            _ => per(reading.step_s * 1e3, total(|it| it.started_tokens)),
+        },
+        handed_over: handed_over(spans(SPAN)),
         step_ms: per(stepping.step_s * 1e3, stepping.steps),
         step_tokens: per(stepping.generated_tokens, stepping.steps),
     })
+}
+
+/// What gateways counted in a span.
+fn counted<'a>(
+    spans: impl Iterator<Item = (&'a Counts, &'a Counts, f64)>,
+    part: fn(&Counts) -> f64,
+) -> f64 {
+    spans
+        .map(|(newest, base, _)| since(part(newest), part(base)))
+        .sum()
+}
+
+/// Share of the prompts in a span that prefill workers read; `None` without prompts.
+fn handed_over<'a>(
+    spans: impl Iterator<Item = (&'a Counts, &'a Counts, f64)> + Clone,
+) -> Option<f64> {
+    let by_prefill = counted(spans.clone(), |it| it.read_by_prefill);
+    let all = by_prefill + counted(spans, |it| it.read_by_decode);
+    (all > 0.0).then(|| by_prefill / all)
 }
 
 /// Choices that are not answered in full, at gateways that were read lately; of one that says only that there are some, one.

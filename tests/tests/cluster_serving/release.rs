@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use hearth_tests::cluster::{Cluster, Images, condition, wait_until};
-use hearth_tests::{root, run};
+use hearth_tests::{Metrics, root, run};
 use serde_json::{Value, json};
 
 /// Longest wait for anything that a cluster does by itself.
@@ -134,6 +134,15 @@ pub(crate) fn wait_until_settled(cluster: &Cluster, name: &str) -> Value {
     wait_until(&format!("{name} runs as asked"), PATIENCE, || {
         settled(cluster, name)
     })
+}
+
+/// Prompts that prefill and decode workers of the deployment `demo` have read, by its only gateway.
+pub(crate) fn prompts_read(cluster: &Cluster) -> (f64, f64) {
+    let gateway = pods(cluster, "demo", "gateway").remove(0);
+    let address = gateway["status"]["podIP"].as_str().expect("an address");
+    let metrics = Metrics::of(&format!("http://{address}:9402"));
+    let by = |role: &str| metrics.sum("hearth_prompts_read_total", &[&format!("role=\"{role}\"")]);
+    (by("prefill"), by("decode"))
 }
 
 /// Returns the deployment if its spec runs completely.

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::ledger::wait_until_gone;
 use crate::release::{
-    PATIENCE, deployment, infd, names, patch, pods, pool, said, wait_until_settled,
+    PATIENCE, deployment, infd, names, patch, pods, pool, prompts_read, said, wait_until_settled,
 };
 use crate::streams::{STREAMS, Streams};
 
@@ -183,13 +183,22 @@ pub(crate) fn by_the_load(cluster: &Cluster) {
     grows(&DECODE, cluster);
     questions.wait_for(STREAMS);
     println!("{} answers by one worker, then two", questions.finish());
-    // Many questions wait for no prefill worker: their prompts are short.
+    // The questions are short: nobody needs another prefill worker.
+    assert_eq!(prompts_read(cluster).0, 0.0);
     assert_eq!(pods(cluster, "demo", "prefill").len(), 1);
 
     let prompts = Streams::start_long_prompts(&v1, LONG_PROMPT_CLIENTS);
     grows(&PREFILL, cluster);
     prompts.wait_for(LONG_PROMPT_CLIENTS);
-    println!("{} long prompts by one worker, then two", prompts.finish());
+    let answered = prompts.finish();
+    let (by_prefill, _) = prompts_read(cluster);
+    println!(
+        "{answered} long prompts by one worker, then two, {by_prefill} of them by prefill workers"
+    );
+    assert!(
+        by_prefill * 2.0 > answered as f64,
+        "{by_prefill} of {answered}"
+    );
     let grown = uids();
     assert!(
         before.iter().all(|uid| grown.contains(uid)),

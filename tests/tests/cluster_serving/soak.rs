@@ -8,7 +8,7 @@ use hearth_tests::cluster::{Cluster, Options, wait_until};
 use hearth_tests::{python, root, run, worker};
 use serde_json::{Value, json};
 
-use super::release::{self, PATIENCE, deployment, names, pods, wait_until_settled};
+use super::release::{self, PATIENCE, deployment, names, pods, prompts_read, wait_until_settled};
 use super::streams::Streams;
 use super::{OPTIONS, open_directory};
 
@@ -44,7 +44,8 @@ fn streams_lose_nothing_while_pools_grow_and_shrink_for_ten_minutes() {
     };
     let scaling = |most: u32| json!({"mode": "External", "maxReplicas": most});
     let spec = json!({
-        "prefill": {"scaling": scaling(2)},
+        // Prefill workers read all prompts.
+        "prefill": {"scaling": scaling(2), "chunkedBelowTokens": 0},
         "decode": {"scaling": scaling(3), "maxBatch": 32},
     });
     cluster.apply(&deployment("demo", spec).to_string());
@@ -69,10 +70,13 @@ fn streams_lose_nothing_while_pools_grow_and_shrink_for_ten_minutes() {
         changes += 1;
     }
     let seconds = begun.elapsed().as_secs();
+    let answers = streams.finish();
+    let (by_prefill, by_decode) = prompts_read(&cluster);
     println!(
-        "{} answers, all exact, of {STREAMS} streams through {changes} changes in {seconds} s",
-        streams.finish()
+        "{answers} answers, all exact, of {STREAMS} streams through {changes} changes in {seconds} s; {by_prefill} prompts were read \
+         by prefill workers and {by_decode} by decode workers"
     );
+    assert!(by_prefill > 10.0 * by_decode);
 }
 
 /// Prints the parts of the times, for docs/benchmarks.md.

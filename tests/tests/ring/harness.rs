@@ -195,9 +195,14 @@ impl Alone {
 
 /// A random Qwen3 of as many layers as the demo has, with its tokenizer.
 pub(crate) fn dense_model(directory: &Path) -> PathBuf {
+    dense_model_of(4, directory)
+}
+
+/// The same of so many layers.
+pub(crate) fn dense_model_of(layers: u32, directory: &Path) -> PathBuf {
     let config = json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 256,
-        "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 512, "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4,
         "head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu",
         "tie_word_embeddings": true, "bos_token_id": 0, "eos_token_id": 1, "rope_theta": 10000.0,
         "attention_bias": false,

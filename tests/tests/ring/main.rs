@@ -14,8 +14,8 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use harness::{
-    AGAIN, Ring, answers, answers_that_begin, dense_model, expected, expected_of, streams,
-    wait_until,
+    AGAIN, Ring, answers, answers_that_begin, dense_model, dense_model_of, expected, expected_of,
+    streams, wait_until,
 };
 use hearth_tests::{RING_MEMBERS, RingMember, Up, UpOptions, hearth, root, run, worker};
 use rustix::process::Signal;
@@ -93,6 +93,35 @@ async fn rings_of_two_and_of_four_answer_as_one_process() {
         let last = members.len() - 1;
         ring.kill(last);
         ring.members[last] = ring.process(last, &[]);
+        assert_eq!(answers(&ring.gateway, 0..8).await, want, "{members:?}");
+    }
+}
+
+#[tokio::test]
+async fn rings_of_two_and_of_four_rounds_answer_as_one_process() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let model = dense_model_of(8, directory.path());
+    let of_model = |plan: &mut Value| {
+        (plan["model"]["path"], plan["model"]["layers"]) = (json!(model), json!(8));
+    };
+    let want = expected_of(of_model, 0..8).await;
+    let rings: [&'static [RingMember]; 2] = [
+        &[
+            ("decode", "decode-0", &[[0, 1], [2, 1], [4, 1], [6, 1]]),
+            ("stage", "stage-0", &[[1, 1], [3, 1], [5, 1], [7, 1]]),
+        ],
+        &[
+            ("decode", "decode-0", &[[0, 1], [4, 1]]),
+            ("stage", "stage-0", &[[1, 1], [5, 1]]),
+            ("stage", "stage-1", &[[2, 1], [6, 1]]),
+            ("stage", "stage-2", &[[3, 1], [7, 1]]),
+        ],
+    ];
+    for members in rings {
+        let mut ring = Ring::start_of(members, of_model);
+        assert_eq!(answers(&ring.gateway, 0..8).await, want, "{members:?}");
+        ring.kill(1);
+        ring.members[1] = ring.process(1, &[]);
         assert_eq!(answers(&ring.gateway, 0..8).await, want, "{members:?}");
     }
 }

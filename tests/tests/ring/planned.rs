@@ -7,6 +7,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{expected, streams};
+use crate::on_three_nodes;
 
 /// The node's memory holds one layer with its KV beside the processes' own, and the device three.
 const ARGUMENTS: [&str; 4] = [
@@ -50,6 +51,32 @@ async fn a_planned_ring_has_layers_on_a_device_and_on_the_cpus_beside_it() {
     assert_eq!(streams(&up.v1(), 0..4, kill).await, want, "{name}");
 }
 
+/// The example without its strategy, on nodes none of which holds the model.
+#[tokio::test]
+async fn auto_serves_with_a_ring_where_no_node_holds_the_model() {
+    let want = expected(0..4).await;
+    let example = root().join("manifests/examples/demo-ring.yaml");
+    let text = std::fs::read_to_string(example).expect("the example");
+    let parts = text.split_once("  strategy: PipedRing\n");
+    let (before, after) = parts.expect("a strategy");
+    let directory = tempfile::tempdir().expect("directory");
+    let file = directory.path().join("ring.yaml");
+    std::fs::write(&file, [before, after].concat()).expect("a file");
+    let up = Up::start(&UpOptions {
+        file: Some(file),
+        ..on_three_nodes()
+    });
+    let plan = std::fs::read_to_string(up.state_dir().join("demo-ring/plan.json"));
+    let plan: Value = serde_json::from_str(&plan.expect("the plan")).expect("a plan");
+    assert_eq!(plan["strategy"], "PipedRing");
+    assert!(members(&plan).len() > 1, "{plan:#}");
+    assert!(
+        plan["why"].to_string().contains("no node holds the model"),
+        "{plan:#}"
+    );
+    assert_eq!(streams(&up.v1(), 0..4, |_| {}).await, want);
+}
+
 /// Following the advice makes the ring.
 #[test]
 fn what_rules_out_a_ring_is_said_where_no_node_holds_the_model() {
@@ -67,7 +94,7 @@ fn what_rules_out_a_ring_is_said_where_no_node_holds_the_model() {
     let (code, _, stderr) = plan(json!({"replicas": 2, "kvCache": cache}));
     assert_eq!(code, 1, "{stderr}");
     for words in [
-        "let a piped ring of the nodes hold the model, for which there is room (spec.decode.replicas is 2: ",
+        "let a piped ring hold the model, for which there is room (spec.decode.replicas is 2: ",
         ": write 1)",
     ] {
         assert!(stderr.contains(words), "no {words:?} in {stderr}");

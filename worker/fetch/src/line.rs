@@ -294,7 +294,8 @@ impl Line<'_> {
         let (first, most) = (options.first_backoff, options.max_backoff);
         let left = longest(failures, options.attempts, first, most).max(wait);
         let text = format!(
-            "{reason}; trying again in {:.1} s, for up to {} s",
+            "{reason} (attempt {failures} of {}); trying again in {:.1} s, for up to {} s",
+            options.attempts,
             wait.as_secs_f64(),
             left.as_secs_f64().ceil()
         );

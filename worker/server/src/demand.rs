@@ -1,4 +1,5 @@
-//! The load as it arrives, before a worker is found for it: what an autoscaler needs that the work which is done does not show.
+//! The load as it arrives, before a worker is found for it, and who reads its prompts: what an autoscaler needs that the work which is
+//! done does not show.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,11 +7,15 @@ use std::time::Duration;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, timeout};
+
+use crate::router::Role;
 
 /// Upper bounds of the lengths of prompts, in tokens.
 const PROMPT_TOKENS: [f64; 14] = [
@@ -24,6 +29,7 @@ const MOST_WAITS: usize = 8;
 /// Choices that arrived, and those of them that are not answered yet.
 pub(crate) struct Demand {
     arrived: Histogram,
+    read: Family<[(&'static str, &'static str); 1], Counter>,
     open: Arc<Open>,
 }
 
@@ -49,6 +55,7 @@ impl Demand {
     pub(crate) fn new(registry: &mut Registry) -> Self {
         let demand = Self {
             arrived: Histogram::new(PROMPT_TOKENS),
+            read: Family::default(),
             open: Arc::new(Open {
                 unanswered: watch::Sender::new(0),
                 activity: Mutex::new(Activity {
@@ -63,6 +70,11 @@ impl Demand {
             "Prompt tokens of choices when they arrive, also of those that are refused because the queue is full",
             demand.arrived.clone(),
         );
+        registry.register(
+            "hearth_prompts_read",
+            "Prompts of started choices by the role of the workers that read them",
+            demand.read.clone(),
+        );
         registry.register_collector(Box::new(Scrape(Arc::clone(&demand.open))));
         demand
     }
@@ -75,6 +87,11 @@ impl Demand {
         let guards = [Arc::clone(&self.open), Arc::clone(&self.open)];
         let [unanswered, open] = guards;
         (UnansweredGuard(unanswered), OpenGuard(open))
+    }
+
+    /// Counts a choice that has started, whose prompt a worker of this role reads.
+    pub(crate) fn started(&self, reader: Role) {
+        self.read.get_or_create(&[("role", reader.as_str())]).inc();
     }
 
     /// Number of choices that have not ended.

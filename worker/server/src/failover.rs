@@ -23,7 +23,9 @@ use hearth_transport::v1::{
 use hearth_transport::{CallContext, RpcError, RpcErrorKind, Worker, tonic};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::router::{AcquireError, Lease, Pin, PrefillLease, Route, Want, WorkerId, WorkerPool};
+use crate::router::{
+    AcquireError, Lease, Pin, PrefillLease, Role, Route, Want, WorkerId, WorkerPool,
+};
 
 /// First and longest pause between attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
@@ -75,6 +77,8 @@ pub enum Event {
         cached_tokens: u32,
         /// Model and numerics of the worker.
         pin: Pin,
+        /// Role of the worker that reads the prompt.
+        reader: Role,
     },
     /// The next token.
     Token(Token),
@@ -452,9 +456,11 @@ impl Attempt {
                 Some(generate_event::Event::Started(started)) if !progress.has_started => {
                     progress.has_started = true;
                     progress.pin_to(&self.lease.pin, job, observer);
+                    let reader = self.prefill.as_ref().map(|_| Role::Prefill);
                     return Ok(Event::Started {
                         cached_tokens: started.cached_tokens,
                         pin: self.lease.pin.clone(),
+                        reader: reader.unwrap_or(Role::Decode),
                     });
                 }
                 Some(generate_event::Event::Token(token)) => {

@@ -22,7 +22,7 @@ use crate::demand::{OpenGuard, UnansweredGuard};
 use crate::error::{ApiError, ErrorType};
 use crate::failover::{self, Event, Job, JobError};
 use crate::metrics::{Metrics, Operation, RunningGuard};
-use crate::router::{AcquireError, Pin as WorkerPin};
+use crate::router::{AcquireError, Pin as WorkerPin, Role};
 use crate::schema;
 use crate::wire::response::{FinishReason, PromptTokensDetails, Usage};
 
@@ -211,8 +211,8 @@ fn run_choice(
                     yield Err(error_of(error, limit, submission.grammar.as_deref()));
                     return;
                 }
-                Ok(Event::Started { cached_tokens, pin }) => {
-                    tally.started(prompt_tokens, cached_tokens);
+                Ok(Event::Started { cached_tokens, pin, reader }) => {
+                    tally.started(prompt_tokens, cached_tokens, reader);
                     yield Ok(RunEvent::Started { index, cached_tokens, pin });
                 }
                 Ok(Event::Token(token)) => {
@@ -416,8 +416,9 @@ impl ChoiceTally {
         }
     }
 
-    fn started(&mut self, prompt_tokens: usize, cached_tokens: u32) {
-        self.running = Some(self.metrics.choice_started(prompt_tokens, cached_tokens));
+    fn started(&mut self, prompt_tokens: usize, cached_tokens: u32, reader: Role) {
+        let metrics = &self.metrics;
+        self.running = Some(metrics.choice_started(prompt_tokens, cached_tokens, reader));
     }
 
     /// Counts a token; true for the first.

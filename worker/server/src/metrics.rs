@@ -224,8 +224,14 @@ impl Metrics {
     }
 
     /// Counts a choice that has started; the gauge of running choices falls when the guard is dropped.
-    pub(crate) fn choice_started(&self, prompt_tokens: usize, cached_tokens: u32) -> RunningGuard {
+    pub(crate) fn choice_started(
+        &self,
+        prompt_tokens: usize,
+        cached_tokens: u32,
+        reader: Role,
+    ) -> RunningGuard {
         self.running.inc();
+        self.demand.started(reader);
         self.prompt_tokens.inc_by(prompt_tokens as u64);
         self.cached_tokens.inc_by(u64::from(cached_tokens));
         RunningGuard(self.running.clone())

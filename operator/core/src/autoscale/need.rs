@@ -103,7 +103,7 @@ pub(super) fn ttft_ms(load: &Load, service: &Service, objectives: &Objectives) -
 }
 
 /// Prefill workers with which a request that arrives rarely waits too long for its prompt to be read; `None` if nobody knows how
-/// long that takes.
+/// long that takes. The fewest, where decode workers read all prompts.
 ///
 /// Each reads one prompt at a time, so they are servers with one queue. What waits already has to be read while a new worker
 /// starts, or within the objective if that is longer.
@@ -114,7 +114,7 @@ pub(super) fn prefill(
     objectives: &Objectives,
     bounds: Bounds,
 ) -> Option<Need> {
-    if service.prefill_ms_per_token <= 0.0 {
+    if service.prefill_ms_per_token <= 0.0 && demand.prefill_ms_per_token.is_none() {
         return None;
     }
     let (reading_s, aim_s) = (

@@ -44,8 +44,10 @@ pub struct Demand {
     /// Time per token after the first that nine of ten choices kept, in milliseconds.
     pub tpot_p90_ms: Option<f64>,
     /// Computation of prefill workers per prompt token of all choices that started, those whose KV was reused among them, in
-    /// milliseconds.
+    /// milliseconds: 0 where decode workers read all of these prompts. `None` where there were none.
     pub prefill_ms_per_token: Option<f64>,
+    /// Share of the prompts that prefill workers read, of the choices that started; `None` where there were none.
+    pub handed_over: Option<f64>,
     /// Mean forward pass of decode workers, in milliseconds.
     pub step_ms: Option<f64>,
     /// Mean number of tokens that such a pass generates.

@@ -151,23 +151,53 @@ fn both_pools_follow_and_a_flapping_load_does_not_make_them_flap() {
     );
 }
 
+/// First tokens that come late, on a busy decode worker: whoever reads the prompts needs more workers.
 #[test]
-fn decode_workers_grow_by_the_first_token_of_the_prompts_that_they_read_beside_prefill_workers() {
-    // The prompts have 250 tokens.
-    for (handed_over_from, grown) in [(512, 2), (128, 1)] {
-        let mut cluster = FakeCluster::new(&format!(
-            "prefill: {{chunkedBelowTokens: {handed_over_from}}}\n{DECODE}objectives: {{timeToFirstToken: 2s}}\n"
-        ));
+fn the_pool_that_reads_the_prompts_grows_by_their_first_tokens() {
+    let late = Demand {
+        running: Some(6.0),
+        ttft_p90_ms: Some(4000.0),
+        ..steady(2.0)
+    };
+    let of_prefill = Demand {
+        handed_over: Some(0.9),
+        prefill_ms_per_token: Some(4.0),
+        ..late
+    };
+    let of_decode = Demand {
+        handed_over: Some(0.0),
+        prefill_ms_per_token: Some(0.0),
+        ..late
+    };
+    for (demand, prefill, decode) in [(&of_prefill, 2, 1), (&of_decode, 1, 2)] {
+        let mut cluster = FakeCluster::new(
+            "prefill: {scaling: {mode: Auto, maxReplicas: 2}}\ndecode: {maxBatch: 256, scaling: {mode: Auto, maxReplicas: 2}}\n\
+             objectives: {timeToFirstToken: 2s}\n",
+        );
         cluster.settle();
-        cluster.observed.demand = Some(Demand {
-            running: Some(6.0),
-            ttft_p90_ms: Some(4000.0),
-            ..steady(0.1)
-        });
+        cluster.observed.demand = Some(demand.clone());
         go_on(&mut cluster, 60);
-        assert_eq!(count(&cluster, PlanRole::Decode), grown);
-        assert_eq!(count(&cluster, PlanRole::Prefill), 1);
+        let both = [PlanRole::Prefill, PlanRole::Decode].map(|role| count(&cluster, role));
+        assert_eq!(both, [prefill, decode], "{:?}", scaled(&mut cluster));
     }
+}
+
+/// Others read the prompts since.
+#[test]
+fn prefill_workers_that_read_nothing_end() {
+    let mut cluster = FakeCluster::new(BOTH);
+    cluster.settle();
+    cluster.observed.demand = load(2.0);
+    go_on(&mut cluster, 60);
+    assert_eq!(count(&cluster, PlanRole::Prefill), 2);
+    cluster.observed.demand = Some(Demand {
+        handed_over: Some(0.0),
+        prefill_ms_per_token: Some(0.0),
+        ..load(2.0).unwrap()
+    });
+    go_on(&mut cluster, 600);
+    assert_eq!(count(&cluster, PlanRole::Prefill), 1);
+    assert_eq!(count(&cluster, PlanRole::Decode), 2);
 }
 
 #[test]

@@ -277,7 +277,7 @@ fn a_download_shows_its_percent() {
         (Some(314), Some(31))
     );
     // 686 bytes at 10 bytes a second.
-    let words = "31 %, 10 B/s, 2 min left";
+    let words = "31 %, 10 B/s, 69 s left";
     assert_eq!(model.fetch.as_deref(), Some(words));
     let message = &cluster.condition(MODEL_READY).message;
     assert!(

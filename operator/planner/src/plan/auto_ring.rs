@@ -1,9 +1,10 @@
 //! Rings that Auto plans: where no node holds the model, or where one would have to read it from its disk for each token.
 
-use hearth_crds::{InferencePlanSpec, PlanRank, format_bytes};
+use hearth_crds::{InferencePlanSpec, PlanRank, Strategy, format_bytes};
 
 use super::{Planning, plan_with};
 use crate::error::{Advice, PlanError};
+use crate::gpus::usable_count;
 use crate::input::PlanInput;
 use crate::node_ranks::Devices;
 use crate::piped_ring;
@@ -11,9 +12,12 @@ use crate::sentences::ms;
 
 /// How much faster a ring must be than one node that reads from its disk: it has more machines that may fail.
 const LEAST_GAIN: f64 = 1.2;
+/// What a ring of one node's CPUs and GPUs needs.
+const OF_ONE_NODE: &str =
+    "spec.strategy is Auto, which makes none of a single node's CPUs and GPUs: write PipedRing";
 
 impl Planning<'_> {
-    /// A ring, where the nodes were refused for their memory and one fits.
+    /// A ring, where the nodes were refused for their memory and one fits. Of one node's CPUs and GPUs none is made, but proposed.
     ///
     /// # Errors
     /// `refused`, with what rules out a ring that would fit.
@@ -24,16 +28,22 @@ impl Planning<'_> {
         let PlanError::InsufficientMemory { advice, .. } = &mut refused else {
             return Err(refused);
         };
-        if self.has_one_node() {
+        let has_one_node = self.has_one_node();
+        if has_one_node && !self.has_usable_gpus() {
             return Err(refused);
         }
-        let Some(why) = self.obstacle_to_ring() else {
+        let asks = has_one_node.then(|| OF_ONE_NODE.to_owned());
+        let whys = asks.into_iter().chain(self.obstacle_to_ring());
+        let Some(why) = whys.reduce(|all, why| format!("{all}; {why}")) else {
             let plan = self.ring().plan("no node holds the model");
             return plan.map_err(|_| refused);
         };
-        let spec = &piped_ring::without_obstacles(self.input.spec);
+        let mut spec = piped_ring::without_obstacles(self.input.spec);
+        if has_one_node {
+            spec.strategy = Strategy::PipedRing;
+        }
         let allowed = plan_with(&PlanInput {
-            spec,
+            spec: &spec,
             ..*self.input
         });
         if allowed.is_ok_and(|plan| plan.group_of("decode-0").len() > 1) {
@@ -85,6 +95,12 @@ impl Planning<'_> {
         };
         ring.predicted.tpot_ms * LEAST_GAIN <= alone.predicted.tpot_ms
             && (meets(ring) || !meets(alone))
+    }
+
+    fn has_usable_gpus(&self) -> bool {
+        let offer = self.estimator.gpus();
+        let mut nodes = self.estimator.nodes().iter();
+        nodes.any(|node| usable_count(node, offer) > 0)
     }
 
     fn has_one_node(&self) -> bool {

@@ -94,6 +94,34 @@ fn a_load_is_read_from_what_a_gateway_counts() {
 }
 
 #[test]
+fn prompts_that_decode_workers_read_are_no_work_of_prefill_workers() {
+    let scrapes = Scrapes::new();
+    // For five minutes prefill workers read a third of the prompts, and then none.
+    for second in (0..=700).step_by(5) {
+        let (decode, prefill) = (2 * second, second.min(300));
+        let text = format!(
+            "hearth_prompts_read_total{{role=\"decode\"}} {decode}\nhearth_prompts_read_total{{role=\"prefill\"}} {prefill}\n\
+             hearth_worker_step_seconds_total{{worker=\"p\",address=\"a\",role=\"prefill\"}} {prefill}\n\
+             hearth_prompt_tokens_total {}\n",
+            300 * second
+        );
+        scrapes.learn(second, "gateway", &text);
+        let demand = scrapes.demand(second).unwrap();
+        let seen = (demand.handed_over, demand.prefill_ms_per_token);
+        match second {
+            0 => assert_eq!(seen, (None, None)),
+            300 => {
+                assert!((seen.0.unwrap() - 1.0 / 3.0).abs() < 1e-9, "{seen:?}");
+                assert!((seen.1.unwrap() - 1e3 / 300.0).abs() < 1e-9, "{seen:?}");
+            }
+            365 => assert_eq!(seen.0, Some(0.0)),
+            700 => assert_eq!(seen, (Some(0.0), Some(0.0))),
+            _ => {}
+        }
+    }
+}
+
+#[test]
 fn several_gateways_add_up_and_their_workers_count_once() {
     let scrapes = Scrapes::new();
     for second in (0..=120).step_by(5) {

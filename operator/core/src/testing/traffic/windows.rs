@@ -153,6 +153,8 @@ impl Windows {
             ttft_p90_ms: self.ttft_ms.p90(from_s, now_s),
             tpot_p90_ms: self.tpot_ms.p90(from_s, now_s),
             prefill_ms_per_token: (read_tokens > 0.0).then(|| reading_s * 1e3 / read_tokens),
+            // All of them.
+            handed_over: prompt_tokens.map(|_| 1.0),
             step_ms: (steps > 0.0).then(|| stepping_s * 1e3 / steps),
             step_tokens: (steps > 0.0).then(|| step_tokens / steps),
         }

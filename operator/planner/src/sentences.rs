@@ -7,6 +7,8 @@ use hearth_crds::{
     STREAMED_DENSE_VERSION,
 };
 
+/// How the sentence about a ring of a single node begins.
+pub(crate) const RING_OF_ONE_NODE: &str = "piped ring over the CPUs and GPUs";
 /// Said where one node's CPUs, or one GPU, are all that could be in a ring.
 pub(crate) const NO_RING: &str =
     "piped ring: it takes two members, each a GPU or the CPUs of a node, and there is one";

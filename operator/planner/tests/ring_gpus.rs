@@ -101,36 +101,45 @@ fn a_gpu_takes_the_layers_that_it_has_room_for_and_the_cpus_beside_it_the_others
 /// Neither the memory nor the GPU holds the model, and both together do.
 #[test]
 fn auto_says_how_a_box_becomes_a_ring_of_its_cpus_and_its_gpu() {
-    let box_of = |gpus| NodeProfileStatus {
+    let box_of = |memory_gib, gpus| NodeProfileStatus {
         gpus,
-        disks: Vec::new(),
-        ..machine("attic", 8, 26)
+        ..machine("attic", 8, memory_gib)
     };
     let facts = qwen3_30b();
-    let refused = |yaml: &str, node: NodeProfileStatus| {
-        let (spec, nodes) = (spec(yaml), [node]);
+    let auto = |yaml: &str, node: &NodeProfileStatus| {
+        let (spec, nodes) = (spec(yaml), [node.clone()]);
         plan(&plan_input_here(&spec, &facts, &nodes))
-            .unwrap_err()
-            .to_string()
     };
-    let with_gpu = || box_of(vec![gpu("RTX 3080", 1, 12)]);
-    let words = "let a piped ring hold the model, for which there is room (spec.strategy is Auto, which makes none of a single \
-                 node's CPUs and GPUs: write PipedRing";
-    let text = refused("", with_gpu());
-    assert!(text.contains(&format!("{words})")), "{text}");
-    let text = refused("decode: {replicas: 2}\n", with_gpu());
+    let words =
+        "spec.strategy is Auto, which makes none of a single node's CPUs and GPUs: write PipedRing";
+    // It reads from its disk what it has no room for.
+    let with_gpu = box_of(26, vec![gpu("RTX 3080", 1, 12)]);
+    let ring = ring("", std::slice::from_ref(&with_gpu));
+    assert_eq!(members(&ring).len(), 2);
+    let plan = auto("", &with_gpu).unwrap();
+    assert!(plan.predicted.tpot_ms > ring.predicted.tpot_ms);
+    let begin = "a piped ring over attic: predicted TPOT ";
     assert!(
-        text.contains(&format!("{words}; spec.decode.replicas is 2")),
-        "{text}"
+        has_line(&plan.not_chosen, begin, words),
+        "{:#?}",
+        plan.not_chosen
     );
-    // Followed, it makes one; without a GPU, or with one that no worker may use, there is nothing to propose.
-    assert_eq!(members(&ring("", &[with_gpu()])).len(), 2);
-    for (yaml, node) in [
-        ("", box_of(Vec::new())),
-        ("prefill: {gpusPerWorker: 0}\n", with_gpu()),
-    ] {
-        let text = refused(yaml, node);
-        assert!(!text.contains("piped ring"), "{text}");
+    let of_two = auto("decode: {replicas: 2}\n", &with_gpu).unwrap();
+    let both = format!("{words}; spec.decode.replicas is 2");
+    assert!(
+        has_line(&of_two.not_chosen, "a piped ring over attic", &both),
+        "{:#?}",
+        of_two.not_chosen
+    );
+    // Without a GPU, or with one that no worker may use, there is nothing to propose.
+    let bare = box_of(26, Vec::new());
+    for (yaml, node) in [("", &bare), ("prefill: {gpusPerWorker: 0}\n", &with_gpu)] {
+        let plan = auto(yaml, node).unwrap();
+        assert!(
+            !has_line(&plan.not_chosen, "", words),
+            "{:#?}",
+            plan.not_chosen
+        );
     }
 }
 

@@ -8,7 +8,7 @@ use crate::gpus::usable_count;
 use crate::input::PlanInput;
 use crate::node_ranks::Devices;
 use crate::piped_ring;
-use crate::sentences::ms;
+use crate::sentences::{RING_OF_ONE_NODE, ms};
 
 /// How much faster a ring must be than one node that reads from its disk: it has more machines that may fail.
 const LEAST_GAIN: f64 = 1.2;
@@ -38,18 +38,21 @@ impl Planning<'_> {
             let plan = self.ring().plan("no node holds the model");
             return plan.map_err(|_| refused);
         };
-        let mut spec = piped_ring::without_obstacles(self.input.spec);
-        if has_one_node {
-            spec.strategy = Strategy::PipedRing;
-        }
-        let allowed = plan_with(&PlanInput {
-            spec: &spec,
-            ..*self.input
-        });
-        if allowed.is_ok_and(|plan| plan.group_of("decode-0").len() > 1) {
+        if self.ring_without_obstacles().is_some() {
             advice.push(Advice::Ring(why));
         }
         Err(refused)
+    }
+
+    /// The ring of several members that there would be if the spec said nothing against it.
+    fn ring_without_obstacles(&self) -> Option<InferencePlanSpec> {
+        let mut spec = piped_ring::without_obstacles(self.input.spec);
+        spec.strategy = Strategy::PipedRing;
+        let plan = plan_with(&PlanInput {
+            spec: &spec,
+            ..*self.input
+        });
+        plan.ok().filter(|plan| plan.group_of("decode-0").len() > 1)
     }
 
     /// `alone`, or a ring where that would read weights from a disk for each token and the ring is faster. Either says what the
@@ -57,9 +60,13 @@ impl Planning<'_> {
     pub(super) fn or_ring(&self, mut alone: InferencePlanSpec) -> InferencePlanSpec {
         let mut readers = alone.ranks.iter();
         let reader = readers.find(|rank| rank.disk_weight_bytes() > 0);
-        let Some(reader) = reader.filter(|_| !self.has_one_node()) else {
+        let Some(reader) = reader else {
             return alone;
         };
+        if self.has_one_node() {
+            self.propose_ring(&mut alone);
+            return alone;
+        }
         let ring = match self.obstacle_to_ring() {
             Some(why) => Err(why),
             None => self
@@ -74,7 +81,10 @@ impl Planning<'_> {
                     ring.not_chosen.insert(0, one_node);
                     return ring;
                 }
-                of_ring(&ring, &alone)
+                let ring = of_ring(&ring, &alone);
+                format!(
+                    "{ring}: not {LEAST_GAIN} times as fast, and with more machines that may fail"
+                )
             }
             // One member alone is the best ring; what others would do to it is said first.
             Ok(one) => match one.not_chosen.first() {
@@ -85,6 +95,22 @@ impl Planning<'_> {
         };
         alone.not_chosen.push(why);
         alone
+    }
+
+    /// Says what a ring of the node's CPUs and GPUs would do, which Auto does not make.
+    fn propose_ring(&self, alone: &mut InferencePlanSpec) {
+        let mut others = alone.not_chosen.iter();
+        let (true, Some(place)) = (
+            self.has_usable_gpus(),
+            others.position(|other| other.starts_with(RING_OF_ONE_NODE)),
+        ) else {
+            return;
+        };
+        if let Some(ring) = self.ring_without_obstacles() {
+            let whys = self.obstacle_to_ring().into_iter();
+            let whys: Vec<String> = [OF_ONE_NODE.to_owned()].into_iter().chain(whys).collect();
+            alone.not_chosen[place] = format!("{}: {}", of_ring(&ring, alone), whys.join("; "));
+        }
     }
 
     /// Whether a ring is enough faster, and misses no objective for the first token that one node meets.
@@ -141,7 +167,7 @@ fn of_ring(ring: &InferencePlanSpec, alone: &InferencePlanSpec) -> String {
     let mut nodes: Vec<&str> = members.iter().map(|rank| &*rank.node).collect();
     nodes.dedup();
     format!(
-        "a piped ring over {}: predicted TPOT {} against {}, TTFT {} against {}: not {LEAST_GAIN} times as fast, and with more machines that may fail",
+        "a piped ring over {}: predicted TPOT {} against {}, TTFT {} against {}",
         nodes.join(", "),
         ms(ring.predicted.tpot_ms),
         ms(alone.predicted.tpot_ms),

@@ -20,7 +20,7 @@ use crate::link::measured_link;
 use crate::memory::PREFILL_BATCH;
 use crate::node_ranks::NodeRanks;
 use crate::place::Cost;
-use crate::sentences::{NO_RING, gateways, moment, ms, objectives};
+use crate::sentences::{NO_RING, RING_OF_ONE_NODE, gateways, moment, ms, objectives};
 
 /// Returns `(why, notChosen)`.
 pub(crate) fn write(
@@ -302,7 +302,7 @@ fn rings(draft: &Draft<'_>, ranks: &[PlanRank], not_chosen: &mut Vec<String>) {
         not_chosen.push(match has_gpus {
             false => NO_RING.to_owned(),
             true => format!(
-                "piped ring over the CPUs and GPUs of {}: of one node alone, only strategy PipedRing makes one",
+                "{RING_OF_ONE_NODE} of {}: of one node alone, only strategy PipedRing makes one",
                 node.node
             ),
         });

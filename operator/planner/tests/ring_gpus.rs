@@ -124,8 +124,10 @@ fn auto_says_how_a_box_becomes_a_ring_of_its_cpus_and_its_gpu() {
         "{:#?}",
         plan.not_chosen
     );
-    let of_two = auto("decode: {replicas: 2}\n", &with_gpu).unwrap();
-    let both = format!("{words}; spec.decode.replicas is 2");
+    let of_two = auto("prefill: {replicas: 1}\ndecode: {replicas: 2}\n", &with_gpu).unwrap();
+    let both = format!(
+        "{words}; spec.prefill.replicas is 1: a ring reads prompts itself: remove it; spec.decode.replicas is 2: "
+    );
     assert!(
         has_line(&of_two.not_chosen, "a piped ring over attic", &both),
         "{:#?}",

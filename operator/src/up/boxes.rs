@@ -248,8 +248,13 @@ fn check_gpus(boxes: &[BoxArg], has: usize, are_virtual: bool) -> anyhow::Result
         .fold(0, usize::saturating_add);
     if asked > has {
         bail!(
-            "--node asks for {asked} GPU{} in all, and this machine has {has}\n  give the nodes fewer, or try virtual ones: --virtual-device virtual:memory=1Gi,count={asked}",
-            if asked == 1 { "" } else { "s" }
+            "--node asks for {asked} GPU{} in all, and this machine has {has}\n  give the nodes fewer, or {}",
+            if asked == 1 { "" } else { "s" },
+            match are_virtual {
+                true => format!("more virtual ones: --virtual-device …,count={asked}"),
+                false =>
+                    format!("try virtual ones: --virtual-device virtual:memory=1Gi,count={asked}"),
+            }
         );
     }
     if asked == 0 && are_virtual {

@@ -294,9 +294,10 @@ impl Line<'_> {
         let (first, most) = (options.first_backoff, options.max_backoff);
         let left = longest(failures, options.attempts, first, most).max(wait);
         let text = format!(
-            "{reason} (attempt {failures} of {}); trying again in {:.1} s, for up to {} s",
-            options.attempts,
+            "{reason}; trying again in {:.1} s, attempt {} of {}, giving up after {} s",
             wait.as_secs_f64(),
+            failures + 1,
+            options.attempts,
             left.as_secs_f64().ceil()
         );
         self.reporter.trouble(text, here.bytes, here.total_bytes);

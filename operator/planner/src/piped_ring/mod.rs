@@ -103,12 +103,18 @@ pub(crate) fn check(spec: &InferenceDeploymentSpec) -> Result<(), PlanError> {
     if spec.strategy != Strategy::PipedRing {
         return Ok(());
     }
-    let mut errors = check_prefill(spec);
-    errors.extend(contradictions(spec));
+    let errors = refused_fields(spec);
     match errors.is_empty() {
         true => Ok(()),
         false => Err(PlanError::Unsupported(errors)),
     }
+}
+
+/// What a spec says that a ring refuses where the spec asks for one.
+pub(crate) fn refused_fields(spec: &InferenceDeploymentSpec) -> Vec<FieldError> {
+    let mut errors = check_prefill(spec);
+    errors.extend(contradictions(spec));
+    errors
 }
 
 /// What a spec says of GPUs that read prompts: a ring has none.
@@ -195,7 +201,7 @@ pub(crate) fn contradictions(spec: &InferenceDeploymentSpec) -> Vec<FieldError> 
     errors.0
 }
 
-/// A spec without what [`prompts_on_gpus`] and [`contradictions`] tell of it.
+/// A spec without its [`refused_fields`].
 pub(crate) fn without_obstacles(spec: &InferenceDeploymentSpec) -> InferenceDeploymentSpec {
     let mut spec = spec.clone();
     let (prefill, decode) = (&mut spec.prefill, &mut spec.decode);
@@ -203,6 +209,7 @@ pub(crate) fn without_obstacles(spec: &InferenceDeploymentSpec) -> InferenceDepl
         prefill.mode = PrefillMode::Auto;
     }
     prefill.gpus_per_worker = prefill.gpus_per_worker.filter(|gpus| *gpus == 0);
+    (prefill.replicas, prefill.scaling) = (None, None);
     prefill.chunked_below_tokens = None;
     prefill.quiet_window = None;
     decode.expert_cache = decode.expert_cache.filter(|it| *it != ExpertCache::On);

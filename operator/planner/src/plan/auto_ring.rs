@@ -1,6 +1,6 @@
 //! Rings that Auto plans: where no node holds the model, or where one would have to read it from its disk for each token.
 
-use hearth_crds::{InferencePlanSpec, PlanRank, Strategy, format_bytes};
+use hearth_crds::{FieldError, InferencePlanSpec, PlanRank, Strategy, format_bytes};
 
 use super::{Planning, plan_with};
 use crate::error::{Advice, PlanError};
@@ -28,13 +28,13 @@ impl Planning<'_> {
         let PlanError::InsufficientMemory { advice, .. } = &mut refused else {
             return Err(refused);
         };
-        let has_one_node = self.has_one_node();
-        if has_one_node && !self.has_usable_gpus() {
+        if self.has_one_node() {
+            if self.has_usable_gpus() && self.ring_without_obstacles().is_some() {
+                advice.push(Advice::Ring(self.obstacles_to_ring_of_one_node()));
+            }
             return Err(refused);
         }
-        let asks = has_one_node.then(|| OF_ONE_NODE.to_owned());
-        let whys = asks.into_iter().chain(self.obstacle_to_ring());
-        let Some(why) = whys.reduce(|all, why| format!("{all}; {why}")) else {
+        let Some(why) = self.obstacle_to_ring() else {
             let plan = self.ring().plan("no node holds the model");
             return plan.map_err(|_| refused);
         };
@@ -47,7 +47,9 @@ impl Planning<'_> {
     /// The ring of several members that there would be if the spec said nothing against it.
     fn ring_without_obstacles(&self) -> Option<InferencePlanSpec> {
         let mut spec = piped_ring::without_obstacles(self.input.spec);
-        spec.strategy = Strategy::PipedRing;
+        if self.has_one_node() {
+            spec.strategy = Strategy::PipedRing;
+        }
         let plan = plan_with(&PlanInput {
             spec: &spec,
             ..*self.input
@@ -107,9 +109,8 @@ impl Planning<'_> {
             return;
         };
         if let Some(ring) = self.ring_without_obstacles() {
-            let whys = self.obstacle_to_ring().into_iter();
-            let whys: Vec<String> = [OF_ONE_NODE.to_owned()].into_iter().chain(whys).collect();
-            alone.not_chosen[place] = format!("{}: {}", of_ring(&ring, alone), whys.join("; "));
+            let why = self.obstacles_to_ring_of_one_node();
+            alone.not_chosen[place] = format!("{}: {why}", of_ring(&ring, alone));
         }
     }
 
@@ -142,10 +143,21 @@ impl Planning<'_> {
             false => piped_ring::prompts_on_gpus(spec),
         };
         errors.extend(piped_ring::contradictions(spec));
-        let errors = errors.iter();
-        let errors = errors.map(|it| format!("{} {}: {}", it.field, it.problem, it.remedy));
-        errors.reduce(|all, error| format!("{all}; {error}"))
+        words_of(&errors)
     }
+
+    /// What to write for a ring of a single node's CPUs and GPUs.
+    fn obstacles_to_ring_of_one_node(&self) -> String {
+        let others = words_of(&piped_ring::refused_fields(self.input.spec));
+        let all = [Some(OF_ONE_NODE.to_owned()), others];
+        all.into_iter().flatten().collect::<Vec<_>>().join("; ")
+    }
+}
+
+fn words_of(errors: &[FieldError]) -> Option<String> {
+    let words = errors.iter();
+    let words = words.map(|it| format!("{} {}: {}", it.field, it.problem, it.remedy));
+    words.reduce(|all, error| format!("{all}; {error}"))
 }
 
 /// What one node would have done instead of a ring.

@@ -30,6 +30,8 @@ const UNKNOWN_START_S: f64 = 60.0;
 pub(crate) const START_S: [f64; 2] = [5.0, 600.0];
 /// The most workers of a pool.
 const MOST: u32 = 64;
+/// Share of the prompts that prefill workers read below which these cannot set the time to the first token that nine of ten keep.
+const FEW: f64 = 0.1;
 
 /// What was decided about the pools that follow the load.
 #[derive(Clone, Debug, Default)]
@@ -467,8 +469,8 @@ fn service(observed: &Observed, role: Role) -> Service {
     let has_readers = |plan: &Arc<InferencePlan>| plan.spec.ranks_of(PlanRole::Prefill).count() > 0;
     let has_no_readers = plan.as_ref().is_some_and(|plan| !has_readers(plan));
     let demand = observed.demand.clone().unwrap_or_default();
-    let reads_most = demand.handed_over.is_some_and(|share| share < 0.5);
-    let is_chunked = role == Role::Decode && (has_no_readers || reads_most);
+    let reads_nearly_all = demand.handed_over.is_some_and(|share| share < FEW);
+    let is_chunked = role == Role::Decode && (has_no_readers || reads_nearly_all);
     let prefill_ms = match is_chunked {
         true if has_no_readers => plan.as_ref().and_then(|plan| chunked_ms(&plan.spec)),
         // What plans with prefill ranks predict is how long those take.

@@ -143,6 +143,20 @@ struct Work {
     generated_tokens: f64,
 }
 
+/// Prompts and their tokens.
+#[derive(Clone, Copy, Debug, Default)]
+struct Prompts {
+    prompts: f64,
+    tokens: f64,
+}
+
+/// Prompts by the workers that read them.
+#[derive(Clone, Copy, Debug, Default)]
+struct Read {
+    by_prefill: Prompts,
+    by_decode: Prompts,
+}
+
 /// What one scrape says of the load.
 #[derive(Clone, Debug, Default)]
 struct Counts {
@@ -150,9 +164,8 @@ struct Counts {
     arrived_tokens: f64,
     /// Prompt tokens of choices that started, those whose KV was reused among them.
     started_tokens: f64,
-    /// Prompts of choices that started, by whether prefill or decode workers read them.
-    read_by_prefill: f64,
-    read_by_decode: f64,
+    /// Prompts of choices that started, by who reads them; `None` of a gateway of an earlier version.
+    read: Option<Read>,
     finished: f64,
     generated_tokens: f64,
     ttft: Buckets,
@@ -184,10 +197,8 @@ impl Counts {
             match name {
                 "hearth_arrived_prompt_tokens_sum" => counts.arrived_tokens += value,
                 "hearth_prompt_tokens_total" => counts.started_tokens += value,
-                "hearth_prompts_read_total" => match label(labels, "role") {
-                    Some("prefill") => counts.read_by_prefill += value,
-                    _ => counts.read_by_decode += value,
-                },
+                "hearth_prompts_read_total" => counts.read_by(labels).prompts += value,
+                "hearth_prompts_read_tokens_total" => counts.read_by(labels).tokens += value,
                 "hearth_choices_finished_total" => counts.finished += value,
                 "hearth_generated_tokens_total" => counts.generated_tokens += value,
                 "hearth_requests_queued" => counts.queued = value,
@@ -203,6 +214,14 @@ impl Counts {
             }
         }
         counts
+    }
+
+    fn read_by(&mut self, labels: &str) -> &mut Prompts {
+        let read = self.read.get_or_insert_default();
+        match label(labels, "role") {
+            Some("prefill") => &mut read.by_prefill,
+            _ => &mut read.by_decode,
+        }
     }
 
     /// The part of `queued` that waits at the gateway itself.
@@ -267,17 +286,23 @@ impl History {
         let is_before = |(at, _): &(Instant, Counts)| now.duration_since(*at) >= span;
         let first = self.0.iter().rposition(is_before).unwrap_or(0);
         let mut sum = Work::default();
+        // When the step times of each worker last rose: a pass may take longer than the time between two readings.
+        let mut rose_at = BTreeMap::new();
         let readings = self.0.iter().skip(first);
         for ((then_at, then), (newer_at, newer)) in readings.clone().zip(readings.skip(1)) {
-            let between_s = newer_at.duration_since(*then_at).as_secs_f64();
             for (address, now) in &newer.workers {
                 let then = then.workers.get(address);
                 let Some(then) = then.filter(|_| now.is_prefill == is_prefill) else {
                     continue;
                 };
                 let step_s = since(now.step_s, then.step_s);
+                let rose_at = rose_at.entry(address).or_insert(*then_at);
+                let passed_s = newer_at.duration_since(*rose_at).as_secs_f64();
+                if step_s > 0.0 {
+                    *rose_at = *newer_at;
+                }
                 // More than there was time for: its gateway had not read it yet, and this is of its whole life.
-                if step_s > MOST_WORK * between_s + 1.0 {
+                if step_s > MOST_WORK * passed_s + 1.0 {
                     continue;
                 }
                 sum.step_s += step_s;
@@ -335,7 +360,10 @@ fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> 
     let (recent_arrivals, recent_span_s) = arrivals(spans(RECENT));
     let (arrived, span_s) = arrivals(spans(SPAN));
     let (long_arrivals, long_span_s) = arrivals(spans(LONG));
-    let total = |part: fn(&Counts) -> f64| counted(spans(LONG), part);
+    let total = |part: fn(&Counts) -> f64| -> f64 {
+        let counted = spans(LONG).map(|(newest, base, _)| since(part(newest), part(base)));
+        counted.sum()
+    };
     let quantile_ms = |part: fn(&Counts) -> &Buckets| {
         let counted = spans(SPAN).map(|(newest, base, _)| part(newest).clone().minus(part(base)));
         let sum = counted.fold(Buckets::default(), Buckets::plus);
@@ -380,32 +408,26 @@ fn demand(gateways: &BTreeMap<String, History>, now: Instant) -> Option<Demand> 
         idle_s: idle_s(last(), now),
         ttft_p90_ms: quantile_ms(|it| &it.ttft),
         tpot_p90_ms: quantile_ms(|it| &it.tpot),
-        prefill_ms_per_token: match handed_over(spans(LONG)) {
-            Some(0.0) => Some(0.0),
-            _ => per(reading.step_s * 1e3, total(|it| it.started_tokens)),
-        },
-        handed_over: handed_over(spans(SPAN)),
+        prefill_ms_per_token: per(reading.step_s * 1e3, total(|it| it.started_tokens)),
+        handed_over: handed_over(spans(SPAN), |it| it.prompts),
+        handed_over_tokens: handed_over(spans(LONG), |it| it.tokens),
         step_ms: per(stepping.step_s * 1e3, stepping.steps),
         step_tokens: per(stepping.generated_tokens, stepping.steps),
     })
 }
 
-/// What gateways counted in a span.
-fn counted<'a>(
-    spans: impl Iterator<Item = (&'a Counts, &'a Counts, f64)>,
-    part: fn(&Counts) -> f64,
-) -> f64 {
-    spans
-        .map(|(newest, base, _)| since(part(newest), part(base)))
-        .sum()
-}
-
-/// Share of the prompts in a span that prefill workers read; `None` without prompts.
+/// Share of the prompts in a span, or of their tokens, that prefill workers read; `None` without any, or where a gateway does not say.
 fn handed_over<'a>(
-    spans: impl Iterator<Item = (&'a Counts, &'a Counts, f64)> + Clone,
+    spans: impl Iterator<Item = (&'a Counts, &'a Counts, f64)>,
+    part: fn(&Prompts) -> f64,
 ) -> Option<f64> {
-    let by_prefill = counted(spans.clone(), |it| it.read_by_prefill);
-    let all = by_prefill + counted(spans, |it| it.read_by_decode);
+    let (mut by_prefill, mut all) = (0.0, 0.0);
+    for (newest, base, _) in spans {
+        let (newest, base) = (newest.read?, base.read?);
+        let read = since(part(&newest.by_prefill), part(&base.by_prefill));
+        by_prefill += read;
+        all += read + since(part(&newest.by_decode), part(&base.by_decode));
+    }
     (all > 0.0).then(|| by_prefill / all)
 }
 

@@ -26,10 +26,14 @@ const PROMPT_TOKENS: [f64; 14] = [
 /// Number of those who may wait for choices at a time: operators, of which one leads.
 const MOST_WAITS: usize = 8;
 
+/// Counts by the role of the workers that read the prompts.
+type ByReader = Family<[(&'static str, &'static str); 1], Counter>;
+
 /// Choices that arrived, and those of them that are not answered yet.
 pub(crate) struct Demand {
     arrived: Histogram,
-    read: Family<[(&'static str, &'static str); 1], Counter>,
+    read: ByReader,
+    read_tokens: ByReader,
     open: Arc<Open>,
 }
 
@@ -55,7 +59,8 @@ impl Demand {
     pub(crate) fn new(registry: &mut Registry) -> Self {
         let demand = Self {
             arrived: Histogram::new(PROMPT_TOKENS),
-            read: Family::default(),
+            read: ByReader::default(),
+            read_tokens: ByReader::default(),
             open: Arc::new(Open {
                 unanswered: watch::Sender::new(0),
                 activity: Mutex::new(Activity {
@@ -75,6 +80,17 @@ impl Demand {
             "Prompts of started choices by the role of the workers that read them",
             demand.read.clone(),
         );
+        registry.register(
+            "hearth_prompts_read_tokens",
+            "Tokens of these prompts, those whose KV was reused among them",
+            demand.read_tokens.clone(),
+        );
+        // Zeros say that there were none; without them nobody would know.
+        for counts in [&demand.read, &demand.read_tokens] {
+            for role in [Role::Prefill, Role::Decode] {
+                drop(counts.get_or_create(&[("role", role.as_str())]));
+            }
+        }
         registry.register_collector(Box::new(Scrape(Arc::clone(&demand.open))));
         demand
     }
@@ -90,8 +106,11 @@ impl Demand {
     }
 
     /// Counts a choice that has started, whose prompt a worker of this role reads.
-    pub(crate) fn started(&self, reader: Role) {
-        self.read.get_or_create(&[("role", reader.as_str())]).inc();
+    pub(crate) fn started(&self, reader: Role, prompt_tokens: usize) {
+        let labels = [("role", reader.as_str())];
+        self.read.get_or_create(&labels).inc();
+        let tokens = self.read_tokens.get_or_create(&labels);
+        tokens.inc_by(prompt_tokens as u64);
     }
 
     /// Number of choices that have not ended.

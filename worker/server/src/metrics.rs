@@ -231,7 +231,7 @@ impl Metrics {
         reader: Role,
     ) -> RunningGuard {
         self.running.inc();
-        self.demand.started(reader);
+        self.demand.started(reader, prompt_tokens);
         self.prompt_tokens.inc_by(prompt_tokens as u64);
         self.cached_tokens.inc_by(u64::from(cached_tokens));
         RunningGuard(self.running.clone())

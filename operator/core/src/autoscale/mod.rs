@@ -75,7 +75,7 @@ impl Bounds {
 pub struct Service {
     /// Milliseconds per prompt token of whichever workers read the prompts.
     pub prefill_ms_per_token: f64,
-    /// Whether these are the decode workers, between their steps: of most prompts.
+    /// Whether these are the decode workers, between their steps: of nearly all prompts.
     pub is_chunked: bool,
     /// Step of a decode worker.
     pub step: StepTime,
@@ -101,10 +101,15 @@ impl Service {
             }
             _ => self.step,
         };
-        // Only prefill workers measure how long they read.
-        let prefill_ms = demand.prefill_ms_per_token.filter(|_| !self.is_chunked);
+        let predicted = self.prefill_ms_per_token;
+        // Only prefill workers measure how long they read. Both count per token of all prompts.
+        let prefill_ms = match (self.is_chunked, demand.prefill_ms_per_token) {
+            (true, _) => predicted,
+            (false, Some(measured)) => measured,
+            (false, None) => predicted * demand.handed_over_tokens.unwrap_or(1.0),
+        };
         Self {
-            prefill_ms_per_token: prefill_ms.unwrap_or(self.prefill_ms_per_token),
+            prefill_ms_per_token: prefill_ms,
             step,
             ..self
         }

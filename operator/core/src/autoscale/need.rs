@@ -114,7 +114,7 @@ pub(super) fn prefill(
     objectives: &Objectives,
     bounds: Bounds,
 ) -> Option<Need> {
-    if service.prefill_ms_per_token <= 0.0 && demand.prefill_ms_per_token.is_none() {
+    if service.prefill_ms_per_token <= 0.0 && demand.handed_over_tokens != Some(0.0) {
         return None;
     }
     let (reading_s, aim_s) = (

@@ -330,6 +330,26 @@ fn a_queue_that_lasts_calls_for_decode_workers_until_the_objective_is_kept_and_t
 }
 
 #[test]
+fn before_prefill_workers_are_seen_to_read_only_what_is_handed_over_counts() {
+    // By the prediction, a prompt takes a second.
+    let grown = |handed_over_tokens: Option<f64>| {
+        let demand = Demand {
+            prefill_ms_per_token: None,
+            handed_over_tokens,
+            ..steady(2.0)
+        };
+        let mut pool = Watched::new(Role::Prefill, 1);
+        pool.service = pool.service.measured(&demand);
+        pool.see(0, Some(&demand));
+        pool.replicas
+    };
+    assert!(grown(Some(1.0)) > 2);
+    assert_eq!(grown(None), grown(Some(1.0)), "a gateway does not say");
+    assert_eq!(grown(Some(0.02)), 1);
+    assert_eq!(grown(Some(0.0)), 1);
+}
+
+#[test]
 fn decode_workers_that_read_prompts_beside_others_grow_by_the_first_token() {
     let grown = |is_chunked: bool, running: f64, ttft_ms: f64| {
         let demand = Demand {

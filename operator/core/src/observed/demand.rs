@@ -44,10 +44,13 @@ pub struct Demand {
     /// Time per token after the first that nine of ten choices kept, in milliseconds.
     pub tpot_p90_ms: Option<f64>,
     /// Computation of prefill workers per prompt token of all choices that started, those whose KV was reused among them, in
-    /// milliseconds: 0 where decode workers read all of these prompts. `None` where there were none.
+    /// milliseconds; `None` while none has been seen.
     pub prefill_ms_per_token: Option<f64>,
-    /// Share of the prompts that prefill workers read, of the choices that started; `None` where there were none.
+    /// Share of the prompts that prefill workers read, of the choices that started within the span; `None` where there were none, or
+    /// a gateway does not say.
     pub handed_over: Option<f64>,
+    /// Share of the prompt tokens that prefill workers read, of the choices that started within the long span; `None` likewise.
+    pub handed_over_tokens: Option<f64>,
     /// Mean forward pass of decode workers, in milliseconds.
     pub step_ms: Option<f64>,
     /// Mean number of tokens that such a pass generates.

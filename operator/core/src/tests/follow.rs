@@ -151,7 +151,8 @@ fn both_pools_follow_and_a_flapping_load_does_not_make_them_flap() {
     );
 }
 
-/// First tokens that come late, on a busy decode worker: whoever reads the prompts needs more workers.
+/// First tokens that come late, on a busy decode worker: whoever reads the prompts needs more workers. Where a tenth of them are handed
+/// over, these alone may be the late ones.
 #[test]
 fn the_pool_that_reads_the_prompts_grows_by_their_first_tokens() {
     let late = Demand {
@@ -159,26 +160,28 @@ fn the_pool_that_reads_the_prompts_grows_by_their_first_tokens() {
         ttft_p90_ms: Some(4000.0),
         ..steady(2.0)
     };
-    let of_prefill = Demand {
-        handed_over: Some(0.9),
-        prefill_ms_per_token: Some(4.0),
-        ..late
-    };
-    let of_decode = Demand {
-        handed_over: Some(0.0),
-        prefill_ms_per_token: Some(0.0),
-        ..late
-    };
-    for (demand, prefill, decode) in [(&of_prefill, 2, 1), (&of_decode, 1, 2)] {
+    // Shares of prompts and of their tokens, the measured milliseconds a token, and what becomes of the pools.
+    for (handed_over, handed_over_tokens, prefill_ms, numbers) in [
+        (0.9, 0.95, Some(4.0), [2, 1]),
+        (0.4, 0.5, Some(0.1), [1, 1]),
+        (0.2, 0.3, Some(0.1), [1, 1]),
+        (0.05, 0.3, Some(0.1), [1, 2]),
+        (0.0, 0.0, None, [1, 2]),
+    ] {
         let mut cluster = FakeCluster::new(
             "prefill: {scaling: {mode: Auto, maxReplicas: 2}}\ndecode: {maxBatch: 256, scaling: {mode: Auto, maxReplicas: 2}}\n\
              objectives: {timeToFirstToken: 2s}\n",
         );
         cluster.settle();
-        cluster.observed.demand = Some(demand.clone());
+        cluster.observed.demand = Some(Demand {
+            handed_over: Some(handed_over),
+            handed_over_tokens: Some(handed_over_tokens),
+            prefill_ms_per_token: prefill_ms,
+            ..late.clone()
+        });
         go_on(&mut cluster, 60);
         let both = [PlanRole::Prefill, PlanRole::Decode].map(|role| count(&cluster, role));
-        assert_eq!(both, [prefill, decode], "{:?}", scaled(&mut cluster));
+        assert_eq!(both, numbers, "{handed_over}: {:?}", scaled(&mut cluster));
     }
 }
 
@@ -192,7 +195,8 @@ fn prefill_workers_that_read_nothing_end() {
     assert_eq!(count(&cluster, PlanRole::Prefill), 2);
     cluster.observed.demand = Some(Demand {
         handed_over: Some(0.0),
-        prefill_ms_per_token: Some(0.0),
+        handed_over_tokens: Some(0.0),
+        prefill_ms_per_token: None,
         ..load(2.0).unwrap()
     });
     go_on(&mut cluster, 600);

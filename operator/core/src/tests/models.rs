@@ -281,7 +281,7 @@ fn a_download_shows_its_percent() {
     assert_eq!(model.fetch.as_deref(), Some(words));
     let message = &cluster.condition(MODEL_READY).message;
     assert!(
-        message.contains("31 % of 1000 B on attic, 10 B/s, 2 min left"),
+        message.contains("31 % of 1000 B on attic, 10 B/s, 69 s left"),
         "{message}"
     );
     let before = cluster.status().clone();

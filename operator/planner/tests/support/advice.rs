@@ -2,7 +2,7 @@
 
 use hearth_crds::{
     DiskProfile, DualBatch, InferenceDeploymentSpec, MemoryQuantity, NodeProfileStatus, Pinning,
-    PrefillMode,
+    PrefillMode, Strategy,
 };
 use hearth_planner::{Advice, AskedBy};
 
@@ -76,7 +76,13 @@ pub fn write(changed: &mut InferenceDeploymentSpec, advice: &Advice) {
         Advice::FewerPeers(peers) => changed.prefill.gpus_per_worker = Some(*peers),
         Advice::Share => changed.placement.pinning = Pinning::Shared,
         Advice::RunOnCpus(asked_by) => run_on_cpus(changed, *asked_by),
-        Advice::Ring(_) => allow_ring(changed),
+        Advice::Ring(why) => {
+            allow_ring(changed);
+            if why.contains("write PipedRing") {
+                changed.strategy = Strategy::PipedRing;
+                (changed.prefill.replicas, changed.prefill.scaling) = (None, None);
+            }
+        }
         Advice::FreeCpu(_)
         | Advice::MoreCores(_)
         | Advice::FreeGpuMemory(_)

@@ -93,32 +93,58 @@ fn a_load_is_read_from_what_a_gateway_counts() {
     assert_eq!(demand.step_tokens, Some(3.0));
 }
 
+/// What a gateway reports of the prompts that workers of each role have read.
+fn read(decode: (u64, u64), prefill: (u64, u64)) -> String {
+    let lines = [("decode", decode), ("prefill", prefill)].map(|(role, (prompts, tokens))| {
+        format!(
+            "hearth_prompts_read_total{{role=\"{role}\"}} {prompts}\nhearth_prompts_read_tokens_total{{role=\"{role}\"}} {tokens}\n"
+        )
+    });
+    lines.concat()
+}
+
 #[test]
-fn prompts_that_decode_workers_read_are_no_work_of_prefill_workers() {
+fn prompts_are_counted_by_who_reads_them() {
     let scrapes = Scrapes::new();
-    // For five minutes prefill workers read a third of the prompts, and then none.
+    // For five minutes prefill workers read a third of the prompts, which are long, and then none.
     for second in (0..=700).step_by(5) {
-        let (decode, prefill) = (2 * second, second.min(300));
-        let text = format!(
-            "hearth_prompts_read_total{{role=\"decode\"}} {decode}\nhearth_prompts_read_total{{role=\"prefill\"}} {prefill}\n\
-             hearth_worker_step_seconds_total{{worker=\"p\",address=\"a\",role=\"prefill\"}} {prefill}\n\
-             hearth_prompt_tokens_total {}\n",
-            300 * second
-        );
+        let prefill = second.min(300);
+        let text = read((2 * second, 20 * second), (prefill, 60 * prefill));
         scrapes.learn(second, "gateway", &text);
         let demand = scrapes.demand(second).unwrap();
-        let seen = (demand.handed_over, demand.prefill_ms_per_token);
+        let seen = (demand.handed_over, demand.handed_over_tokens);
         match second {
             0 => assert_eq!(seen, (None, None)),
-            300 => {
-                assert!((seen.0.unwrap() - 1.0 / 3.0).abs() < 1e-9, "{seen:?}");
-                assert!((seen.1.unwrap() - 1e3 / 300.0).abs() < 1e-9, "{seen:?}");
-            }
+            300 => assert_eq!(seen, (Some(1.0 / 3.0), Some(0.75))),
             365 => assert_eq!(seen.0, Some(0.0)),
             700 => assert_eq!(seen, (Some(0.0), Some(0.0))),
             _ => {}
         }
     }
+    // A gateway of an earlier version beside it says nothing of its own.
+    scrapes.learn(690, "old", "hearth_prompt_tokens_total 0\n");
+    scrapes.learn(695, "old", "hearth_prompt_tokens_total 900\n");
+    let demand = scrapes.demand(700).unwrap();
+    assert_eq!(
+        (demand.handed_over, demand.handed_over_tokens),
+        (None, None)
+    );
+}
+
+#[test]
+fn a_pass_longer_than_the_time_between_two_readings_counts() {
+    let scrapes = Scrapes::new();
+    for second in (0..=300).step_by(4) {
+        // It lands every 60 seconds.
+        let step_s = second / 60 * 60;
+        let text = format!(
+            "hearth_worker_step_seconds_total{{worker=\"p\",address=\"a\",role=\"prefill\"}} {step_s}\nhearth_prompt_tokens_total {}\n",
+            100 * second
+        );
+        scrapes.learn(second, "gateway", &text);
+    }
+    let ms_per_token = scrapes.demand(300).unwrap().prefill_ms_per_token.unwrap();
+    assert!((ms_per_token - 10.0).abs() < 0.5, "{ms_per_token}");
 }
 
 #[test]

@@ -155,6 +155,7 @@ impl Windows {
             prefill_ms_per_token: (read_tokens > 0.0).then(|| reading_s * 1e3 / read_tokens),
             // All of them.
             handed_over: prompt_tokens.map(|_| 1.0),
+            handed_over_tokens: prompt_tokens.map(|_| 1.0),
             step_ms: (steps > 0.0).then(|| stepping_s * 1e3 / steps),
             step_tokens: (steps > 0.0).then(|| step_tokens / steps),
         }

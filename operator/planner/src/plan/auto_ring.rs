@@ -4,7 +4,6 @@ use hearth_crds::{FieldError, InferencePlanSpec, PlanRank, Strategy, format_byte
 
 use super::{Planning, plan_with};
 use crate::error::{Advice, PlanError};
-use crate::gpus::usable_count;
 use crate::input::PlanInput;
 use crate::node_ranks::Devices;
 use crate::piped_ring;
@@ -122,12 +121,6 @@ impl Planning<'_> {
         };
         ring.predicted.tpot_ms * LEAST_GAIN <= alone.predicted.tpot_ms
             && (meets(ring) || !meets(alone))
-    }
-
-    fn has_usable_gpus(&self) -> bool {
-        let offer = self.estimator.gpus();
-        let mut nodes = self.estimator.nodes().iter();
-        nodes.any(|node| usable_count(node, offer) > 0)
     }
 
     fn has_one_node(&self) -> bool {

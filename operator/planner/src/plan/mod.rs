@@ -133,12 +133,17 @@ impl Planning<'_> {
         }
     }
 
+    fn has_usable_gpus(&self) -> bool {
+        let offer = self.estimator.gpus();
+        let mut nodes = self.estimator.nodes().iter();
+        nodes.any(|node| usable_count(node, offer) > 0)
+    }
+
     /// The plan on the best devices with room. Experts that stay in the node's memory while the rest is on a GPU are
     /// chosen where they were asked for, or where the plan is predicted to be faster than that of the CPUs alone.
     fn best(&self) -> Result<InferencePlanSpec, PlanError> {
         let (spec, demand, estimator) = (self.input.spec, &self.demand, self.estimator);
-        let mut nodes = estimator.nodes().iter();
-        let has_gpus = nodes.any(|node| usable_count(node, estimator.gpus()) > 0);
+        let has_gpus = self.has_usable_gpus();
         let candidates = self.asked.candidates(has_gpus, self.demand.reader_version);
         let mut last = self.wanted(Devices::CPUS, 0);
         let mut refused = Vec::new();

@@ -7,9 +7,9 @@ use hearth_crds::{InferencePlan, PlanRank, PlanRole, Route, Routes};
 use crate::names::{GATEWAY_PORT, SECOND_WORKER_PORT, WORKER_PORT, host_port};
 use crate::observed::{PodRole, PodView};
 
-/// Numbers of ready Pods that a gateway can send requests to now, by role: `(decode, prefill)`.
-pub fn reachable(gateway: &PodView, pods: &[&PodView]) -> (usize, usize) {
-    let routes: Routes = serde_json::from_str(&gateway.routes).unwrap_or_default();
+/// Numbers of ready Pods that a gateway with these routes can send requests to now, by role: `(decode, prefill)`.
+pub fn reachable(routes: &str, pods: &[&PodView]) -> (usize, usize) {
+    let routes: Routes = serde_json::from_str(routes).unwrap_or_default();
     let is_up = |route: &&Route| {
         pods.iter().any(|pod| {
             pod.is_ready && !pod.is_deleting && endpoints(pod).any(|at| at == route.endpoint)

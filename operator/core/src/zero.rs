@@ -22,7 +22,7 @@ use crate::plan_record::{has_failed, has_served, instead_of};
 use crate::preload::{self, PLACE_LOST, is_unneeded, is_wanted};
 use crate::sharing::{Awake, called, comes_first, gives_way};
 
-/// Age in seconds of a measurement from which it may lack a request that runs: gateways are read every four seconds.
+/// Age in seconds of a measurement from which it may lack a request that runs: gateways push every four seconds, and more often while there are requests.
 const STALE_S: f64 = 10.0;
 /// Why workers start of a plan that is to be tried.
 const CHANGED: &str = "the spec has changed";

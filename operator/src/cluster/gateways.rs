@@ -11,12 +11,7 @@ use hearth_crds::PlanRole;
 use crate::cluster::cache::State;
 
 impl State {
-    /// Ready gateways: their deployment, and their Pod's uid and address.
-    pub(crate) fn gateways(&self) -> Vec<(Key, String, String)> {
-        self.gateways_of(|_| true)
-    }
-
-    /// The same of some deployments.
+    /// Ready gateways of some deployments: their deployment, and their Pod's uid and address. The plans of these are unpacked.
     pub(crate) fn gateways_of(&self, of: impl Fn(&Key) -> bool) -> Vec<(Key, String, String)> {
         let nodes: HashSet<&IpAddr> = self.nodes.values().flat_map(|it| &it.addresses).collect();
         let ready = self.pods.all().filter(|(_, row)| {

@@ -24,6 +24,7 @@ use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::Api;
 use kube::{Client, Resource};
+use rustix::process::{Resource as Limited, Rlimit, getrlimit, setrlimit};
 use tokio::sync::Semaphore;
 
 use crate::apply::Applier;
@@ -36,14 +37,13 @@ use crate::cluster::failure::Failure;
 use crate::cluster::queue::Queue;
 use crate::cluster::watches::Watches;
 use crate::environment::Environment;
-
 use crate::services::agents::Agents;
 use crate::services::authority::Authority;
 use crate::services::cluster_cache::ClusterCache;
 use crate::services::health::{self, HealthState};
 use crate::services::lease::Candidate;
 use crate::services::measure::Measures;
-use crate::services::waits;
+use crate::services::watch;
 use crate::signals::ShutdownSignals;
 use crate::telemetry::{self, Telemetry};
 
@@ -107,6 +107,7 @@ async fn operate(args: &OperatorArgs, environment: &Environment) -> anyhow::Resu
         settings: Arc::clone(&settings),
         agents: Arc::clone(&agents),
     };
+    allow_open_files();
     let _health = tokio::spawn(health::serve(args.listen, state).await?);
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -246,7 +247,7 @@ async fn work(args: &OperatorArgs, parts: Parts, notifier: CacheNotifier, permit
         keep_authority(&authority, &cache.telemetry),
         expire_reservations(&notifier),
         measures.run(&cache),
-        waits::run(&measures, &cache),
+        watch::run(&measures, &cache),
         agents,
     );
 }
@@ -330,6 +331,18 @@ async fn owner(client: &Client, settings: &Settings, name: Option<&str>) -> Opti
         };
         tracing::warn!("the operator's Deployment {name} cannot be read: {why}; asked again");
         tokio::time::sleep(OWNER_AGAIN).await;
+    }
+}
+
+/// Raises the limit of open files to what the machine allows: each gateway whose deployment follows its load takes one.
+fn allow_open_files() {
+    let limit = getrlimit(Limited::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(error) = setrlimit(Limited::Nofile, raised) {
+        tracing::warn!(%error, limit.current, "the limit of open files stays");
     }
 }
 

@@ -107,10 +107,10 @@ impl AgentDirectory for ClusterCache {
 
 impl Gateways for ClusterCache {
     fn gateways(&self) -> Vec<(Key, String, String)> {
-        self.cache.lock().gateways()
+        self.cache.lock().gateways_of(|_| true)
     }
 
-    fn of(&self, deployments: &[Key]) -> Vec<(Key, String, String)> {
+    fn gateways_of(&self, deployments: &BTreeSet<Key>) -> Vec<(Key, String, String)> {
         let state = self.cache.lock();
         state.gateways_of(|key| deployments.contains(key))
     }

@@ -1,4 +1,4 @@
-//! The load of deployments whose pools follow it, from their gateways' counters.
+//! The load of deployments whose pools follow it, from their gateways' counters, as [`super::watch`] is told of them.
 //!
 //! Gateways count from their own start, and several of them count what they alone took in, but all report the same workers. A
 //! gateway that is listed and cannot be read makes what is known old, and nothing shrinks by old figures.
@@ -18,11 +18,21 @@ use crate::exposition::{TPOT, TTFT, label, sample};
 const RECENT: Duration = Duration::from_secs(15);
 const SPAN: Duration = Duration::from_secs(60);
 const LONG: Duration = Duration::from_secs(300);
+/// What the newest reading counts for, at the least.
+const LEAST_S: f64 = 0.001;
 /// Age of a gateway that was never read.
 const NEVER_READ_S: f64 = 3600.0;
 
-/// Readings from which a queue has lasted, and is no burst.
-const LEAST_READINGS: usize = 3;
+/// Time from which a queue has lasted, and is no burst.
+const LASTS: Duration = Duration::from_secs(8);
+/// Time between two of the readings that are kept of those before the last part of the span.
+const THINNED: Duration = Duration::from_secs(4);
+/// The most workers of which a gateway's figures are kept: more than deployments have.
+const MOST_WORKERS: usize = 512;
+/// The least time between two decisions while there are workers, however requests begin to wait.
+const LEAST_PAUSE: Duration = Duration::from_secs(1);
+/// Time between two decisions while nothing begins to wait, and while a deployment has no workers for what waits.
+const DECIDE_EVERY: (Duration, Duration) = (Duration::from_secs(4), Duration::from_secs(2));
 
 const ARRIVED: &str = "hearth_arrived_prompt_tokens";
 
@@ -37,10 +47,43 @@ pub(crate) struct Loads {
 struct Followed {
     /// Histories by uid of the gateway's Pod, of those that are ready.
     gateways: BTreeMap<String, History>,
+    /// Time of the last decision.
+    decided: Option<Instant>,
     /// Whether a decision was made since there is no load.
     is_told_idle: bool,
+    /// Whether something waited at the last decision.
+    was_waiting: bool,
     /// Whether there are no workers until a choice arrives.
     is_at_zero: bool,
+}
+
+impl Followed {
+    /// Decides whether to decide about the deployment now that `demand` is known: at once if something waits that did not at the last
+    /// decision, for workers where there are none and else for a slot.
+    fn take_turn(&mut self, demand: &Demand, now: Instant) -> bool {
+        let (usual, at_zero) = DECIDE_EVERY;
+        let (is_waiting, least, pause) = match self.is_at_zero {
+            true if demand.held > 0.0 => (true, Duration::ZERO, at_zero),
+            _ => (demand.queued > 0.0, LEAST_PAUSE, usual),
+        };
+        let pause = match is_waiting && !self.was_waiting {
+            true => least,
+            false => pause,
+        };
+        let has_paused = |at| now.duration_since(at) >= pause;
+        if !self.decided.is_none_or(has_paused) {
+            return false;
+        }
+        let is_busy = demand.long_arrivals + demand.queued + demand.unanswered > 0.0;
+        let is_known = demand.span_s >= SPAN.as_secs_f64();
+        let was_told = std::mem::replace(&mut self.is_told_idle, !is_busy && is_known);
+        let is_due = is_busy || !was_told;
+        if is_due {
+            self.decided = Some(now);
+            self.was_waiting = is_waiting;
+        }
+        is_due
+    }
 }
 
 impl Loads {
@@ -60,13 +103,6 @@ impl Loads {
         }
     }
 
-    /// Deployments that have no workers until a choice arrives.
-    pub(crate) fn at_zero(&self) -> Vec<Key> {
-        let deployments = self.lock();
-        let at_zero = deployments.iter().filter(|(_, it)| it.is_at_zero);
-        at_zero.map(|(key, _)| key.clone()).collect()
-    }
-
     /// Seconds for which deployments have had no request, of those all of whose gateways have said so lately.
     pub(crate) fn idle_s(&self, now: Instant) -> BTreeMap<Key, f64> {
         let deployments = self.lock();
@@ -79,44 +115,49 @@ impl Loads {
         idle.collect()
     }
 
-    /// Keeps of all ready gateways those whose deployment follows its load, and forgets the others.
-    pub(crate) fn asked(&self, mut all: Vec<(Key, String, String)>) -> Vec<(Key, String, String)> {
+    /// The deployments that follow their load.
+    pub(super) fn followed(&self) -> BTreeSet<Key> {
+        self.lock().keys().cloned().collect()
+    }
+
+    /// Notes which gateways of these deployments are ready, and forgets the others.
+    pub(super) fn list(&self, gateways: &[(Key, String, String)]) {
+        let mut listed: BTreeMap<&Key, BTreeSet<&str>> = BTreeMap::new();
+        for (key, uid, _) in gateways {
+            listed.entry(key).or_default().insert(uid);
+        }
         let mut deployments = self.lock();
-        all.retain(|(key, _, _)| deployments.contains_key(key));
-        for (key, followed) in deployments.iter_mut() {
-            let listed = all.iter().filter(|(of, _, _)| of == key);
-            let listed: BTreeSet<&str> = listed.map(|(_, uid, _)| uid.as_str()).collect();
-            // Without any the last ones stay, and what is known of them grows old.
-            if !listed.is_empty() {
-                followed.gateways.retain(|uid, _| listed.contains(&**uid));
-            }
+        // Of a deployment without any the last ones stay, and what is known of them grows old.
+        for (key, listed) in listed {
+            let Some(followed) = deployments.get_mut(key) else {
+                continue;
+            };
+            followed.gateways.retain(|uid, _| listed.contains(&**uid));
             for uid in listed {
-                followed.gateways.entry(uid.to_owned()).or_default();
+                if !followed.gateways.contains_key(uid) {
+                    followed.gateways.insert(uid.to_owned(), History::default());
+                }
             }
         }
-        all
     }
 
-    /// Whether none is followed.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.lock().is_empty()
-    }
-
-    /// Stores a gateway's response; returns whether the deployment is to be decided about.
-    pub(crate) fn learn(&self, deployment: &Key, uid: &str, text: &str, now: Instant) -> bool {
+    /// Stores what a gateway says; returns whether the deployment is to be decided about, and `None` if the gateway is not watched any
+    /// more.
+    pub(super) fn learn(
+        &self,
+        deployment: &Key,
+        uid: &str,
+        text: &str,
+        now: Instant,
+    ) -> Option<bool> {
         let mut deployments = self.lock();
-        let Some(followed) = deployments.get_mut(deployment) else {
-            return false;
-        };
-        let history = followed.gateways.entry(uid.to_owned()).or_default();
-        history.push(now, Counts::read(text));
-        let Some(demand) = demand(&followed.gateways, now) else {
-            return false;
-        };
-        let is_busy = demand.long_arrivals + demand.queued + demand.unanswered > 0.0;
-        let is_known = demand.span_s >= SPAN.as_secs_f64();
-        let was_told = std::mem::replace(&mut followed.is_told_idle, !is_busy && is_known);
-        is_busy || !was_told
+        let followed = deployments.get_mut(deployment)?;
+        followed
+            .gateways
+            .get_mut(uid)?
+            .push(now, Counts::read(text));
+        let demand = demand(&followed.gateways, now)?;
+        Some(followed.take_turn(&demand, now))
     }
 
     /// The load of a deployment; `None` if it follows none, or no gateway has been read.
@@ -251,6 +292,9 @@ impl Counts {
             _ => return,
         };
         if let (Some(address), Some(role)) = (label(labels, "address"), label(labels, "role")) {
+            if self.workers.len() >= MOST_WORKERS && !self.workers.contains_key(address) {
+                return;
+            }
             let work = self.workers.entry(address.to_owned()).or_default();
             work.is_prefill = role == "prefill";
             *part(work) = value;
@@ -258,7 +302,7 @@ impl Counts {
     }
 }
 
-/// The readings of one gateway: the newest before the long span, and those in it.
+/// The readings of one gateway: the newest before the long span, and those in it, which are fewer where they are older.
 #[derive(Debug, Default)]
 struct History(VecDeque<(Instant, Counts)>);
 
@@ -278,6 +322,15 @@ impl History {
         {
             self.0.pop_front();
         }
+        let mut kept: Option<Instant> = None;
+        self.0.retain(|(at, _)| {
+            let is_recent = now.duration_since(*at) < RECENT;
+            let is_kept = is_recent || kept.is_none_or(|kept| at.duration_since(kept) >= THINNED);
+            if is_kept {
+                kept = Some(*at);
+            }
+            is_kept
+        });
     }
 
     /// What prefill or decode workers did in a span, from each reading to the next: of one that has come or gone meanwhile, what was
@@ -313,25 +366,34 @@ impl History {
         sum
     }
 
-    /// Readings within a span.
-    fn within(&self, span: Duration, now: Instant) -> impl Iterator<Item = &Counts> {
+    /// Readings of the last part of the span, newest first.
+    fn recent(&self, now: Instant) -> impl Iterator<Item = &(Instant, Counts)> {
         let newest_first = self.0.iter().rev();
-        let within = newest_first.take_while(move |(at, _)| now.duration_since(*at) < span);
-        within.map(|(_, counts)| counts)
+        newest_first.take_while(move |(at, _)| now.duration_since(*at) < RECENT)
     }
 
-    /// The least of a figure at the readings of the last part of the span; 0 before there are several.
+    /// The least of a figure at the readings of the last part of the span; 0 unless they are of a longer time.
     fn least(&self, now: Instant, part: impl Fn(&Counts) -> f64) -> f64 {
-        let readings = self.within(RECENT, now).count();
-        let least = self.within(RECENT, now).map(part).reduce(f64::min);
-        least.filter(|_| readings >= LEAST_READINGS).unwrap_or(0.0)
+        let ends = self.recent(now).next().zip(self.recent(now).last());
+        let has_lasted =
+            ends.is_some_and(|((newest, _), (oldest, _))| newest.duration_since(*oldest) >= LASTS);
+        let least = self.recent(now).map(|(_, it)| part(it)).reduce(f64::min);
+        least.filter(|_| has_lasted).unwrap_or(0.0)
     }
 
-    /// Mean of the choices that decode workers compute, at the readings of the last part of the span.
+    /// Mean over time of the choices that decode workers compute, in the last part of the span.
     fn running(&self, now: Instant) -> Option<f64> {
-        let readings = self.within(RECENT, now);
-        let running: Vec<f64> = readings.filter_map(|it| it.running).collect();
-        (!running.is_empty()).then(|| running.iter().sum::<f64>() / running.len() as f64)
+        let (mut choice_s, mut read_s, mut until) = (0.0, 0.0, now);
+        for (at, it) in self.recent(now) {
+            let Some(running) = it.running else {
+                continue;
+            };
+            let lasted_s = until.duration_since(*at).as_secs_f64().max(LEAST_S);
+            choice_s += running * lasted_s;
+            read_s += lasted_s;
+            until = *at;
+        }
+        (read_s > 0.0).then(|| choice_s / read_s)
     }
 
     /// The newest reading, and the last one from before a span, or the first; with the seconds between them.

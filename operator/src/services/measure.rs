@@ -1,7 +1,7 @@
 //! Measurements scraped from the gateways' `/metrics`: latencies as medians over the last few minutes, and the
 //! resources that their workers got from the machines.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use hearth_controller_core::observed::placement::{self, Placement};
 use tokio::time::Instant;
 
 use super::demand::Loads;
-use super::scrape::{client, metrics};
+use super::scrape::Client;
 use crate::exposition::{TPOT, TTFT};
 
 /// Interval at which gateways are scraped.
@@ -21,14 +21,16 @@ const EVERY: Duration = Duration::from_secs(30);
 /// Interval for gateways with a worker that is no longer ready, as they know whether it hangs, with the second rank of a Pod, as
 /// they alone know whether it is ready, or with a group, as its head knows first whether that is whole.
 const EVERY_IN_DOUBT: Duration = Duration::from_secs(2);
-/// Interval for gateways of deployments whose pools follow the load.
-const EVERY_FOLLOWED: Duration = Duration::from_secs(4);
 /// Time window of the medians.
 const WINDOW: Duration = Duration::from_secs(5 * 60);
 /// Time after which an unseen gateway is considered gone.
 const FORGOTTEN: Duration = Duration::from_secs(3600);
 /// Number of gateways scraped concurrently.
 const CONCURRENCY: usize = 16;
+/// Time between two of the samples that are kept of a gateway; the newest besides.
+const THINNED: Duration = Duration::from_secs(4);
+/// The most bounds of a histogram that are read: more than gateways have.
+const MOST_BOUNDS: usize = 64;
 /// Share by which a median must move to count as changed.
 const NEWS: f64 = 0.1;
 
@@ -36,8 +38,8 @@ const NEWS: f64 = 0.1;
 pub(crate) trait Gateways: Send + Sync + 'static {
     /// Ready gateways: their deployment, the Pod's uid and its address.
     fn gateways(&self) -> Vec<(Key, String, String)>;
-    /// The same of these deployments.
-    fn of(&self, deployments: &[Key]) -> Vec<(Key, String, String)>;
+    /// The same of some deployments.
+    fn gateways_of(&self, deployments: &BTreeSet<Key>) -> Vec<(Key, String, String)>;
     /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, a Pod with a second
     /// rank, or a stage.
     fn in_doubt(&self) -> Vec<(Key, String, String)>;
@@ -83,37 +85,30 @@ impl Measures {
 
     /// Scrapes all gateways repeatedly until it is dropped.
     pub(crate) async fn run<G: Gateways>(&self, gateways: &G) {
-        let Ok(client) = client().inspect_err(|error| tracing::error!(%error, "no HTTP client"))
+        let client = Client::new();
+        let Ok(client) = client.inspect_err(|error| tracing::error!(%error, "no HTTP client"))
         else {
             return std::future::pending().await;
         };
         let mut ticks = tokio::time::interval(EVERY_IN_DOUBT);
-        let (mut all_due, mut followed_due) = (Instant::now(), Instant::now());
+        let mut all_due = Instant::now();
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
             let now = Instant::now();
-            let mut asked = if now < all_due {
+            let asked = if now < all_due {
                 gateways.in_doubt()
             } else {
                 all_due = now + EVERY;
                 gateways.gateways()
             };
-            if now >= followed_due && !self.loads.is_empty() {
-                followed_due = now + EVERY_FOLLOWED;
-                let followed = self.loads.asked(gateways.gateways());
-                asked.retain(|it| !followed.contains(it));
-                asked.extend(followed);
-            }
             futures::stream::iter(asked)
                 .for_each_concurrent(CONCURRENCY, |(deployment, uid, address)| {
                     let client = &client;
                     async move {
-                        match metrics(client, &address).await {
+                        match client.metrics(&address).await {
                             Ok(text) => {
-                                let now = Instant::now();
-                                let is_due = self.loads.learn(&deployment, &uid, &text, now);
-                                if self.learn(&deployment, &uid, &text, now) || is_due {
+                                if self.learn(&deployment, &uid, &text, Instant::now()) {
                                     gateways.wake(&deployment);
                                 }
                             }
@@ -127,19 +122,8 @@ impl Measures {
         }
     }
 
-    /// Takes what a gateway says of the load now, for a decision about its workers.
-    pub(super) async fn ask_about_load(
-        &self,
-        client: &reqwest::Client,
-        (deployment, uid, address): (&Key, &str, &str),
-    ) -> Result<(), String> {
-        let text = metrics(client, address).await?;
-        self.loads.learn(deployment, uid, &text, Instant::now());
-        Ok(())
-    }
-
     /// Stores a gateway's response; returns whether the measurements changed.
-    fn learn(&self, deployment: &Key, uid: &str, text: &str, now: Instant) -> bool {
+    pub(super) fn learn(&self, deployment: &Key, uid: &str, text: &str, now: Instant) -> bool {
         let mut deployments = self.lock();
         let known = deployments.entry(deployment.clone()).or_default();
         known.gateways.retain(|_, history| history.is_recent(now));
@@ -219,13 +203,20 @@ struct History {
 impl History {
     fn push(&mut self, sample: Sample, now: Instant) {
         self.last = Some(now);
-        if self
-            .samples
-            .back()
-            .is_none_or(|(_, newest)| *newest != sample)
-        {
-            self.samples.push_back((now, sample));
+        let newest = self.samples.back();
+        if newest.is_some_and(|(_, newest)| *newest == sample) {
+            return self.drop_old(now);
         }
+        let before = self.samples.iter().rev().nth(1);
+        let is_close = before.is_some_and(|(at, _)| now.duration_since(*at) < THINNED);
+        if is_close {
+            self.samples.pop_back();
+        }
+        self.samples.push_back((now, sample));
+        self.drop_old(now);
+    }
+
+    fn drop_old(&mut self, now: Instant) {
         while let Some((at, _)) = self.samples.get(1)
             && now.duration_since(*at) >= WINDOW
         {
@@ -266,9 +257,11 @@ impl Buckets {
             let Some((bound, count)) = bucket_line(line, name) else {
                 continue;
             };
+            let has_room = counts.len() < MOST_BOUNDS;
             match counts.iter_mut().find(|(known, _)| *known == bound) {
                 Some((_, sum)) => *sum += count,
-                None => counts.push((bound, count)),
+                None if has_room => counts.push((bound, count)),
+                None => {}
             }
         }
         counts.sort_by(|(a, _), (b, _)| a.total_cmp(b));

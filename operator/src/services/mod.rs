@@ -9,4 +9,4 @@ pub(crate) mod lease;
 pub(crate) mod measure;
 mod rooms;
 mod scrape;
-pub(crate) mod waits;
+pub(crate) mod watch;

@@ -12,8 +12,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
-use tokio::sync::{Semaphore, watch};
-use tokio::time::{Instant, timeout};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use crate::router::Role;
 
@@ -23,8 +23,13 @@ const PROMPT_TOKENS: [f64; 14] = [
     65_536.0, 131_072.0,
 ];
 
-/// Number of those who may wait for choices at a time: operators, of which one leads.
-const MOST_WAITS: usize = 8;
+/// Number of those who may watch the load at a time: operators, of which one leads.
+const MOST_WATCHES: usize = 8;
+
+/// Time between two looks of those who watch while there are choices, and while there are none.
+const LOOK_EVERY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(4));
+/// The least time between two looks, however choices arrive.
+const LEAST_PAUSE: Duration = Duration::from_millis(200);
 
 /// Counts by the role of the workers that read the prompts.
 type ByReader = Family<[(&'static str, &'static str); 1], Counter>;
@@ -42,8 +47,8 @@ struct Open {
     /// Number of choices that have no token yet.
     unanswered: watch::Sender<usize>,
     activity: Mutex<Activity>,
-    /// Those who wait for choices at a time.
-    waits: Semaphore,
+    /// Places of those who watch.
+    watches: Arc<Semaphore>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +72,7 @@ impl Demand {
                     choices: 0,
                     idle_since: Instant::now(),
                 }),
-                waits: Semaphore::new(MOST_WAITS),
+                watches: Arc::new(Semaphore::new(MOST_WATCHES)),
             }),
         };
         registry.register(
@@ -118,17 +123,15 @@ impl Demand {
         self.open.activity().choices
     }
 
-    /// Waits until there is a choice without a token, `patience` at most, and not at all if many do already; the number of these.
-    pub(crate) async fn unanswered(&self, patience: Duration) -> usize {
-        let mut counts = self.open.unanswered.subscribe();
-        let Ok(_wait) = self.open.waits.try_acquire() else {
-            return *counts.borrow();
-        };
-        // The sender is here, so that nothing but the time ends it.
-        match timeout(patience, counts.wait_for(|count| *count > 0)).await {
-            Ok(Ok(count)) => *count,
-            Ok(Err(_)) | Err(_) => 0,
-        }
+    /// Watches the load; `None` if many do already.
+    pub(crate) fn watch(&self) -> Option<Watch> {
+        let place = Arc::clone(&self.open.watches).try_acquire_owned().ok()?;
+        Some(Watch {
+            open: Arc::clone(&self.open),
+            unanswered: self.open.unanswered.subscribe(),
+            looked: None,
+            _place: place,
+        })
     }
 }
 
@@ -136,6 +139,35 @@ impl Open {
     fn activity(&self) -> std::sync::MutexGuard<'_, Activity> {
         // Each change is complete before anything can panic.
         self.activity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One who watches the load.
+pub(crate) struct Watch {
+    open: Arc<Open>,
+    unanswered: watch::Receiver<usize>,
+    /// Time of the last look, and whether a choice was without a token then.
+    looked: Option<(Instant, bool)>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Watch {
+    /// Waits until the load is to be looked at: not at all the first time, then until a choice is without a token where none was, and
+    /// for [`LOOK_EVERY`] at most.
+    pub(crate) async fn due(&mut self) {
+        if let Some((at, was_waiting)) = self.looked {
+            let (busy, idle) = LOOK_EVERY;
+            let is_busy = self.open.activity().choices > 0;
+            let arrives = async {
+                // The sender is held here, so that this ends with a choice alone.
+                let arrived = self.unanswered.wait_for(|count| *count > 0 && !was_waiting);
+                drop(arrived.await);
+                sleep_until(at + LEAST_PAUSE).await;
+            };
+            let _ = timeout_at(at + if is_busy { busy } else { idle }, arrives).await;
+        }
+        let is_waiting = *self.unanswered.borrow_and_update() > 0;
+        self.looked = Some((Instant::now(), is_waiting));
     }
 }
 
@@ -221,15 +253,41 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn whoever_waits_for_choices_learns_of_them_at_once() {
+    async fn whoever_watches_looks_when_something_arrives_and_now_and_then() {
         let demand = Demand::new(&mut Registry::default());
-        let patience = Duration::from_secs(20);
-        assert_eq!(demand.unanswered(patience).await, 0);
+        let mut watch = demand.watch().unwrap();
         let began = Instant::now();
-        let (count, _guards) = tokio::join!(demand.unanswered(patience), async {
-            tokio::time::sleep(Duration::from_secs(1)).await;
+        let look = async |watch: &mut Watch| {
+            watch.due().await;
+            began.elapsed().as_millis()
+        };
+        assert_eq!(look(&mut watch).await, 0);
+        assert_eq!(look(&mut watch).await, 4000);
+        let arrive = async |after_ms| {
+            tokio::time::sleep(Duration::from_millis(after_ms)).await;
             demand.arrived(5)
-        });
-        assert_eq!((count, began.elapsed().as_secs()), (1, 1));
+        };
+        let (at, (unanswered, open)) = tokio::join!(look(&mut watch), arrive(500));
+        assert_eq!(at, 4500);
+        // What waits still, and what comes besides, is seen at the next look.
+        let (at, besides) = tokio::join!(look(&mut watch), arrive(100));
+        assert_eq!(at, 5500);
+        drop(besides);
+        drop(unanswered);
+        assert_eq!(look(&mut watch).await, 6500);
+        // One after the other: not more often than that.
+        let (at, next) = tokio::join!(look(&mut watch), arrive(10));
+        assert_eq!(at, 6700);
+        drop((next, open));
+        assert_eq!(look(&mut watch).await, 10_700);
+    }
+
+    #[tokio::test]
+    async fn only_so_many_watch() {
+        let demand = Demand::new(&mut Registry::default());
+        let watches: Vec<_> = (0..MOST_WATCHES).map(|_| demand.watch()).collect();
+        assert!(watches.iter().all(Option::is_some) && demand.watch().is_none());
+        drop(watches);
+        assert!(demand.watch().is_some());
     }
 }

@@ -140,6 +140,7 @@ fn refused(observed: &Observed, errors: &[FieldError]) -> Decision {
         wants: &[],
         progress: None,
         left: &observed.pods,
+        created_routes: &[],
         is_late: false,
         given_up: None,
     });
@@ -439,6 +440,7 @@ impl Reconcile<'_> {
             wants,
             progress: steps.map(|steps| steps.progress),
             left: &self.left(steps),
+            created_routes: &steps.map_or_else(Vec::new, |steps| steps.created_routes(wants)),
             is_late,
             given_up: given_up.as_deref(),
         });

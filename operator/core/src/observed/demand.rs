@@ -27,7 +27,7 @@ pub struct Demand {
     pub output_tokens: Option<f64>,
     /// Choices that wait for a slot of a decode worker.
     pub queued: f64,
-    /// The fewest that waited so at any reading in the last part of the span; 0 before there are several.
+    /// The fewest that waited so at any reading in the last part of the span; 0 before these are of several seconds.
     pub queued_least: f64,
     /// Choices that decode workers read or answer at a time, on the mean of the last part of the span; `None` where no
     /// gateway has seen one.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use hearth_crds::{PlanRole, Route};
 
-use super::{Mode, Sorted, Want};
+use super::{Mode, Sorted, Steps, Want};
 use crate::age::{age, is_older};
 use crate::observed::{PodRole, PodView};
 use crate::routes::{endpoints, is_gateway, routes_of, routes_to, text};
@@ -182,6 +182,19 @@ impl Sorted<'_> {
             .chain(of_heads)
             .filter(|(pod, routes)| pod.routes.is_empty() || *routes != routes_of(pod))
             .map(|(pod, routes)| (pod.name.clone(), text(&routes)))
+            .collect()
+    }
+}
+
+impl Steps {
+    /// Routes of the gateways that are created.
+    pub(crate) fn created_routes(&self, wants: &[Want]) -> Vec<&str> {
+        let gateways = self
+            .create
+            .iter()
+            .filter(|(index, _)| wants[*index].is_gateway());
+        gateways
+            .filter_map(|(_, routes)| routes.as_deref())
             .collect()
     }
 }

@@ -4,6 +4,7 @@ mod causes;
 mod format;
 mod groups;
 mod placements;
+mod reachable;
 mod rest;
 pub mod undecided;
 mod zero;
@@ -37,7 +38,7 @@ use crate::model::{ModelState, ModelStep};
 use crate::observed::{Observed, PodView};
 use crate::plan_record::{failure, has_failed, has_served, instead_of};
 use crate::rollout::{Mode, Progress, Want};
-use crate::routes::reachable;
+use reachable::Requests;
 
 /// Whether a deployment that is Ready will no longer be once a decision with the status `decided` is applied.
 pub fn loses_ready(
@@ -78,6 +79,8 @@ pub(crate) struct StatusInput<'a> {
     pub(crate) progress: Option<Progress>,
     /// The Pods as this reconcile leaves them.
     pub(crate) left: &'a [Arc<PodView>],
+    /// Routes of the gateways that it creates.
+    pub(crate) created_routes: &'a [&'a str],
     /// Whether the target took too long; if there is a way back, it is given up.
     pub(crate) is_late: bool,
     /// Reason why it is given up now, if it is.
@@ -398,18 +401,7 @@ impl StatusInput<'_> {
         self.scene().first_cause()
     }
 
-    /// Whether some gateway can get a request answered once everything that is decided now is done.
-    fn is_reachable(&self) -> bool {
-        let left = self.left.iter().map(|pod| &**pod);
-        let pods: Vec<&PodView> = left.filter(|pod| self.is_whole(pod)).collect();
-        let is_open =
-            |pod: &&&PodView| pod.role.is_gateway() && is_up(self.observed, pod, &pod.rank);
-        pods.iter()
-            .filter(is_open)
-            .any(|gateway| reachable(gateway, &pods).0 > 0)
-    }
-
-    /// Once it serves, it is Ready as long as a request can be answered; at first everything must be there.
+    /// Once it serves, it is Ready as long as a request is answered whichever gateway takes it; at first everything must be there.
     fn ready(&self) -> Verdict {
         let Some(target) = self.target() else {
             return match self.obstacle() {
@@ -420,7 +412,8 @@ impl StatusInput<'_> {
         let old = conditions::of(self.observed.deployment.status.as_ref(), READY);
         let has_begun =
             self.is_serving() || has_served(target) || old.is_some_and(|old| old.status == "True");
-        if has_begun && self.is_reachable() {
+        let requests = reachable::requests(self);
+        if has_begun && requests == Requests::Answered {
             return Verdict::yes(
                 "Serving",
                 format!("answers at {}", endpoint_url(self.observed, Some(target))),
@@ -430,13 +423,17 @@ impl StatusInput<'_> {
             return verdict;
         }
         match self.cause() {
-            Some(cause) if self.mode() == Mode::OldDownFirst && !cause.is_trouble => Verdict::no(
-                "Replacing",
-                format!(
+            Some(cause) if self.mode() == Mode::OldDownFirst && !cause.is_trouble => {
+                let waits = format!(
                     "requests wait until plan {} has started",
                     target.spec.generation
-                ),
-            ),
+                );
+                let words = match requests {
+                    Requests::SoonHeld => format!("from when its gateway has started, {waits}"),
+                    Requests::Answered | Requests::Held => waits,
+                };
+                Verdict::no("Replacing", words)
+            }
             Some(cause) => Verdict::not_for(&cause),
             None => Verdict::no("Starting", "the gateway is waiting for its routes"),
         }

@@ -12,6 +12,7 @@ use crate::conditions::{
 use crate::decide::decide;
 use crate::observed::Placement;
 use crate::observed::{ContainerEnd, ContainerView, Measured, PodView};
+use crate::routes::reachable;
 use crate::testing::MIB;
 
 const ALL: [&str; 8] = [
@@ -326,7 +327,7 @@ fn old_down_first_says_that_requests_wait() {
     cluster.observed.nodes.remove("attic");
     cluster.settle();
     cluster.told();
-    cluster.change("decode: {kvCache: {memory: 2Gi}}\n");
+    cluster.change(OTHER_GATEWAY);
     let mut reasons = Vec::new();
     for _ in 0..30 {
         cluster.reconcile();
@@ -339,12 +340,78 @@ fn old_down_first_says_that_requests_wait() {
         assert!(holding <= 4096 * MIB, "{holding}");
         reasons.push(cluster.says(PROGRESSING).1.to_owned());
         reasons.push(cluster.says(READY).1.to_owned());
+        assert_ready_whoever_takes_a_request(&cluster);
+        // Before what was created has a node.
+        cluster.reconcile();
         cluster.turn();
+        // If the operator ends now, what it said last still holds.
+        assert_ready_whoever_takes_a_request(&cluster);
     }
     assert!(reasons.contains(&"OldDownFirst".to_owned()), "{reasons:?}");
     assert!(reasons.contains(&"Replacing".to_owned()), "{reasons:?}");
     assert_eq!(cluster.condition(READY).status, "True");
     assert!(!cluster.told().contains(&"NotReady".to_owned()));
+}
+
+/// A spec that changes the gateway, too.
+const OTHER_GATEWAY: &str = "decode: {kvCache: {memory: 2Gi}}\nmodel: {source: {builtin: {name: hearth-demo}}, contextLength: 256}\n";
+
+fn gateways(cluster: &FakeCluster) -> Vec<String> {
+    let pods = cluster.observed.pods.iter();
+    let gateways = pods.filter(|pod| pod.role.is_gateway());
+    gateways.map(|pod| pod.name.clone()).collect()
+}
+
+/// Asserts that every gateway that takes requests has them answered if the deployment reports Ready.
+fn assert_ready_whoever_takes_a_request(cluster: &FakeCluster) {
+    let pods: Vec<&PodView> = cluster.observed.pods.iter().map(|pod| &**pod).collect();
+    let mut gateways = pods.iter().filter(|pod| pod.role.is_gateway());
+    let is_held =
+        |pod: &&&PodView| pod.is_ready && !pod.is_deleting && reachable(&pod.routes, &pods).0 == 0;
+    let held = gateways.find(is_held);
+    let is_ready = cluster.condition(READY).status == "True";
+    assert!(!is_ready || held.is_none(), "{held:?}");
+}
+
+/// One that needs the room of what runs, and whose image is not found: if that comes, it holds what it takes.
+#[test]
+fn a_gateway_without_workers_makes_it_unready_before_it_starts() {
+    let mut cluster = FakeCluster::new("decode: {kvCache: {memory: 1500Mi}}\n");
+    cluster.observed.nodes.remove("attic");
+    cluster.settle();
+    let old = gateways(&cluster);
+    cluster.change(OTHER_GATEWAY);
+    let is_new = |pod: &Arc<PodView>| pod.role.is_gateway() && !old.contains(&pod.name);
+    for _ in 0..30 {
+        cluster.reconcile();
+        if cluster.observed.pods.iter().any(is_new) {
+            break;
+        }
+        cluster.turn();
+    }
+    let message = "from when its gateway has started, requests wait until plan 2 has started";
+    let is_announced = |cluster: &FakeCluster| {
+        assert_eq!(cluster.says(READY), ("False", "Replacing"));
+        assert_eq!(cluster.condition(READY).message, message);
+    };
+    is_announced(&cluster);
+    // Before it has a node and after.
+    cluster.reconcile();
+    is_announced(&cluster);
+    cluster.turn();
+    cluster.reconcile();
+    is_announced(&cluster);
+    let new = cluster.observed.pods.iter().find(|pod| is_new(pod));
+    let name = new.expect("the new gateway").name.clone();
+    cluster.pod(&name, |pod| {
+        pod.container = Some(ContainerView {
+            waiting: Some(("ImagePullBackOff".to_owned(), "no such tag".to_owned())),
+            ..ContainerView::default()
+        });
+    });
+    cluster.reconcile();
+    assert_eq!(cluster.says(READY).0, "False");
+    assert!(cluster.condition(READY).message.contains("no such tag"));
 }
 
 #[test]

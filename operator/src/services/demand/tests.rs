@@ -54,12 +54,19 @@ impl Scrapes {
         let listed = uids
             .iter()
             .map(|uid| (key(), (*uid).to_owned(), String::new()));
-        self.loads.asked(listed.collect());
+        self.loads.list(&listed.collect::<Vec<_>>());
     }
 
     fn learn(&self, second: u64, uid: &str, text: &str) -> bool {
-        let now = self.start + Duration::from_secs(second);
-        self.loads.learn(&key(), uid, text, now)
+        if let Some(followed) = self.loads.lock().get_mut(&key()) {
+            followed.gateways.entry(uid.to_owned()).or_default();
+        }
+        self.learn_if_watched(Duration::from_secs(second), uid, text)
+            .unwrap_or(false)
+    }
+
+    fn learn_if_watched(&self, after: Duration, uid: &str, text: &str) -> Option<bool> {
+        self.loads.learn(&key(), uid, text, self.start + after)
     }
 
     fn demand(&self, second: u64) -> Option<Demand> {
@@ -158,7 +165,8 @@ fn several_gateways_add_up_and_their_workers_count_once() {
     assert_eq!(demand.arrivals, 180.0);
     // Two wait at one gateway, one at the other, and one at the worker that both report.
     assert_eq!(demand.queued, 4.0);
-    assert_eq!((demand.queued_least, demand.running), (4.0, Some(5.0)));
+    let running = demand.running.map(f64::round);
+    assert_eq!((demand.queued_least, running), (4.0, Some(5.0)));
     assert_eq!(demand.step_tokens, Some(3.0));
 }
 
@@ -248,10 +256,6 @@ fn a_deployment_is_idle_for_as_long_as_all_its_gateways_are() {
     // A gateway of an earlier version says nothing of it.
     scrapes.learn(130, "b", "hearth_choices_unanswered 0\n");
     assert_eq!(idle(&scrapes, 130), None);
-    scrapes.loads.note_zero(&key(), true);
-    assert_eq!(scrapes.loads.at_zero(), [key()]);
-    scrapes.loads.note_zero(&key(), false);
-    assert_eq!(scrapes.loads.at_zero(), []);
 }
 
 #[test]
@@ -270,4 +274,96 @@ fn one_that_has_no_load_is_left_alone_once_that_is_known() {
     assert_eq!(woken(1100, 1300, 5), 0);
     scrapes.loads.follow(&key(), false);
     assert_eq!((woken(1300, 1400, 50), scrapes.demand(1400)), (0, None));
+}
+
+#[test]
+fn what_begins_to_wait_is_decided_about_at_once() {
+    let scrapes = Scrapes::new();
+    scrapes.list(&["a"]);
+    let decided = |from_ms: u64, to_ms: u64, queued: u64| -> Vec<u64> {
+        let looks = (from_ms..to_ms).step_by(1000);
+        let is_due = |at: &u64| {
+            let at = Duration::from_millis(*at);
+            scrapes.learn_if_watched(at, "a", &text(100, queued, 0)) == Some(true)
+        };
+        looks.filter(is_due).collect()
+    };
+    assert_eq!(decided(0, 7000, 0), [0, 4000]);
+    assert_eq!(decided(6200, 12_000, 2), [6200, 10_200]);
+    // One queue after the other is one that lasts, and a new one waits for a second at most.
+    let flutter = |at: &u64| {
+        let queued = (at / 200) % 2;
+        let after = Duration::from_millis(*at);
+        scrapes.learn_if_watched(after, "a", &text(100, queued, 0)) == Some(true)
+    };
+    let seen: Vec<u64> = (12_000..20_000).step_by(200).filter(flutter).collect();
+    assert_eq!(seen, [14_200, 18_200]);
+    assert_eq!(decided(22_300, 22_400, 0), [22_300]);
+    assert_eq!(decided(22_900, 25_000, 1), [23_900]);
+    let (from, to) = (25_000, 53_000);
+    // Requests for which there are no workers need not be in a queue yet.
+    scrapes.loads.note_zero(&key(), true);
+    assert_eq!(decided(from, to, 0).len(), 7);
+    let unanswered = "hearth_idle_seconds 0\nhearth_choices_unanswered 1\n";
+    let arrives = |at_ms: u64| {
+        let at = Duration::from_millis(at_ms);
+        scrapes.learn_if_watched(at, "a", unanswered)
+    };
+    let seen = [53_300, 54_300, 55_300].map(arrives);
+    assert_eq!(seen, [Some(true), Some(false), Some(true)]);
+}
+
+#[test]
+fn a_gateway_that_is_not_listed_is_not_watched() {
+    let scrapes = Scrapes::new();
+    scrapes.list(&["a"]);
+    let learn = |uid| scrapes.learn_if_watched(Duration::ZERO, uid, &text(1, 0, 0));
+    assert_eq!((learn("a"), learn("b")), (Some(true), None));
+    scrapes.loads.follow(&key(), false);
+    assert_eq!(learn("a"), None);
+}
+
+#[test]
+fn a_queue_of_a_few_looks_has_not_lasted_and_looks_count_for_their_time() {
+    let scrapes = Scrapes::new();
+    for (second, queued) in [(100, 3), (101, 3), (102, 3), (107, 2)] {
+        scrapes.learn(second, "a", &text(100, queued, 0));
+        assert_eq!(scrapes.demand(second).unwrap().queued_least, 0.0);
+    }
+    scrapes.learn(108, "a", &text(100, 3, 0));
+    assert_eq!(scrapes.demand(108).unwrap().queued_least, 2.0);
+    // Many looks while one choice is computed, and few before and after it.
+    let running = |choices: u32| {
+        format!(
+            "hearth_worker_running{{worker=\"d\",address=\"10.0.0.1:9000\",role=\"decode\"}} {choices}\n"
+        )
+    };
+    for (second, choices) in [(200, 0), (204, 0), (208, 1), (209, 1), (210, 0), (212, 0)] {
+        scrapes.learn(second, "a", &running(choices));
+    }
+    let mean = scrapes.demand(212).unwrap().running.unwrap();
+    assert!((mean - 2.0 / 12.0).abs() < 0.01, "{mean}");
+}
+
+#[test]
+fn readings_of_a_gateway_that_has_much_to_say_are_few() {
+    let scrapes = Scrapes::new();
+    scrapes.list(&["a"]);
+    for at_ms in (0..600_000).step_by(200) {
+        let at = Duration::from_millis(at_ms);
+        scrapes.learn_if_watched(at, "a", &text(1000 + at_ms / 1000, 3, at_ms / 20));
+    }
+    let kept = scrapes.loads.lock()[&key()].gateways["a"].0.len();
+    assert!(kept <= 75 + 75, "{kept} readings");
+    let demand = scrapes.demand(600).unwrap();
+    let arrivals = demand.arrivals;
+    assert!((arrivals - 60.0).abs() <= 1.0, "{arrivals}");
+    assert_eq!(demand.queued_least, 3.0);
+    assert_eq!(demand.step_ms.map(f64::round), Some(20.0));
+    let workers = |count: u32| -> String {
+        let line =
+            |at| format!("hearth_worker_steps_total{{address=\"{at}\",role=\"decode\"}} 1\n");
+        (0..count).map(line).collect()
+    };
+    assert_eq!(Counts::read(&workers(9000)).workers.len(), MOST_WORKERS);
 }

@@ -66,7 +66,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
 pub(crate) fn metrics_router(app: Arc<App>) -> Router {
     Router::new()
         .route("/metrics", get(status::metrics))
-        .route("/unanswered", get(status::unanswered))
+        .route("/metrics/watch", get(status::watch))
         .with_state(app)
 }
 

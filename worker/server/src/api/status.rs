@@ -3,14 +3,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use axum::Json;
-use axum::extract::{Query, State};
+use axum::body::Body;
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use hearth_transport::v1::Placement;
 use http::{HeaderValue, StatusCode, header};
-use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::app::App;
@@ -105,28 +104,25 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     }
 }
 
-/// Longest time that a question about choices without a token waits for one, in seconds.
-const LONGEST_WAIT_S: u64 = 60;
-
-/// Query of `GET /unanswered`.
-#[derive(Deserialize)]
-pub(super) struct Wait {
-    /// Time to wait for a choice, in seconds.
-    #[serde(default)]
-    wait_s: u64,
-}
-
-/// Number of choices without a token, as text, as soon as there is one, or after the time that the query allows: whoever starts
-/// workers for them need not ask again and again. Without a decode worker, those that have lost theirs count, too.
-pub(super) async fn unanswered(State(app): State<Arc<App>>, Query(wait): Query<Wait>) -> String {
-    let demand = &app.metrics.demand;
-    let has_workers = app.pool.count(Role::Decode).1 > 0;
-    let cut_off = demand.choices();
-    if !has_workers && cut_off > 0 {
-        return cut_off.to_string();
-    }
-    let patience = Duration::from_secs(wait.wait_s.min(LONGEST_WAIT_S));
-    demand.unanswered(patience).await.to_string()
+/// Pushes the same text again and again, in one answer that does not end, each with `# EOF` as its last line: at once, as soon as a
+/// choice waits for its first token where none did, every second while there are choices, and every four without.
+pub(super) async fn watch(State(app): State<Arc<App>>) -> Response {
+    let Some(mut watch) = app.metrics.demand.watch() else {
+        let message = "as many watch these metrics as may; read them, or end another watch";
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        return ApiError::new(status, ErrorType::Server, message.to_owned()).into_response();
+    };
+    let texts = async_stream::stream! {
+        loop {
+            watch.due().await;
+            yield app.metrics.encode();
+        }
+    };
+    (
+        [(header::CONTENT_TYPE, CONTENT_TYPE)],
+        Body::from_stream(texts),
+    )
+        .into_response()
 }
 
 /// Refuses `/metrics` on the API's port: clients need not see how much it is used, and by how many.

@@ -1,12 +1,13 @@
 //! Gateways that can be asked.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use hearth_controller_core::key::Key;
 use hearth_controller_core::observed::PodView;
 use hearth_controller_core::routes::is_planned_gateway;
-use hearth_crds::PlanRole;
+use hearth_crds::{InferencePlan, PlanRole};
 
 use crate::cluster::cache::State;
 
@@ -18,6 +19,7 @@ impl State {
             let pod = &row.value;
             pod.role.is_gateway() && pod.is_ready && !pod.is_deleting
         });
+        let mut plans: HashMap<&Arc<str>, Vec<Arc<InferencePlan>>> = HashMap::new();
         ready
             .filter_map(|(pod, row)| {
                 let key = self.keys.get(&row.owner).filter(|key| of(key))?.clone();
@@ -25,8 +27,10 @@ impl State {
                 // with whatever the node serves there; no gateway of ours does either.
                 let is_node = nodes.contains(&row.value.ip.parse::<IpAddr>().ok()?);
                 let is_elsewhere = key.namespace != pod.namespace || is_node;
-                let plans = self.plans_of(&row.owner);
-                let is_ours = !is_elsewhere && is_planned_gateway(&row.value, &key.name, &plans);
+                let plans = plans
+                    .entry(&row.owner)
+                    .or_insert_with(|| self.plans_of(&row.owner));
+                let is_ours = !is_elsewhere && is_planned_gateway(&row.value, &key.name, plans);
                 is_ours.then(|| (key, row.value.uid.clone(), row.value.ip.clone()))
             })
             .collect()

@@ -26,6 +26,7 @@ use kube::api::Api;
 use kube::{Client, Resource};
 use rustix::process::{Resource as Limited, Rlimit, getrlimit, setrlimit};
 use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
 
 use crate::apply::Applier;
 use crate::apply::report::Reporting;
@@ -242,12 +243,15 @@ async fn work(args: &OperatorArgs, parts: Parts, notifier: CacheNotifier, permit
             None => std::future::pending().await,
         }
     };
+    // Apart, so that gateways that have much to say hold up nothing but each other.
+    let mut watching = JoinSet::new();
+    let (watched, listed) = (Arc::clone(&measures), cache.clone());
+    watching.spawn(async move { watch::run(&watched, &listed).await });
     tokio::join!(
         dispatch(&reconciler, &permits),
         keep_authority(&authority, &cache.telemetry),
         expire_reservations(&notifier),
         measures.run(&cache),
-        watch::run(&measures, &cache),
         agents,
     );
 }

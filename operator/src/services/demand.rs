@@ -4,6 +4,7 @@
 //! gateway that is listed and cannot be read makes what is known old, and nothing shrinks by old figures.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -25,8 +26,8 @@ const NEVER_READ_S: f64 = 3600.0;
 
 /// Time from which a queue has lasted, and is no burst.
 const LASTS: Duration = Duration::from_secs(8);
-/// Time between two of the readings that are kept of those before the last part of the span.
-const THINNED: Duration = Duration::from_secs(4);
+/// Time between two of the readings that are kept of the last part of the span, and of those before; the newest besides.
+const THINNED: (Duration, Duration) = (Duration::from_millis(900), Duration::from_secs(4));
 /// The most workers of which a gateway's figures are kept: more than deployments have.
 const MOST_WORKERS: usize = 512;
 /// The least time between two decisions while there are workers, however requests begin to wait.
@@ -58,23 +59,33 @@ struct Followed {
 }
 
 impl Followed {
+    /// Whether it may be decided about now, whatever the load is.
+    fn may_decide(&self, now: Instant) -> bool {
+        let least = match self.is_at_zero {
+            true => Duration::ZERO,
+            false => LEAST_PAUSE,
+        };
+        self.has_paused(least, now)
+    }
+
+    fn has_paused(&self, pause: Duration, now: Instant) -> bool {
+        self.decided
+            .is_none_or(|at| now.duration_since(at) >= pause)
+    }
+
     /// Decides whether to decide about the deployment now that `demand` is known: at once if something waits that did not at the last
     /// decision, for workers where there are none and else for a slot.
     fn take_turn(&mut self, demand: &Demand, now: Instant) -> bool {
         let (usual, at_zero) = DECIDE_EVERY;
-        let (is_waiting, least, pause) = match self.is_at_zero {
-            true if demand.held > 0.0 => (true, Duration::ZERO, at_zero),
-            _ => (demand.queued > 0.0, LEAST_PAUSE, usual),
+        let (is_waiting, pause) = match self.is_at_zero {
+            true if demand.held > 0.0 => (true, at_zero),
+            _ => (demand.queued > 0.0, usual),
         };
-        let pause = match is_waiting && !self.was_waiting {
-            true => least,
-            false => pause,
-        };
-        let has_paused = |at| now.duration_since(at) >= pause;
-        if !self.decided.is_none_or(has_paused) {
+        let begins = is_waiting && !self.was_waiting;
+        if !begins && !self.has_paused(pause, now) {
             return false;
         }
-        let is_busy = demand.long_arrivals + demand.queued + demand.unanswered > 0.0;
+        let is_busy = is_waiting || demand.long_arrivals + demand.unanswered > 0.0;
         let is_known = demand.span_s >= SPAN.as_secs_f64();
         let was_told = std::mem::replace(&mut self.is_told_idle, !is_busy && is_known);
         let is_due = is_busy || !was_told;
@@ -156,6 +167,9 @@ impl Loads {
             .gateways
             .get_mut(uid)?
             .push(now, Counts::read(text));
+        if !followed.may_decide(now) {
+            return Some(false);
+        }
         let demand = demand(&followed.gateways, now)?;
         Some(followed.take_turn(&demand, now))
     }
@@ -220,7 +234,7 @@ struct Counts {
     /// Seconds without a choice; `None` of a gateway of an earlier version.
     idle_s: Option<f64>,
     /// By address.
-    workers: BTreeMap<String, Work>,
+    workers: BTreeMap<SocketAddr, Work>,
 }
 
 impl Counts {
@@ -291,11 +305,12 @@ impl Counts {
             "hearth_worker_generated_tokens_total" => |work| &mut work.generated_tokens,
             _ => return,
         };
-        if let (Some(address), Some(role)) = (label(labels, "address"), label(labels, "role")) {
-            if self.workers.len() >= MOST_WORKERS && !self.workers.contains_key(address) {
+        let address = label(labels, "address").and_then(|address| address.parse().ok());
+        if let (Some(address), Some(role)) = (address, label(labels, "role")) {
+            if self.workers.len() >= MOST_WORKERS && !self.workers.contains_key(&address) {
                 return;
             }
-            let work = self.workers.entry(address.to_owned()).or_default();
+            let work = self.workers.entry(address).or_default();
             work.is_prefill = role == "prefill";
             *part(work) = value;
         }
@@ -322,10 +337,15 @@ impl History {
         {
             self.0.pop_front();
         }
+        let (recent, older) = THINNED;
         let mut kept: Option<Instant> = None;
         self.0.retain(|(at, _)| {
-            let is_recent = now.duration_since(*at) < RECENT;
-            let is_kept = is_recent || kept.is_none_or(|kept| at.duration_since(kept) >= THINNED);
+            let pause = match now.duration_since(*at) < RECENT {
+                true => recent,
+                false => older,
+            };
+            let is_apart = kept.is_none_or(|kept| at.duration_since(kept) >= pause);
+            let is_kept = is_apart || *at == now;
             if is_kept {
                 kept = Some(*at);
             }

@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 /// Scrape timeout: a gateway responds immediately or is busy with more important work.
 const TIMEOUT: Duration = Duration::from_secs(3);
 /// Response size limit, larger than any gateway's response.
-const MOST_BYTES: usize = 4 << 20;
+const MOST_BYTES: usize = 2 << 20;
 
 /// The longest that a gateway which is watched takes for a text; it has one every few seconds.
 const SILENCE: Duration = Duration::from_secs(12);

@@ -159,9 +159,11 @@ impl Watch {
             let (busy, idle) = LOOK_EVERY;
             let is_busy = self.open.activity().choices > 0;
             let arrives = async {
-                // The sender is held here, so that this ends with a choice alone.
-                let arrived = self.unanswered.wait_for(|count| *count > 0 && !was_waiting);
-                drop(arrived.await);
+                // The sender is held here, so that these end with a choice alone.
+                if was_waiting {
+                    drop(self.unanswered.wait_for(|count| *count == 0).await);
+                }
+                drop(self.unanswered.wait_for(|count| *count > 0).await);
                 sleep_until(at + LEAST_PAUSE).await;
             };
             let _ = timeout_at(at + if is_busy { busy } else { idle }, arrives).await;
@@ -280,6 +282,12 @@ mod tests {
         assert_eq!(at, 6700);
         drop((next, open));
         assert_eq!(look(&mut watch).await, 10_700);
+        // One that waited at the last look, and has ended since, hides none that comes after it.
+        let (at, ended) = tokio::join!(look(&mut watch), arrive(100));
+        assert_eq!(at, 10_900);
+        drop(ended);
+        let (at, _next) = tokio::join!(look(&mut watch), arrive(500));
+        assert_eq!(at, 11_400);
     }
 
     #[tokio::test]

@@ -46,6 +46,9 @@ pub struct Placement {
     pub reach: Reach,
 }
 
+/// The most workers whose reports are read: more than deployments have.
+const MOST: usize = 512;
+
 /// Reads a gateway's reports, by the workers' addresses.
 pub fn read(metrics: &str) -> BTreeMap<SocketAddr, Placement> {
     let placed = metrics.lines().filter_map(|line| {
@@ -64,8 +67,8 @@ pub fn read(metrics: &str) -> BTreeMap<SocketAddr, Placement> {
         };
         Some((address, placement))
     });
-    let mut told: BTreeMap<SocketAddr, Placement> = placed.collect();
-    for (address, is_ready) in gauges(metrics, READY_SERIES) {
+    let mut told: BTreeMap<SocketAddr, Placement> = placed.take(MOST).collect();
+    for (address, is_ready) in gauges(metrics, READY_SERIES).take(MOST) {
         if !is_ready {
             let has_answered = told.contains_key(&address);
             told.entry(address).or_default().reach = match has_answered {
@@ -74,7 +77,7 @@ pub fn read(metrics: &str) -> BTreeMap<SocketAddr, Placement> {
             };
         }
     }
-    for (address, is_hung) in gauges(metrics, HUNG_SERIES) {
+    for (address, is_hung) in gauges(metrics, HUNG_SERIES).take(MOST) {
         if is_hung {
             told.entry(address).or_default().reach = Reach::Hung;
         }

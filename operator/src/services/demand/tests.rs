@@ -145,7 +145,7 @@ fn a_pass_longer_than_the_time_between_two_readings_counts() {
         // It lands every 60 seconds.
         let step_s = second / 60 * 60;
         let text = format!(
-            "hearth_worker_step_seconds_total{{worker=\"p\",address=\"a\",role=\"prefill\"}} {step_s}\nhearth_prompt_tokens_total {}\n",
+            "hearth_worker_step_seconds_total{{worker=\"p\",address=\"10.0.0.2:9000\",role=\"prefill\"}} {step_s}\nhearth_prompt_tokens_total {}\n",
             100 * second
         );
         scrapes.learn(second, "gateway", &text);
@@ -198,20 +198,20 @@ fn a_gateway_that_begins_anew_counts_from_nothing() {
 #[test]
 fn work_counts_while_a_worker_is_seen_and_not_by_its_life() {
     let scrapes = Scrapes::new();
-    let work = |address: &str, seconds: u64| {
+    let work = |address: u8, seconds: u64| {
         format!(
-            "hearth_worker_step_seconds_total{{worker=\"p\",address=\"{address}\",role=\"prefill\"}} {seconds}\n"
+            "hearth_worker_step_seconds_total{{worker=\"p\",address=\"10.0.0.{address}:9000\",role=\"prefill\"}} {seconds}\n"
         )
     };
     let prompts = |tokens: u64| format!("hearth_prompt_tokens_total {tokens}\n");
     for second in (0..=200).step_by(5) {
         // Two workers read 100 tokens a second each until the second one ends; a third has done much before it is seen.
         let mut text = prompts(200 * second.min(100) + 100 * (second.max(100) - 100));
-        text += &work("a", second);
+        text += &work(1, second);
         if second <= 100 {
-            text += &work("b", second);
+            text += &work(2, second);
         }
-        text += &work("c", if second < 150 { 0 } else { 9000 });
+        text += &work(3, if second < 150 { 0 } else { 9000 });
         scrapes.learn(second, "gateway", &text);
     }
     let ms_per_token = scrapes.demand(200).unwrap().prefill_ms_per_token.unwrap();
@@ -354,16 +354,39 @@ fn readings_of_a_gateway_that_has_much_to_say_are_few() {
         scrapes.learn_if_watched(at, "a", &text(1000 + at_ms / 1000, 3, at_ms / 20));
     }
     let kept = scrapes.loads.lock()[&key()].gateways["a"].0.len();
-    assert!(kept <= 75 + 75, "{kept} readings");
+    assert!(kept <= 16 + 75, "{kept} readings");
     let demand = scrapes.demand(600).unwrap();
     let arrivals = demand.arrivals;
     assert!((arrivals - 60.0).abs() <= 1.0, "{arrivals}");
     assert_eq!(demand.queued_least, 3.0);
     assert_eq!(demand.step_ms.map(f64::round), Some(20.0));
     let workers = |count: u32| -> String {
-        let line =
-            |at| format!("hearth_worker_steps_total{{address=\"{at}\",role=\"decode\"}} 1\n");
+        let line = |at| {
+            format!("hearth_worker_steps_total{{address=\"10.0.0.1:{at}\",role=\"decode\"}} 1\n")
+        };
         (0..count).map(line).collect()
     };
     assert_eq!(Counts::read(&workers(9000)).workers.len(), MOST_WORKERS);
+    let long = format!(
+        "hearth_worker_steps_total{{address=\"{:09000}\",role=\"decode\"}} 1\n",
+        1
+    );
+    assert!(Counts::read(&long).workers.is_empty());
+}
+
+/// It may have begun long ago, and it waits in no queue.
+#[test]
+fn a_stream_that_has_lost_its_workers_is_decided_about() {
+    let scrapes = Scrapes::new();
+    scrapes.list(&["a"]);
+    let looks = |from_s: u64, to_s: u64, idle_s: &str| -> usize {
+        let text = format!("{}hearth_idle_seconds {idle_s}\n", text(100, 0, 0));
+        let looks = (from_s..to_s).step_by(4);
+        let at = |s| scrapes.learn_if_watched(Duration::from_secs(s), "a", &text);
+        looks.filter(|s| at(*s) == Some(true)).count()
+    };
+    assert_eq!(looks(0, 400, "0"), 16, "until a minute has shown no load");
+    scrapes.loads.note_zero(&key(), true);
+    assert_eq!(looks(400, 440, "0"), 10);
+    assert!(looks(440, 480, "9") <= 1);
 }

@@ -98,14 +98,14 @@ usual_from=$(cut -d . -f 1 /proc/uptime)
 ask usual fourth
 usual_s=$(($(cut -d . -f 1 /proc/uptime) - usual_from))
 # Messages then take some tenths of a second over any link, and one of 250 kbit/s is not ten times as slow.
-[ $usual_s -lt 60 ] || echo "BUSY: $usual_s s instead of some 20 s"
+[ $usual_s -lt 40 ] || echo "BUSY: $usual_s s instead of some 20 s"
 tell USUAL
 during slow second shape rate 250kbit
 # What has been slow is told anew once it has not been for 5 s.
 sleep 6
 named=$(cat /*.log | grep -c ': slow: the way from ' || true)
 tell SLOW
-if [ $named = 0 ] && [ $usual_s -lt 60 ]; then
+if [ $named = 0 ] && [ $usual_s -lt 40 ]; then
     # Where others keep the machine busy, messages usually take so long that this is not ten times as long.
     during slower fifth shape rate 150kbit
     sleep 6

@@ -12,8 +12,13 @@ use hearth_crds::{InferencePlan, PlanRole};
 use crate::cluster::cache::State;
 
 impl State {
-    /// Ready gateways of some deployments: their deployment, and their Pod's uid and address. The plans of these are unpacked.
-    pub(crate) fn gateways_of(&self, of: impl Fn(&Key) -> bool) -> Vec<(Key, String, String)> {
+    /// Ready gateways of some deployments: their deployment, and their Pod's uid and address. Plans are unpacked to tell whether they
+    /// are the operator's own, but for those of which that is known.
+    pub(crate) fn gateways_of(
+        &self,
+        of: impl Fn(&Key) -> bool,
+        is_known: impl Fn(&Key, &str) -> bool,
+    ) -> Vec<(Key, String, String)> {
         let nodes: HashSet<&IpAddr> = self.nodes.values().flat_map(|it| &it.addresses).collect();
         let ready = self.pods.all().filter(|(_, row)| {
             let pod = &row.value;
@@ -27,10 +32,12 @@ impl State {
                 // with whatever the node serves there; no gateway of ours does either.
                 let is_node = nodes.contains(&row.value.ip.parse::<IpAddr>().ok()?);
                 let is_elsewhere = key.namespace != pod.namespace || is_node;
-                let plans = plans
-                    .entry(&row.owner)
-                    .or_insert_with(|| self.plans_of(&row.owner));
-                let is_ours = !is_elsewhere && is_planned_gateway(&row.value, &key.name, plans);
+                let mut is_planned = || {
+                    let plans = plans.entry(&row.owner);
+                    let plans = plans.or_insert_with(|| self.plans_of(&row.owner));
+                    is_planned_gateway(&row.value, &key.name, plans)
+                };
+                let is_ours = !is_elsewhere && (is_known(&key, &row.value.uid) || is_planned());
                 is_ours.then(|| (key, row.value.uid.clone(), row.value.ip.clone()))
             })
             .collect()
@@ -50,6 +57,6 @@ impl State {
         if doubtful.is_empty() {
             return Vec::new();
         }
-        self.gateways_of(|key| doubtful.contains(key))
+        self.gateways_of(|key| doubtful.contains(key), |_, _| false)
     }
 }

@@ -253,6 +253,13 @@ async fn work(args: &OperatorArgs, parts: Parts, notifier: CacheNotifier, permit
         expire_reservations(&notifier),
         measures.run(&cache),
         agents,
+        async {
+            if let Some(Err(error)) = watching.join_next().await
+                && let Ok(panic) = error.try_into_panic()
+            {
+                std::panic::resume_unwind(panic);
+            }
+        },
     );
 }
 

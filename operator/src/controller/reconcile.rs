@@ -11,9 +11,9 @@ use hearth_controller_core::key::Key;
 use hearth_controller_core::observed::Turn;
 use hearth_controller_core::observed::{Observed, Settings};
 use hearth_controller_core::scaling::follows_load;
-use hearth_controller_core::status::{self, loses_ready, undecided};
+use hearth_controller_core::status::{self, told_first, undecided};
 use hearth_controller_core::validate::{left_to_others, serves};
-use hearth_crds::{InferenceDeployment, ModelSource};
+use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus, ModelSource};
 use jiff::Timestamp;
 use kube::ResourceExt;
 
@@ -191,20 +191,19 @@ impl Reconciler {
             agents.want(key, source, &decision.fetch_on, commit);
         }
 
-        // Report first what the writes are about to end: clients that read Ready must not find the service gone, even
-        // if this process is killed in between.
+        // Report first what the writes are about to end.
         let current = observed.deployment.status.as_ref();
-        let mut told_first = Ok(false);
-        if loses_ready(current, &decision.status) {
+        let first = told_first(current, &decision);
+        let mut told = Ok(None);
+        if let Some(first) = first {
             let metadata = &observed.deployment.metadata;
-            let told = self.reporting.status(metadata, current, &decision.status);
-            told_first = match told.await {
+            told = match self.reporting.status(metadata, current, &first).await {
                 // The decision was made from something old.
                 Err(failure @ (Failure::Conflict(_) | Failure::NotFound(_))) => {
                     return Err(Failed::again(failure, again.0));
                 }
                 // A status that cannot be written must not keep the service from being healed.
-                told => told.map(|_| true),
+                written => written.map(|_| Some(first)),
             };
         }
 
@@ -213,9 +212,12 @@ impl Reconciler {
 
         // Report.
         let outcome = applied.and(uncertified.map_or(Ok(()), Err));
-        let is_told = matches!(told_first, Ok(true));
-        let reported = self.report(&observed, decision, outcome, is_told, now);
-        let reported = reported.await.and(told_first).map(|_| again.0);
+        let (first, told) = match told {
+            Ok(first) => (first, Ok(())),
+            Err(failure) => (None, Err(failure)),
+        };
+        let reported = self.report(&observed, decision, outcome, first, now);
+        let reported = reported.await.and(told).map(|()| again.0);
         reported.map_err(|failure| Failed::again(failure, again.0))
     }
 
@@ -318,11 +320,10 @@ impl Reconciler {
         observed: &Observed,
         decision: Decision,
         outcome: Result<(), Failure>,
-        is_told: bool,
+        told: Option<InferenceDeploymentStatus>,
         now: Timestamp,
     ) -> Result<(), Failure> {
         let deployment = &observed.deployment;
-        let told = is_told.then(|| decision.status.clone());
         let current = told.as_ref().or(deployment.status.as_ref());
         let key = Key::new(
             &deployment.namespace().unwrap_or_default(),

@@ -1,6 +1,6 @@
 //! The caches as seen by the services that call agents and gateways.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -107,12 +107,13 @@ impl AgentDirectory for ClusterCache {
 
 impl Gateways for ClusterCache {
     fn gateways(&self) -> Vec<(Key, String, String)> {
-        self.cache.lock().gateways_of(|_| true)
+        self.cache.lock().gateways_of(|_| true, |_, _| false)
     }
 
-    fn gateways_of(&self, deployments: &BTreeSet<Key>) -> Vec<(Key, String, String)> {
+    fn gateways_of(&self, known: &BTreeMap<Key, BTreeSet<String>>) -> Vec<(Key, String, String)> {
+        let is_known = |key: &Key, uid: &str| known.get(key).is_some_and(|uids| uids.contains(uid));
         let state = self.cache.lock();
-        state.gateways_of(|key| deployments.contains(key))
+        state.gateways_of(|key| known.contains_key(key), is_known)
     }
 
     fn in_doubt(&self) -> Vec<(Key, String, String)> {

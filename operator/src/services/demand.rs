@@ -26,7 +26,8 @@ const NEVER_READ_S: f64 = 3600.0;
 
 /// Time from which a queue has lasted, and is no burst.
 const LASTS: Duration = Duration::from_secs(8);
-/// Time between two of the readings that are kept of the last part of the span, and of those before; the newest besides.
+/// Time between readings that are kept: of the last part of the span, and of what was before it. The newest is always kept, and the
+/// shortest queue of those that are not.
 const THINNED: (Duration, Duration) = (Duration::from_millis(900), Duration::from_secs(4));
 /// The most workers of which a gateway's figures are kept: more than deployments have.
 const MOST_WORKERS: usize = 512;
@@ -59,13 +60,14 @@ struct Followed {
 }
 
 impl Followed {
-    /// Whether it may be decided about now, whatever the load is.
+    /// Whether it may be decided about now, by what takes no time to find out.
     fn may_decide(&self, now: Instant) -> bool {
-        let least = match self.is_at_zero {
-            true => Duration::ZERO,
-            false => LEAST_PAUSE,
-        };
-        self.has_paused(least, now)
+        let (_, at_zero) = DECIDE_EVERY;
+        let last = self.gateways.values().filter_map(|it| it.0.back());
+        match self.is_at_zero {
+            true => self.has_paused(at_zero, now) || !self.was_waiting && held(last, now) > 0.0,
+            false => self.has_paused(LEAST_PAUSE, now),
+        }
     }
 
     fn has_paused(&self, pause: Duration, now: Instant) -> bool {
@@ -73,8 +75,8 @@ impl Followed {
             .is_none_or(|at| now.duration_since(at) >= pause)
     }
 
-    /// Decides whether to decide about the deployment now that `demand` is known: at once if something waits that did not at the last
-    /// decision, for workers where there are none and else for a slot.
+    /// Whether the deployment is to be decided about now that `demand` is known, which is noted: at once if something waits that did
+    /// not at the last decision, for workers where there are none and else for a slot.
     fn take_turn(&mut self, demand: &Demand, now: Instant) -> bool {
         let (usual, at_zero) = DECIDE_EVERY;
         let (is_waiting, pause) = match self.is_at_zero {
@@ -126,9 +128,12 @@ impl Loads {
         idle.collect()
     }
 
-    /// The deployments that follow their load.
-    pub(super) fn followed(&self) -> BTreeSet<Key> {
-        self.lock().keys().cloned().collect()
+    /// The deployments that follow their load, with the uids of their gateways that were ready when they were last listed.
+    pub(super) fn followed(&self) -> BTreeMap<Key, BTreeSet<String>> {
+        let deployments = self.lock();
+        let uids = |it: &Followed| it.gateways.keys().cloned().collect();
+        let followed = deployments.iter().map(|(key, it)| (key.clone(), uids(it)));
+        followed.collect()
     }
 
     /// Notes which gateways of these deployments are ready, and forgets the others.
@@ -161,12 +166,11 @@ impl Loads {
         text: &str,
         now: Instant,
     ) -> Option<bool> {
+        // Reconciles wait for the lock.
+        let counts = Counts::read(text);
         let mut deployments = self.lock();
         let followed = deployments.get_mut(deployment)?;
-        followed
-            .gateways
-            .get_mut(uid)?
-            .push(now, Counts::read(text));
+        followed.gateways.get_mut(uid)?.push(now, counts);
         if !followed.may_decide(now) {
             return Some(false);
         }
@@ -338,19 +342,21 @@ impl History {
             self.0.pop_front();
         }
         let (recent, older) = THINNED;
-        let mut kept: Option<Instant> = None;
-        self.0.retain(|(at, _)| {
-            let pause = match now.duration_since(*at) < RECENT {
+        let mut kept: VecDeque<(Instant, Counts)> = VecDeque::with_capacity(self.0.len());
+        for (at, counts) in self.0.drain(..) {
+            let pause = match now.duration_since(at) < RECENT {
                 true => recent,
                 false => older,
             };
-            let is_apart = kept.is_none_or(|kept| at.duration_since(kept) >= pause);
-            let is_kept = is_apart || *at == now;
-            if is_kept {
-                kept = Some(*at);
+            match kept.back_mut() {
+                Some((before, it)) if at != now && at.duration_since(*before) < pause => {
+                    it.queued = it.queued.min(counts.queued);
+                    it.at_workers = it.at_workers.min(counts.at_workers);
+                }
+                _ => kept.push_back((at, counts)),
             }
-            is_kept
-        });
+        }
+        self.0 = kept;
     }
 
     /// What prefill or decode workers did in a span, from each reading to the next: of one that has come or gone meanwhile, what was

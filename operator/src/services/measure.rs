@@ -1,4 +1,4 @@
-//! Measurements scraped from the gateways' `/metrics`: latencies as medians over the last few minutes, and the
+//! Measurements that the gateways' `/metrics` have, scraped or pushed: latencies as medians over the last few minutes, and the
 //! resources that their workers got from the machines.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -38,8 +38,8 @@ const NEWS: f64 = 0.1;
 pub(crate) trait Gateways: Send + Sync + 'static {
     /// Ready gateways: their deployment, the Pod's uid and its address.
     fn gateways(&self) -> Vec<(Key, String, String)>;
-    /// The same of some deployments.
-    fn gateways_of(&self, deployments: &BTreeSet<Key>) -> Vec<(Key, String, String)>;
+    /// The same of some deployments, with the uids of those of their gateways that were listed before.
+    fn gateways_of(&self, known: &BTreeMap<Key, BTreeSet<String>>) -> Vec<(Key, String, String)>;
     /// Ready gateways of deployments that have a worker which was ready, still runs, and is no longer ready, a Pod with a second
     /// rank, or a stage.
     fn in_doubt(&self) -> Vec<(Key, String, String)>;
@@ -393,6 +393,9 @@ hearth_requests_running 0
             [(0.1, 3.0), (0.5, 5.0), (f64::INFINITY, 6.0)]
         );
         assert_eq!(sample.tpot, Buckets::default());
+        let line = |bound| format!("{TTFT}_bucket{{le=\"{bound}\"}} 1\n");
+        let many: String = (1..=2 * MOST_BOUNDS).map(line).collect();
+        assert_eq!(Sample::read(&many).ttft.0.len(), MOST_BOUNDS);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::scrape::Client;
 
 /// Interval at which gateways are looked for that are not watched yet.
 const EVERY: Duration = Duration::from_secs(1);
-/// Time after which a gateway is asked again whose watch has ended.
+/// Time after which a gateway is asked again that does not push.
 const AGAIN: Duration = Duration::from_secs(4);
 
 /// Watches gateways until it is dropped, and has deployments decided about as their load asks for it.
@@ -30,14 +30,14 @@ async fn run_with<G: Gateways>(client: &Client, measures: &Measures, gateways: &
     let follow = async |(deployment, uid, address): (Key, String, String)| {
         // Latencies and placements are taken as rarely as from one that is asked.
         let mut scraped: Option<Instant> = None;
-        let mut take = |text: &str| {
+        let take = |text: &str, scraped: &mut Option<Instant>| {
             let now = Instant::now();
             let Some(is_due) = measures.loads.learn(&deployment, &uid, text, now) else {
                 return false;
             };
             let is_scraped = scraped.is_none_or(|at| now.duration_since(at) >= AGAIN);
             let has_news = is_scraped && {
-                scraped = Some(now);
+                *scraped = Some(now);
                 measures.learn(&deployment, &uid, text, now)
             };
             if is_due || has_news {
@@ -45,11 +45,14 @@ async fn run_with<G: Gateways>(client: &Client, measures: &Measures, gateways: &
             }
             true
         };
-        if let Err(error) = client.watch(&address, &mut take).await {
+        let ended = client
+            .watch(&address, |text| take(text, &mut scraped))
+            .await;
+        if let (Err(error), None) = (ended, scraped) {
             tracing::debug!(%deployment, address, error, "the gateway does not push its load");
             // One of an earlier version cannot, and one that many watch may refuse.
             if let Ok(text) = client.metrics(&address).await {
-                take(&text);
+                take(&text, &mut scraped);
             }
             sleep(AGAIN).await;
         }
@@ -83,7 +86,7 @@ async fn run_with<G: Gateways>(client: &Client, measures: &Measures, gateways: &
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::collections::{BTreeMap, BTreeSet};
     use std::sync::Mutex;
 
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -101,9 +104,12 @@ mod tests {
         fn gateways(&self) -> Vec<(Key, String, String)> {
             self.gateways.lock().unwrap().clone()
         }
-        fn gateways_of(&self, deployments: &BTreeSet<Key>) -> Vec<(Key, String, String)> {
+        fn gateways_of(
+            &self,
+            known: &BTreeMap<Key, BTreeSet<String>>,
+        ) -> Vec<(Key, String, String)> {
             let mut listed = self.gateways();
-            listed.retain(|(key, _, _)| deployments.contains(key));
+            listed.retain(|(key, _, _)| known.contains_key(key));
             listed
         }
         fn in_doubt(&self) -> Vec<(Key, String, String)> {
@@ -183,13 +189,10 @@ mod tests {
                 "at once, and not for each"
             );
             drop(stream);
-            // What ends is read once more, and then watched again.
-            let (mut scraped, path) = answer(&new, OPEN).await;
-            assert_eq!(path, "/metrics");
-            scraped.write_all(text(0).as_bytes()).await.unwrap();
-            drop(scraped);
             let (mut stream, path) = answer(&new, OPEN).await;
-            assert_eq!((path.as_str(), queued()), ("/metrics/watch", Some(2.0)));
+            assert_eq!(path, "/metrics/watch");
+            stream.write_all(text(0).as_bytes()).await.unwrap();
+            until(|| queued() == Some(2.0)).await;
             listed.gateways.lock().unwrap().remove(0);
             sleep(2 * EVERY).await;
             stream.write_all(text(9).as_bytes()).await.unwrap();

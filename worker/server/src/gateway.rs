@@ -44,7 +44,7 @@ const HTTP2_SEND_BYTES: usize = 64 << 10;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for streams to carry the error that ends them, once the grace period is over.
 const CUT_OFF: Duration = Duration::from_secs(2);
-/// Maximum number of scrapers' connections: there are few scrapers, and each is quick.
+/// Maximum number of connections of those who scrape, which is quick, or watch, which only a few may.
 const METRICS_CONNECTIONS: usize = 32;
 /// Pause after an error of the listener, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

@@ -128,6 +128,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_gateway_that_tells_of_too_many_is_read_in_part() {
+        let line =
+            |port| format!("hearth_worker_placement_info{{address=\"10.0.0.1:{port}\"}} 1\n");
+        let text: String = (1..=2 * MOST).map(line).collect();
+        assert_eq!(read(&text).len(), MOST);
+    }
+
+    #[test]
     fn series_are_read_by_address() {
         let text = "# TYPE hearth_worker_placement info\n\
             hearth_worker_placement_info{worker=\"decode-0\",address=\"10.0.0.1:9000\",role=\"decode\",cpus=\"0-1\",numa_nodes=\"0\",memory_numa_nodes=\"\",gpu_uuid=\"\",shortfalls=\"a \\\"b\\\", c=\\\\d}\"} 1\n\

@@ -38,16 +38,25 @@ use crate::model::{ModelState, ModelStep};
 use crate::observed::{Observed, PodView};
 use crate::plan_record::{failure, has_failed, has_served, instead_of};
 use crate::rollout::{Mode, Progress, Want};
-use reachable::Requests;
+use reachable::Fate;
 
-/// Whether a deployment that is Ready will no longer be once a decision with the status `decided` is applied.
-pub fn loses_ready(
+/// The status that is written before anything else of a decision, if it takes Ready from a deployment: clients that read Ready must not
+/// find the service gone, even if the operator ends in between. It names no plan that is yet to be written, or the number would count as
+/// used.
+pub fn told_first(
     current: Option<&InferenceDeploymentStatus>,
-    decided: &InferenceDeploymentStatus,
-) -> bool {
+    decision: &Decision,
+) -> Option<InferenceDeploymentStatus> {
     let is_ready =
         |status| conditions::of(status, READY).is_some_and(|ready| ready.status == "True");
-    is_ready(current) && !is_ready(Some(decided))
+    let loses_ready = is_ready(current) && !is_ready(Some(&decision.status));
+    loses_ready.then(|| {
+        let mut told = decision.status.clone();
+        if decision.create_plan.is_some() {
+            told.plan = current.and_then(|current| current.plan.clone());
+        }
+        told
+    })
 }
 
 /// Whether a deployment waits for something that others change: the room on nodes, or its turn with a worker image.
@@ -412,8 +421,8 @@ impl StatusInput<'_> {
         let old = conditions::of(self.observed.deployment.status.as_ref(), READY);
         let has_begun =
             self.is_serving() || has_served(target) || old.is_some_and(|old| old.status == "True");
-        let requests = reachable::requests(self);
-        if has_begun && requests == Requests::Answered {
+        let fate = reachable::fate(self);
+        if has_begun && fate == Fate::Answered {
             return Verdict::yes(
                 "Serving",
                 format!("answers at {}", endpoint_url(self.observed, Some(target))),
@@ -424,13 +433,12 @@ impl StatusInput<'_> {
         }
         match self.cause() {
             Some(cause) if self.mode() == Mode::OldDownFirst && !cause.is_trouble => {
-                let waits = format!(
-                    "requests wait until plan {} has started",
-                    target.spec.generation
-                );
-                let words = match requests {
-                    Requests::SoonHeld => format!("from when its gateway has started, {waits}"),
-                    Requests::Answered | Requests::Held => waits,
+                let until = format!("until plan {} has started", target.spec.generation);
+                let words = match fate {
+                    Fate::SoonHeld => {
+                        format!("once its gateway has started, requests will wait {until}")
+                    }
+                    Fate::Answered | Fate::Held => format!("requests wait {until}"),
                 };
                 Verdict::no("Replacing", words)
             }

@@ -9,7 +9,7 @@ use crate::routes::reachable;
 
 /// What becomes of a request, whichever gateway takes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Requests {
+pub(super) enum Fate {
     /// It is answered.
     Answered,
     /// It is answered for now, but a gateway that starts will have no worker to send it to.
@@ -20,7 +20,7 @@ pub(super) enum Requests {
 
 /// What becomes of requests once everything that is decided now is done. A gateway that is there will take requests without another
 /// word from here, whatever keeps it from that now: an image may come, and a node get room.
-pub(super) fn requests(input: &StatusInput<'_>) -> Requests {
+pub(super) fn fate(input: &StatusInput<'_>) -> Fate {
     let left = input.left.iter().map(|pod| &**pod);
     let pods: Vec<&PodView> = left.filter(|pod| input.is_whole(pod)).collect();
     let answers = |routes: &str| reachable(routes, &pods).0 > 0;
@@ -31,12 +31,12 @@ pub(super) fn requests(input: &StatusInput<'_>) -> Requests {
     let (open, closed): (Vec<&PodView>, Vec<&PodView>) =
         gateways.partition(|pod| is_up(input.observed, pod, &pod.rank));
     if open.is_empty() || !open.iter().all(|pod| answers(&pod.routes)) {
-        return Requests::Held;
+        return Fate::Held;
     }
     let closed = closed.iter().map(|pod| &*pod.routes);
     let mut starting = closed.chain(input.created_routes.iter().copied());
     match starting.all(answers) {
-        true => Requests::Answered,
-        false => Requests::SoonHeld,
+        true => Fate::Answered,
+        false => Fate::SoonHeld,
     }
 }

@@ -354,7 +354,7 @@ fn old_down_first_says_that_requests_wait() {
 }
 
 /// A spec that changes the gateway, too.
-const OTHER_GATEWAY: &str = "decode: {kvCache: {memory: 2Gi}}\nmodel: {source: {builtin: {name: hearth-demo}}, contextLength: 256}\n";
+pub(super) const OTHER_GATEWAY: &str = "decode: {kvCache: {memory: 2Gi}}\nmodel: {source: {builtin: {name: hearth-demo}}, contextLength: 256}\n";
 
 fn gateways(cluster: &FakeCluster) -> Vec<String> {
     let pods = cluster.observed.pods.iter();
@@ -389,7 +389,7 @@ fn a_gateway_without_workers_makes_it_unready_before_it_starts() {
         }
         cluster.turn();
     }
-    let message = "from when its gateway has started, requests wait until plan 2 has started";
+    let message = "once its gateway has started, requests will wait until plan 2 has started";
     let is_announced = |cluster: &FakeCluster| {
         assert_eq!(cluster.says(READY), ("False", "Replacing"));
         assert_eq!(cluster.condition(READY).message, message);

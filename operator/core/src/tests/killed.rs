@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use hearth_crds::{InferenceDeploymentStatus, InferencePlanStatus};
 
+use super::decide::OTHER_GATEWAY;
 use super::fake_cluster::FakeCluster;
 use super::zero::{YAML, asked, idle_for};
 use crate::conditions::{DEGRADED, NODES_TAKEN, READY, ROLLED_BACK};
 use crate::decide::decide;
 use crate::observed::Holding;
-use crate::status::loses_ready;
+use crate::status::told_first;
 use crate::testing::GIB;
 
 /// Reconciles of a course, ten seconds apart.
@@ -52,8 +53,9 @@ struct End {
 fn killed(cluster: &mut FakeCluster, after: After) {
     let before = cluster.observed.deployment.status.clone();
     let mut part = decide(&cluster.observed);
-    let tells = after == After::EarlyStatus && loses_ready(before.as_ref(), &part.status);
-    let told = tells.then(|| part.status.clone()).or(before);
+    let early = told_first(before.as_ref(), &part);
+    let early = early.filter(|_| after == After::EarlyStatus);
+    let told = early.or(before);
     part.events.clear();
     part.scaler = None;
     if after != After::Deletions {
@@ -181,6 +183,17 @@ fn workers_that_end_and_start_again_are_told_as_such() {
     for reason in ["ScaledToZero", "ScalingFromZero"] {
         assert!(told.contains(&reason.to_owned()), "{told:?}");
     }
+}
+
+#[test]
+fn a_change_that_needs_the_room_of_what_runs_is_one_plan() {
+    let course: Course<'_> = &[
+        (0, |cluster| drop(cluster.observed.nodes.remove("attic"))),
+        (8, |cluster| cluster.change(OTHER_GATEWAY)),
+    ];
+    let (end, _) = whenever_it_is_killed("decode: {kvCache: {memory: 1500Mi}}\n", course);
+    assert_eq!(reason(&end, READY), "Serving");
+    assert_eq!(end.status.plan.map(|plan| plan.generation), Some(2));
 }
 
 #[test]

@@ -359,6 +359,12 @@ fn readings_of_a_gateway_that_has_much_to_say_are_few() {
     let arrivals = demand.arrivals;
     assert!((arrivals - 60.0).abs() <= 1.0, "{arrivals}");
     assert_eq!(demand.queued_least, 3.0);
+    // The queue was empty for a moment.
+    for (at_ms, queued) in [(600_000, 3), (600_200, 0), (600_400, 3), (602_000, 3)] {
+        let text = text(1600, queued, 30_000);
+        scrapes.learn_if_watched(Duration::from_millis(at_ms), "a", &text);
+    }
+    assert_eq!(scrapes.demand(602).unwrap().queued_least, 0.0);
     assert_eq!(demand.step_ms.map(f64::round), Some(20.0));
     let workers = |count: u32| -> String {
         let line = |at| {

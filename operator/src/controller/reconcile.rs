@@ -13,7 +13,7 @@ use hearth_controller_core::observed::{Observed, Settings};
 use hearth_controller_core::scaling::follows_load;
 use hearth_controller_core::status::{self, told_first, undecided};
 use hearth_controller_core::validate::{left_to_others, serves};
-use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus, ModelSource};
+use hearth_crds::{InferenceDeployment, InferenceDeploymentStatus, InferencePlan, ModelSource};
 use jiff::Timestamp;
 use kube::ResourceExt;
 
@@ -348,8 +348,14 @@ impl Reconciler {
             Err(failure) if failure.needs_a_person() => {
                 let generation = deployment.metadata.generation;
                 let why = failure.to_string();
-                let status =
-                    undecided::with_refusal(decision.status, current, generation, &why, now);
+                let mut decided = decision.status;
+                // A plan that was refused leaves its number to the next one.
+                if let Some(plan) = &decision.create_plan
+                    && !self.is_there(&key, plan)
+                {
+                    decided.plan = current.and_then(|current| current.plan.clone());
+                }
+                let status = undecided::with_refusal(decided, current, generation, &why, now);
                 figures.reported(&key, Some(&deployment.spec), &status);
                 self.reporting
                     .status(&deployment.metadata, current, &status)
@@ -358,6 +364,11 @@ impl Reconciler {
             }
             Err(failure) => Err(failure),
         }
+    }
+
+    fn is_there(&self, deployment: &Key, plan: &InferencePlan) -> bool {
+        let key = Key::new(&deployment.namespace, &plan.name_any());
+        self.notifier.cache.lock().plans.get(&key).is_some()
     }
 
     async fn refuse_unreadable(&self, key: &Key, unreadable: &Unreadable) -> Result<(), Failure> {

@@ -124,12 +124,14 @@ impl Measures {
 
     /// Stores a gateway's response; returns whether the measurements changed.
     pub(super) fn learn(&self, deployment: &Key, uid: &str, text: &str, now: Instant) -> bool {
+        // Reconciles wait for the lock.
+        let (sample, placements) = (Sample::read(text), placement::read(text));
         let mut deployments = self.lock();
         let known = deployments.entry(deployment.clone()).or_default();
         known.gateways.retain(|_, history| history.is_recent(now));
         let history = known.gateways.entry(uid.to_owned()).or_default();
-        history.push(Sample::read(text), now);
-        history.placements = placement::read(text);
+        history.push(sample, now);
+        history.placements = placements;
         let median = |part: fn(&Sample) -> &Buckets| {
             let recent = known
                 .gateways

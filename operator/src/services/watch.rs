@@ -14,7 +14,7 @@ use super::scrape::Client;
 
 /// Interval at which gateways are looked for that are not watched yet.
 const EVERY: Duration = Duration::from_secs(1);
-/// Time after which a gateway is asked again that does not push.
+/// Time after which a gateway is asked again that does not push, or for less than that.
 const AGAIN: Duration = Duration::from_secs(4);
 
 /// Watches gateways until it is dropped, and has deployments decided about as their load asks for it.
@@ -45,16 +45,19 @@ async fn run_with<G: Gateways>(client: &Client, measures: &Measures, gateways: &
             }
             true
         };
-        let ended = client
-            .watch(&address, |text| take(text, &mut scraped))
-            .await;
-        if let (Err(error), None) = (ended, scraped) {
+        let began = Instant::now();
+        let ended = client.watch(&address, |text| take(text, &mut scraped));
+        if let Err(error) = ended.await {
             tracing::debug!(%deployment, address, error, "the gateway does not push its load");
             // One of an earlier version cannot, and one that many watch may refuse.
-            if let Ok(text) = client.metrics(&address).await {
+            if scraped.is_none()
+                && let Ok(text) = client.metrics(&address).await
+            {
                 take(&text, &mut scraped);
             }
-            sleep(AGAIN).await;
+            if began.elapsed() < AGAIN {
+                sleep(AGAIN).await;
+            }
         }
         uid
     };
